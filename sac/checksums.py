@@ -47,7 +47,7 @@ def checksum(tensor: Tensor, *, in_order: bool = False) -> Sums:
 
     ``in_order``: the checksum does not depend on strides. On the CPU a checksum consists of numbers, which take no
     tensor memory until backward; on another device of tensors, of at most 24 KB each. Tensors without a plain strided
-    layout, and those without data (fake, meta), have the empty checksum.
+    layout, and those without data (fake, meta, a zero tangent), have the empty checksum.
     """
     if type(tensor) is Tensor:
         return _of_plain(tensor, in_order)
@@ -94,7 +94,7 @@ def same(left: Sums, right: Sums) -> bool:
 
 def _of_plain(tensor: Tensor, in_order: bool) -> Sums:
     cls = type(tensor)
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor._is_zerotensor():
         return ()
     if tensor.is_cpu and (cls is Tensor or cls is Parameter):
         size = tensor.nbytes

@@ -127,7 +127,7 @@ def contradictions(given: Mapping[str, Any], where: str) -> Iterator[Problem]:
             fix="give num_checkpoints, the number of regions whose backward is pending at once: as a rule, of layers",
         )
     if count is not None and not is_contiguous:
-        found = "it counts the slots of a contiguous store, and the store is another"
+        found = "it counts the slots of a contiguous store, but `store` is not contiguous"
         yield Problem(f"{where}.num_checkpoints", found, fix="choose store contiguous, or leave num_checkpoints out")
 
 
@@ -370,7 +370,7 @@ def _misplaced(given: Mapping[str, Any], mode: str) -> Iterator[Problem]:
         if refusal is not None and refusal.mode == mode and refusal.applies(value):
             yield Problem(f"{WHERE}.{name}", refusal.found, fix=refusal.fix)
     if mode != "none" and isinstance(given.get("layers"), Chunks) and given.get("granularity") == "submodule":
-        found = "a chunk of layers is one region, and granularity submodule makes several of each layer"
+        found = "a chunk of layers is one region, but granularity submodule makes several regions of each layer"
         yield Problem(f"{WHERE}.layers", found, fix="leave one of the two out")
     if mode == "selective" and given.get("budget") is None:
         for name in ("optimizer", "replan", "plan_cache"):

@@ -21,7 +21,13 @@ from sac.torch_private import (
 
 PackHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
-_FRAMES = ("sac.region.frame", "sac.recompute.replay", "sac.recompute.torch_checkpoint", "torch.utils.checkpoint")
+_FRAMES = (
+    "sac.region.frame",
+    "sac.recompute.replay",
+    "sac.recompute.torch_checkpoint",
+    "torch.utils.checkpoint",
+    "_sac_native",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +44,8 @@ class OuterPacked:
     @property
     def is_recomputed(self) -> bool:
         """Whether an outer region, of sac or torch, holds it and recomputes it to unpack it."""
-        unpack = getattr(self.unpack, "func", self.unpack)  # the hook of ``sac.context_fn`` is a partial
-        return getattr(unpack, "__module__", "") in _FRAMES
+        module = getattr(self.unpack, "__module__", "") or type(getattr(self.unpack, "__self__", None)).__module__
+        return module in _FRAMES
 
 
 def pack_with_outer_hooks(tensor: torch.Tensor, hooks: PackHooks | None) -> torch.Tensor | OuterPacked:

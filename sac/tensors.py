@@ -9,14 +9,20 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from sac.native.load import library
 from sac.torch_private import UnseenByModes, neg_view
 
 # -- Storages, version and metadata of a tensor
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is a wrapper subclass, which holds its data in inner tensors."""
+    return hasattr(type(tensor), "__tensor_flatten__")
+
+
 def storage_sizes(tensor: torch.Tensor) -> dict[int, int]:
     """Return the bytes of each storage that holds data of ``tensor``, by address."""
-    if type(tensor) is not torch.Tensor and hasattr(type(tensor), "__tensor_flatten__"):
+    if type(tensor) is not torch.Tensor and is_wrapper(tensor):
         return {address: size for part in inner_tensors(tensor) for address, size in storage_sizes(part).items()}
     if tensor.layout is not torch.strided:
         return {id(tensor): tensor.numel() * tensor.element_size()}
@@ -171,8 +177,10 @@ def overwrite(storage: torch.UntypedStorage, source: torch.UntypedStorage) -> No
 def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """Return a copy of ``storage``, made unseen by any mode."""
     guard = UnseenByModes() if UnseenByModes is not None else None
+    native: Any = library()
     try:
-        copy: torch.UntypedStorage = storage.clone()
+        found = None if native is None else native.copy_of_storage(storage)
+        copy: torch.UntypedStorage = storage.clone() if found is None else found
         for watcher in STORAGE_WATCHERS:
             watcher(copy)
         return copy
@@ -186,6 +194,11 @@ Place = tuple[int, torch.Size, tuple[int, ...]]  # offset in the storage, shape 
 def place_of(tensor: torch.Tensor) -> Place:
     """Return where a plain tensor lies in its storage."""
     return int(tensor.storage_offset()), tensor.shape, tensor.stride()
+
+
+def last_offset(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return how many elements the last element of a tensor lies behind its first one in memory."""
+    return sum((size - 1) * int(step) for size, step in zip(shape, stride, strict=True))
 
 
 def placed_on(storage: torch.UntypedStorage, tensor: torch.Tensor, place: Place | None = None) -> torch.Tensor:
@@ -246,15 +259,12 @@ def written_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def wrapped_parts(tensor: Any) -> list[torch.Tensor]:
     """Return the plain tensors inside a wrapper subclass such as DTensor."""
-    parts: list[torch.Tensor] = []
-    for part in inner_tensors(tensor):
-        parts.extend(wrapped_parts(part) if hasattr(type(part), "__tensor_flatten__") else [part])
-    return parts
+    return [part for inner in inner_tensors(tensor) for part in tensor_parts(inner)]
 
 
 def layout_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return shape, stride, offset, dtype and lazy bits of a tensor in hashable form."""
-    if type(tensor) is not Tensor and hasattr(type(tensor), "__tensor_flatten__"):
+    if type(tensor) is not Tensor and is_wrapper(tensor):
         return str(tensor.shape), tensor.dtype  # sizes of a jagged tensor are symbols, which have no hash
     if tensor.layout is not torch.strided:
         return tensor.shape, tensor.dtype, tensor.layout
@@ -267,7 +277,7 @@ def lazy_bits(tensor: torch.Tensor) -> int:
 
 
 def with_lazy_bits(tensor: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return a view of ``tensor``, which has no lazy bits, with these."""
+    """Return a view of ``tensor`` that has these lazy bits if ``tensor`` has none, and none if it has these."""
     if bits & 1:
         tensor = tensor.conj()
     return neg_view(tensor) if bits & 2 else tensor
@@ -292,9 +302,16 @@ def offset_in_storage(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset()) if has_storage(tensor) else 0
 
 
+def storages_of(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return ``storage_address`` and ``storage_bytes`` of each tensor."""
+    native: Any = library()
+    found = None if native is None else native.storages_of(tensors)
+    return [(storage_address(one), storage_bytes(one)) for one in tensors] if found is None else found
+
+
 def storage_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes that stay allocated if ``tensor`` is kept: those of its whole storage."""
-    if type(tensor) is not Tensor and hasattr(type(tensor), "__tensor_flatten__"):
+    if type(tensor) is not Tensor and is_wrapper(tensor):
         return sum(storage_bytes(part) for part in wrapped_parts(tensor))
     try:
         return tensor.untyped_storage().nbytes()

@@ -145,6 +145,9 @@ will_execute_node: Any = getattr(torch._C, "_will_engine_execute_node", None)
 # timers, which work only in a backward. 1.0 to 2.13.
 when_backward_ends: Any = getattr(_engine, "queue_callback", None)
 
+# As `current_graph_task_id`, but NO_TASK where torch does not say when a backward ends. 1.13 to 2.13.
+ending_task: Callable[[], int] = current_graph_task_id if when_backward_ends is not None else lambda: NO_TASK
+
 _accumulates_everywhere: Any = getattr(_engine, "is_checkpoint_valid", None)
 
 
@@ -447,9 +450,10 @@ def ignored_ops() -> set[Any] | None:
 
 # -- torch.func and forward-mode AD
 
-# The innermost active transform, or None. Without it users get torch's own errors about saved-tensor hooks or storages.
-# 2.0 to 2.13.
-innermost_transform: Any = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+# Whether a transform is active on this thread. Asking for the innermost one (`peek_interpreter_stack`) would give the
+# thread a stack of transforms, which autograd copies twice for each node of every backward from then on. Without it
+# users get torch's own errors about saved-tensor hooks or storages. 2.0 to 2.13.
+transform_is_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 # The nesting depth of the `vmap` of `is_grads_batched`. No function reads it, but entering returns it. Without them a
 # recomputation that draws random numbers raises torch's error. 1.8 to 2.13.

@@ -74,7 +74,7 @@ class Trials:
         return sum(parameter.nbytes for parameter in self.parameters)
 
     def peak_bytes(self, mode: str, batch: int) -> int:
-        """The most bytes alive in one training step, with all that is held beside it."""
+        """The most bytes alive in one training step, with all that is held at the same time."""
         inputs = self._inputs(batch)
         step = partial(self._step, mode, inputs)
         return self.held_bytes + measure_memory(step, self.device).peak_bytes

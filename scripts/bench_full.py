@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What full recomputation costs beside the recomputation: each way on the same layers, in one run, against torch's.
+"""The overhead of full recomputation over the recomputation itself: each way on the same layers, in one run.
 
     .venv/bin/python scripts/bench_full.py            both cases, about two minutes
     .venv/bin/python scripts/bench_full.py --quick    a few rounds of small cases: that it works, not how fast it is

@@ -40,7 +40,7 @@ def cpu_model() -> str:
 
 
 def hardware(device: str) -> dict[str, Any]:
-    """What the steps ran on, and the versions that matter beside torch's."""
+    """What the steps ran on, and the versions that matter in addition to torch's."""
     versions = {}
     with contextlib.suppress(metadata.PackageNotFoundError):
         versions["torch_remat"] = metadata.version("torch_remat")

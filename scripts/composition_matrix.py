@@ -79,7 +79,7 @@ def notes_of(line: Line) -> list[str]:
         if cell.gradients == DIFFER:
             why = f"{len(cell.different)} differ: {', '.join(cell.different[:3])}"
         elif cell.idle:
-            why = "nothing is recomputed and nothing let go"
+            why = "nothing is recomputed and nothing freed"
         if why:
             notes.append(f"{line.stack}, {cell.mode}: {why}")
     return notes

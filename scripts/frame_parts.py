@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the frame of a region costs, part by part: microseconds of CPU time in one call, beside running its ops.
+"""What the frame of a region costs, part by part: microseconds of CPU time in one call, in addition to running its ops.
 
     .venv/bin/python scripts/frame_parts.py                 the small block of bench_overhead.py, about a minute
     .venv/bin/python scripts/frame_parts.py --rounds 20     that it works, not how fast it is
@@ -39,7 +39,11 @@ WAYS_SHOWN = (SAC_FULL, REPLAY)
 _REGION, _RECOMPUTE = "sac.region", "sac.recompute"
 PARTS: dict[str, tuple[str, ...]] = {
     OPS: ("tests.support.blocks.LlamaLikeBlock.forward",),
-    "fingerprint": (f"{_RECOMPUTE}.regions._fingerprint_of", f"{_RECOMPUTE}.regions._key"),
+    "fingerprint": (
+        f"{_REGION}.survey.Surveys.taken",
+        f"{_RECOMPUTE}.regions._fingerprint_of",
+        f"{_RECOMPUTE}.regions._key",
+    ),
     "inputs": (f"{_REGION}.inputs.RegionInputs.__init__",),
     "recorder": (f"{_RECOMPUTE}.regions.Region._replay_frame",),
     "state of Python": (f"{_REGION}.python_state.ReachableState.__init__",),

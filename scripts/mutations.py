@@ -37,7 +37,8 @@ _PLAN, _RUN, _TAPE = "recompute/schedule.py", "recompute/replay.py", "recompute/
 _MODES, _RECORD, _STATS = "recompute/rerun.py", "recompute/rerun.py", "recompute/op_trace.py"
 _CPP_RECORD, _CPP_HANDLES = "native/csrc/record.h", "native/csrc/handles.h"
 _CPP_REPLAY, _CPP_RERUN = "native/csrc/replay.h", "native/csrc/rerun.h"
-_CPP_FILL, _CPP_WATCH = "native/csrc/fill.h", "native/csrc/watch.h"
+_CPP_FILL, _CPP_WATCH, _CPP_IDS = "native/csrc/fill.h", "native/csrc/watch.h", "native/csrc/ids.h"
+_CPP_SURVEY = "native/csrc/survey.h"
 _RECORDER, _KIND, _TABLE = "recompute/recorder.py", "recompute/regions.py", "recompute/table.py"
 
 MUTATIONS = (
@@ -157,7 +158,7 @@ MUTATIONS = (
         "replay-early-free",
         1,
         _PLAN,
-        "a value is let go before its last reader",
+        "a value is freed before its last reader",
         "            self._needed.add(value)\n            frees.append(value)\n",
         "            self._needed.add(value)\n        frees.append(value)\n",
     ),
@@ -181,7 +182,7 @@ MUTATIONS = (
         "saved-module-early",
         1,
         "recompute/whole_modules.py",
-        "a saved module that backward reaches is let go",
+        "the result of a saved module that backward reaches is freed",
         "call.packs_before > last_missing",
         "call.packs_before >= last_missing",
     ),
@@ -204,7 +205,7 @@ MUTATIONS = (
     Mutation(
         "dead-state-is-none",
         1,
-        _REACHABLE,
+        "region/holders.py",
         "an attribute that was given up before backward is None in recomputation",
         "return value is not None and self._original() is value",
         "return self._original() is value",
@@ -435,8 +436,8 @@ MUTATIONS = (
         6,
         _FRAME,
         "inputs are held although nothing is recomputed",
-        "if not handle.is_kept), -1)",
-        "if not handle.is_kept), 0)",
+        "last_missing = missing[-1] if missing else -1",
+        "last_missing = missing[-1] if missing else 0",
     ),
     # 7, no leaks
     Mutation(
@@ -514,7 +515,7 @@ MUTATIONS = (
         "collective-skipped",
         9,
         _PLAN,
-        "a collective that nobody here reads is not repeated",
+        "a collective whose result this rank does not read is not repeated",
         "kept\n        return self._has_unkept(tape.results(number))",
         "kept\n        return False",
     ),
@@ -539,8 +540,8 @@ MUTATIONS = (
         9,
         "recompute/replay.py",
         "one rank runs Python again while others replay",
-        "if recorder.has_collectives:",
-        "if not recorder.has_collectives:",
+        "if self.recorder.has_collectives:",
+        "if not self.recorder.has_collectives:",
     ),
     # 10, routing is saved, buffers advance once
     Mutation(
@@ -556,7 +557,7 @@ MUTATIONS = (
         10,
         "recompute/fallback.py",
         "topk chooses anew where replay gives way",
-        "self._waiting[one.site].append(one)",
+        "self._routed[one.site].append(one)",
     ),
     Mutation(
         "routing-let-go",
@@ -632,7 +633,7 @@ MUTATIONS = (
         "dead-not-counted",
         12,
         _RECORD,
-        "the report leaves out what was decided and let go",
+        "the report leaves out what was saved and freed",
         "self.dead_bytes += sum(size for address, size in one.sizes().items() if address not in in_handles)",
     ),
     Mutation(
@@ -751,7 +752,7 @@ MUTATIONS = (
     Mutation(
         "native-views-alike",
         4,
-        _CPP_RERUN,
+        _CPP_IDS,
         "rerun takes calls on two parts of a tensor for one",
         "  signature.add(static_cast<uint64_t>(offset));\n",
         "",
@@ -760,41 +761,57 @@ MUTATIONS = (
         "native-reader-unseen",
         1,
         _CPP_RERUN,
-        "rerun lets go of a saved result that an op reads",
-        "if (!is_pythons && ids.state != nullptr) note_reads(ids, *known, *stack, base);",
-        ";",
+        "rerun frees a saved result that an op reads",
+        "      note_reads(ids, *known, *stack, base);\n",
+        "      ;\n",
     ),
     Mutation(
         "native-no-early-stop",
         9,
         _CPP_RERUN,
         "recomputation runs on after it has filled everything",
-        "is_pythons = is_set(progress.get(), names().done);",
-        "is_pythons = false;",
+        "      stop_before(ids, written);\n",
+        "      ;\n",
+    ),
+    Mutation(
+        "native-waits-to-the-end",
+        9,
+        "native/csrc/late.h",
+        "under torch's checkpoint, recomputation runs on after torch has all that it needs",
+        "  if (PyList_GET_SIZE(late->waiting) > 0 && !flush(late)) throw python_error();\n",
+        "",
+    ),
+    Mutation(
+        "native-arguments-unfound",
+        1,
+        "recompute/torch_checkpoint.py",
+        "with the library, objects among the arguments of torch's checkpoint are not restored",
+        "_ENTERING = (__name__, native_forward_mode.__module__)",
+        "_ENTERING = (__name__,)",
     ),
     Mutation(
         "native-external-unnamed",
         4,
-        _CPP_RERUN,
+        _CPP_IDS,
         "a value computed from an external tensor has to be the same in both passes",
-        "  if (signature.is_external) add_to(ids.external, id);\n",
+        "  info.is_external = info.is_external || signature.is_external;\n",
         "",
     ),
     Mutation(
         "native-saved-overwritten",
         3,
-        _CPP_RERUN,
+        _CPP_IDS,
         "an op overwrites a saved result of which there is no copy",
-        "  if (found_in(ids.saved, address.get()) != nullptr) return false;\n  const auto* storage",
-        "  const auto* storage",
+        "return t.saved.count(address) == 0 && !t.is_recent(address);",
+        "return !t.is_recent(address);",
     ),
     Mutation(
         "native-parameter-overwritten",
         3,
-        _CPP_RERUN,
+        _CPP_IDS,
         "an op overwrites an input or a parameter of which there is no copy",
-        " || holds(ids.parameters, id) || holds(ids.inputs, id)) return false;\n  if (ids.state",
-        ") return false;\n  if (ids.state",
+        "  if (info != nullptr && (info->is_parameter || info->is_input)) return false;\n",
+        "",
     ),
     Mutation(
         "native-attribute-unseen",
@@ -803,6 +820,14 @@ MUTATIONS = (
         "an attribute that was set to another object is not put back",
         " || PyList_GET_ITEM(args[4], index) != value) Py_RETURN_FALSE;",
         ") Py_RETURN_FALSE;",
+    ),
+    Mutation(
+        "native-copy-unseen",
+        3,
+        "native/csrc/state.h",
+        "a small buffer that NumPy has written to is recomputed with what it holds now",
+        "PyBool_FromLong(std::memcmp(one.data(), other.data(), one.nbytes()) != 0)",
+        "PyBool_FromLong(0)",
     ),
     Mutation(
         "native-shape-unseen",
@@ -843,5 +868,21 @@ MUTATIONS = (
         "a tensor that an op fills after autograd has saved it is taken for saved",
         "note(*one.watch, Reason::SPOILS, one.op);",
         ";",
+    ),
+    Mutation(
+        "native-survey-blind",
+        1,
+        _CPP_SURVEY,
+        "a module with another plain value counts as the same function",
+        "      is_same_function = false;",
+        "",
+    ),
+    Mutation(
+        "native-survey-holds",
+        1,
+        _CPP_SURVEY,
+        "what changed after the forward is not put back in recomputation",
+        "return value == self->values->all[at];",
+        "return true;",
     ),
 )

@@ -52,7 +52,7 @@ def torch_full(blocks: nn.Sequential) -> Step:
 
 
 class StockPolicy:
-    """What `POLICY` says, told the way torch's selective checkpointing is: attention, and every other matmul.
+    """What `POLICY` says, in the form that torch's selective checkpointing takes: attention, and every other matmul.
 
     torch 2.11 and 2.12 ask in recomputation too, and count from the start there.
     """

@@ -1,4 +1,4 @@
-"""Where one way to checkpoint spends its time beside what the block needs: by pass, per op, by file and function."""
+"""Where one way to checkpoint spends more time than the block needs: by pass, per op, by file and function."""
 
 from __future__ import annotations
 

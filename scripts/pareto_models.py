@@ -1,4 +1,4 @@
-"""Whole models: what people choose by hand, beside the plan for the same peak."""
+"""Whole models: what people choose by hand, next to the plan for the same peak."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from sac.errors import PlanError
 from sac.planner.plan_file import make_plan
+from sac.planner.planner import Planner, Point
 from sac.planner.prepare import prepare
-from sac.planner.search import Planner, Point
 from sac.planner.write_policy import baselines
 from tests.unit.planner.truth import model_named
 
-EVERY = (3, 4)  # beside every second, which is among the planner's own baselines
+EVERY = (3, 4)  # in addition to every second, which is among the planner's own baselines
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pareto_block import MIB, Sizes, built
+from pareto_block import Sizes, built
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -62,7 +62,7 @@ def _partition(sizes: Sizes, budget: float, device: Device, *, as_complex: bool)
 
 
 def _saved_bytes(forward: fx.Graph) -> int:
-    """The bytes of what forward hands to backward, beside what it was given; a view counts as what it is a view of."""
+    """The bytes of what forward hands to backward, except what it was given; a view counts as what it is a view of."""
     [output] = [node for node in forward.nodes if node.op == "output"]
     bases = {_base(node) for node in output.args[0][1:] if isinstance(node, fx.Node)}
     return sum(_bytes(node) for node in bases if node.op != "placeholder")
@@ -107,7 +107,3 @@ def _seconds(node: fx.Node, device: Device) -> float:
         dtype=str(first.dtype).removeprefix("torch."),
     )
     return roofline(entry, device, PRIORS)
-
-
-def as_text(partition: Partition) -> str:
-    return f"{partition.bytes / MIB:,.0f} MiB, {partition.seconds * 1e3:.2f} ms"

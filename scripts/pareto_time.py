@@ -1,4 +1,4 @@
-"""How long planning takes, and how much memory, for models that fit on no machine at hand."""
+"""How long planning takes, and how much memory, for models that are larger than any machine here."""
 
 from __future__ import annotations
 

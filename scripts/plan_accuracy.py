@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Does the planner tell the truth? What it says of a step's memory, beside what the allocator saw of a real one.
+"""Is the planner right? The memory that it predicts for a step, next to what the allocator gave out in a real one.
 
     .venv/bin/python scripts/plan_accuracy.py                 all models, some minutes on two free cores
     .venv/bin/python scripts/plan_accuracy.py --model Llama T5  these
@@ -34,8 +34,8 @@ from bench_terminal import environment, shown_progress
 from pages import write_between
 
 from sac.planner.plan_file import make_plan
+from sac.planner.planner import Planner
 from sac.planner.prepare import prepare
-from sac.planner.search import Planner
 from sac.tools.render import print_rows
 from tests.unit.planner.truth import (
     CONFIGS,

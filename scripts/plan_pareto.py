@@ -17,7 +17,7 @@ that is not saved, up to the last that backward needs. Bytes are those beyond th
 Third table: what the partitioner of torch.compile saves of that block under `activation_memory_budget`, and the fastest
 save option in as many bytes.
 
-The script ends with 1 where a plan is slower than what stands beside it, or goes above its budget.
+The script ends with 1 where a plan is slower than what it is compared with, or goes above its budget.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def model_rows(pairs: Sequence[Pair]) -> list[list[str]]:
 
 MODEL_COLUMNS = ("model", "way", "peak, bytes", "again, µs", "plan's peak", "again, µs", "ratio")
 BLOCK_COLUMNS = ("70B block", "MiB", "again, ms", "replayed, ms", "plan's MiB", "again, ms", "ratio")
-ANCHOR_COLUMNS = ("at MiB a layer", "with the input", "plan's MiB", "again, ms", "beside", "ratio", "at most", "holds")
+ANCHOR_COLUMNS = ("at MiB a layer", "with the input", "plan's MiB", "again, ms", "other", "ratio", "at most", "holds")
 PARTITION_COLUMNS = ("budget", "partitioner's MiB", "again, ms", "plan's MiB", "again, ms", "ratio")
 
 
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print_rows(columns, rows, right=columns[1:])
         print(footer(report))
     for violation in report.violations:
-        print(f"slower than what stands beside it: {violation}", file=sys.stderr)
+        print(f"slower than what it is compared with: {violation}", file=sys.stderr)
     if given.write:
         write_between(given.write, "plan-pareto", f"\n{markdown(report)}\n")
     return 1 if report.violations else 0

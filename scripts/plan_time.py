@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How long `sac plan` takes for models that fit on no machine at hand, next to what `import torch` takes here.
+"""How long `sac plan` takes for models larger than any machine here, next to what `import torch` takes here.
 
     .venv/bin/python scripts/plan_time.py                 both models, three rounds, some minutes
     .venv/bin/python scripts/plan_time.py --case 70B --rounds 1

@@ -24,8 +24,8 @@ from bench_terminal import shown_progress
 from pareto_models import every_nth
 
 from sac.planner.plan_file import make_plan
+from sac.planner.planner import Planner, Point
 from sac.planner.prepare import prepare
-from sac.planner.search import Planner, Point
 from sac.planner.write_policy import baselines, plain_baselines
 from tests.unit.planner.truth import FURTHER, MODELS, measured, model_named, put_on
 

@@ -36,9 +36,9 @@ from sac.planner.devices import device_named
 from sac.planner.fakes import call, fake_build, fake_inputs, fake_mode
 from sac.planner.live_bytes import Ledger
 from sac.planner.pareto import pareto, priced
+from sac.planner.planner import quiet, saved_by
 from sac.planner.planning import lowered
 from sac.planner.profile import RegionProfile
-from sac.planner.search import quiet, saved_by
 from sac.planner.tracing import profile_regions
 from sac.tools.render import print_rows
 

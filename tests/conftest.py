@@ -75,7 +75,7 @@ def few_choices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of all save options after a few steps: what most take is estimated, and checked where they are used."""
-    monkeypatch.setattr("sac.planner.search._MOST_MEASURED", 16)
+    monkeypatch.setattr("sac.planner.planner._MOST_MEASURED", 16)
 
 
 @pytest.fixture

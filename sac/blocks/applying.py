@@ -127,7 +127,7 @@ def refuse_second(model: nn.Module) -> None:
         raise ModelError(Problem(offloaded[0] or name, found, fix=fix))
     if not present[0][0]:
         fix = "call sac.remove on the whole model first, or leave this part as it is"
-        raise ModelError(Problem(name, "this module is part of a block that sac is on already", fix=fix))
+        raise ModelError(Problem(name, "this module is inside a block to which sac has been applied", fix=fix))
     found = "sac.context_fn has been given a module of this model, whose checkpoint would be inside a region"
     raise ModelError(Problem(present[0][0], found, fix=fix))
 
@@ -172,7 +172,9 @@ def _choose_blocks(model: nn.Module, config: Config, policy: Policy) -> tuple[tu
     parts = divided(chosen, lambda block: parts_of.get(id(block.module), (block,)))
     count = sum(len(parts_of[id(block.module)]) for block in sharing)
     if not parts:
-        raise ModelError(Problem(type(model).__name__, f"{_sharing(model)}, and the blocks hold nothing else"))
+        raise ModelError(
+            Problem(type(model).__name__, f"{_sharing(model)}, and the blocks contain nothing else to recompute")
+        )
     note = f"{_sharing(model)}: in its blocks the regions are {count} other sub-modules"
     return parts, (note,) if sharing else (), stage
 
@@ -204,7 +206,7 @@ def _unplanned(policy: Policy, blocks: Sequence[Block]) -> tuple[str, ...]:
     if not left:
         return ()
     more = f" and {len(left) - 1} more blocks are" if len(left) > 1 else " is"
-    found = f"{left[0]}{more} not in the plan of this policy: what no rule matches is recomputed there"
+    found = f"{left[0]}{more} not in the plan of this policy: ops there that no rule matches are recomputed"
     return (str(Problem(policy.name, found, fix="plan again for this model: `sac plan …`")),)
 
 

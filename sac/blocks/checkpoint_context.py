@@ -52,7 +52,7 @@ def _offloading(policy: Policy) -> list[Problem]:
     problems = [
         Problem(
             rule.where("do"),
-            f'rule "{rule.id}" offloads, and under torch.utils.checkpoint nothing waits on the host',
+            f'rule "{rule.id}" offloads, but torch.utils.checkpoint keeps nothing in host memory',
             "save, recompute, alternate",
             fix=fix,
         )
@@ -60,10 +60,10 @@ def _offloading(policy: Policy) -> list[Problem]:
         if rule.kept_as is Decision.OFFLOAD
     ]
     if policy.default is Decision.OFFLOAD:
-        found = "the default offloads, and under torch.utils.checkpoint nothing waits on the host"
+        found = "the default offloads, but torch.utils.checkpoint keeps nothing in host memory"
         problems.append(Problem(policy.where("default"), found, "save, recompute", fix=fix))
     if policy.offload is not None and policy.offload.inputs:
-        found = "the regions' inputs are offloaded, and under torch.utils.checkpoint nothing waits on the host"
+        found = "the regions' inputs are offloaded, but torch.utils.checkpoint keeps nothing in host memory"
         problems.append(Problem(policy.where("offload"), found, "offload.inputs: false", fix=fix))
     return problems
 
@@ -75,16 +75,12 @@ def _table(resolved: ResolvedPolicy, module: nn.Module, needing: list[Rule]) -> 
     layer = layer_index(module)
     counting = [rule for rule in layered if rule.layers is not None and rule.layers.needs_count]
     if layer is None or counting:
-        rule = counting[0] if counting else layered[0]
-        reason = _counts(rule) if counting else "selects layers"
-        raise ModelError(
-            Problem(
-                rule.where("layers"),
-                f'rule "{rule.id}" {reason}, and {type(module).__name__} does not tell '
-                f"{'how many there are' if counting else 'which one it is'} ({', '.join(NAMES)})",
-                fix="use sac.apply on the whole model",
-            )
-        )
+        rule, name = counting[0] if counting else layered[0], type(module).__name__
+        if counting:
+            found = f'rule "{rule.id}" {_counts(rule)}, but {name} does not say how many layers there are'
+        else:
+            found = f'rule "{rule.id}" selects layers, but {name} has no attribute with its number: {", ".join(NAMES)}'
+        raise ModelError(Problem(rule.where("layers"), found, fix="use sac.apply on the whole model"))
     return _table_of(resolved, layer)
 
 

@@ -123,8 +123,8 @@ def _compiled_problem(paths: list[str]) -> Problem:
     more = f" and {len(paths) - 1} more regions" if len(paths) > 1 else ""
     return Problem(
         where=f"{paths[0]}{more}",
-        found="torch.compile was applied to something inside the region. That is one piece here: what rules say of "
-        "modules and ops inside does not reach it, and it is run again as a whole",
+        found="torch.compile was applied to a part of the region, which sac sees as one piece: rules do not apply "
+        "to modules and ops inside of it, and it runs again as a whole",
         fix="compile the whole block or model instead, after sac.apply: block.compile() or torch.compile(model)",
     )
 

@@ -160,6 +160,6 @@ def _is_config(value: object) -> bool:
 def _cannot_turn_off(config: object) -> Problem:
     return Problem(
         type(config).__name__,
-        "use_cache is on and this config cannot be written to; a recomputed block would write its cache twice",
+        "use_cache is on, so a recomputed block would write its cache twice, and this config cannot be changed",
         fix="build the model with use_cache=False",
     )

@@ -144,7 +144,7 @@ def contradictions(section: ActivationCheckpointing, where: str) -> list[Problem
     problems = []
     name = f"{where}.contiguous_checkpointing"
     if not section.partition_activations:
-        found = "contiguous buffers hold partitioned activations, and activations are not partitioned"
+        found = "contiguous buffers hold partitioned activations, but partitioning is off"
         problems.append(Problem(name, found, fix="set partition_activations too"))
     if section.number_checkpoints is None:
         found = "contiguous buffers need the number of layers whose checkpoints they hold"

@@ -50,7 +50,7 @@ class Discardable:
     """The tensors that one region call returned: the forward's until ``discard``, recomputed ones after it.
 
     ``anchor``: what the forward left behind; see Note [Discarded outputs]. These are not saved tensors: until
-    ``discard`` their user holds them, after it nobody does, and a ``Lent`` is but a place in memory to come.
+    ``discard`` their user holds them; after it nothing does, and a ``Lent`` stands for memory that is filled later.
     """
 
     __slots__ = ("__weakref__", "_layouts", "_memories", "_nodes", "_remembered", "_tensors", "_versions")

@@ -71,7 +71,7 @@ def _apply_within(model: nn.Module, config: Config, arguments: dict[str, Any]) -
 def _check_policy(policy: Policy) -> None:
     usable_policy(policy)
     if any(rule.matches_module and rule.do != Decision.RECOMPUTE.value for rule in policy.rules):
-        found = "a rule that saves whole modules leaves no choice among their ops"
+        found = "a rule saves whole modules, but a budget chooses among ops"
         fix = "add `ops` to the rule, or leave the budget out"
         raise ConfigError(Problem("activation_checkpointing.policy", found, fix=fix))
     if (
@@ -79,6 +79,6 @@ def _check_policy(policy: Policy) -> None:
         or policy.offload
         or any(rule.kept_as is Decision.OFFLOAD for rule in policy.rules)
     ):
-        found = "it offloads, and a budget chooses between saving on the device and recomputing"
+        found = "it offloads, but with a budget sac only chooses between saving on the device and recomputing"
         fix = "plan with `sac plan --budget … --host-memory …` and use that policy, or leave the budget out"
         raise ConfigError(Problem("activation_checkpointing.policy", found, fix=fix))

@@ -262,7 +262,7 @@ class Controller:
         meter = meter_of(device)
         if meter is None:
             places = ", ".join(sorted(map(str, devices))) or "no device"
-            found = f"a budget is that of one device, and its parameters are on {places}"
+            found = f"a budget applies to one device, but the parameters are on {places}"
             fix = "move the model to one device, a GPU or the CPU; or plan with `sac plan`"
             raise ModelError(Problem(type(self.model).__name__, found, fix=fix))
         self.device, self._meter = device, meter

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sac.fitting.meters import Meter
 from sac.planner.step import BACKWARD, BETWEEN, FORWARD, StepPhase, StepRecord
-from sac.torch_private import NO_TASK, current_graph_task_id, graph_is_retained, tree_leaves, when_backward_ends
+from sac.torch_private import NO_TASK, ending_task, graph_is_retained, tree_leaves, when_backward_ends
 
 # Note [An observed step]
 #
@@ -86,29 +86,28 @@ class Observation:
     def __init__(self, meter: Meter, live: int, gradients: Callable[[], int], shapes: Shapes) -> None:
         self._meter = meter
         self._gradients = gradients
-        self._live = live
+        self._cuts = [_Cut(BETWEEN, 0, gradients())]
+        self._tasks: set[int] = set()  # backwards that are running
+        self._begin(live, shapes)
+        meter.start(live)
+
+    def _begin(self, live: int, shapes: Shapes) -> None:
+        """The step begins with the last cut."""
+        self._from = len(self._cuts) - 1
+        self._live, self._started_with = live, self._cuts[-1].made
         self.shapes = [shapes]  # of each forward
-        self._started_with = gradients()
         self._paths: list[str] = []
-        self._cuts = [_Cut(BETWEEN, 0, self._started_with)]
         self._token: Any = None
         self._waiting: list[int] = []  # positions whose backward has not begun
         self._frames: dict[int, Any] = {}  # weak references to those of calls, by position
         self._retained: set[int] = set()  # positions whose backward has begun, and whose graph stays
         self._is_divided = False  # backwards may have come after those that were seen to begin
-        self._tasks: set[int] = set()  # backwards that are running
         self._ended = self._failed = False
-        self._from = 0  # the cut that the step begins with
-        meter.start(live)
 
     def begin_again(self, live: int, shapes: Shapes) -> None:
         """A step begins now, not before: measure on, since a profiler is not to be stopped and started at once."""
         self._cut(BETWEEN, 0)
-        self._from = len(self._cuts) - 1
-        self._live, self._started_with, self.shapes = live, self._cuts[-1].made, [shapes]
-        self._paths, self._waiting, self._token = [], [], None
-        self._frames, self._retained, self._is_divided = {}, set(), False
-        self._ended = self._failed = False
+        self._begin(live, shapes)
 
     @property
     def waits(self) -> bool:
@@ -178,8 +177,8 @@ class Observation:
         if not is_current or position not in self._waiting:  # another result of the region, or a second backward
             return
         self._waiting.remove(position)
-        task = current_graph_task_id()
-        if task != NO_TASK and task not in self._tasks and when_backward_ends is not None:
+        task = ending_task()
+        if task != NO_TASK and task not in self._tasks:
             self._tasks.add(task)
             when_backward_ends(partial(self._end_task, task))
         if position in self._frames and task != NO_TASK and graph_is_retained():
@@ -207,11 +206,12 @@ class Observation:
             return None
         phases, before = [], levels[self._from - 1].live if self._from else self._live
         cuts = self._cuts[self._from :]
-        afters = [cut.after for cut in cuts[1:]] + [None]
-        if not self._is_divided:  # the last phase is what came after backward
-            del cuts[-1], afters[-1]
+        afters = [*(cut.after for cut in cuts[1:]), None]
+        measured = [*zip(cuts, afters, levels[self._from :], strict=True)]
+        if not self._is_divided:
+            del measured[-1]  # what came after backward
         rises: list[tuple[int, int]] = []
-        for cut, after, level in zip(cuts, afters, levels[self._from :], strict=False):
+        for cut, after, level in measured:
             if cut.after is None:
                 rises, begin = [], cut
             rises.append((-1 if after is None else after, level.peak - before))
@@ -223,5 +223,5 @@ class Observation:
         kept = next(phase.before for phase in phases if phase.part == BACKWARD)
         peak = max(phase.peak for phase in phases)
         record = StepRecord(tuple(self._paths), tuple(phases), self._live, kept, peak)
-        made = tuple(cut.made for cut in cuts if cut.after is None)
+        made = tuple(cut.made for cut, _, _ in measured if cut.after is None)
         return Observed(record, self._live, self._started_with, made, tuple(self.shapes))

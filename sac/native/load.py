@@ -39,7 +39,7 @@ def library() -> ModuleType | None:
     The first call decides for the whole process. It may start a child process that tests the library (once per library
     and user). An error is never raised: what is wrong with a library keeps it off.
     """
-    return decision().module
+    return (_decided or decision()).module
 
 
 def status() -> str:

@@ -60,7 +60,7 @@ def check_tape(module: ModuleType) -> None:
     path: dict[int, Any] = {}
     site = object()
     sites = native.Sites()
-    sites.add(path, site, "aten::sin", "", 0, 0, -1, False, False, -1)
+    sites.add(path, site, "aten::sin", "", 0, 0, -1, False, False, False, False, -1)
     x = torch.linspace(-1, 1, 5)
     tape, mode = native.Tape(), Mode()  # type: ignore[no-untyped-call]
     mode.sites = path
@@ -94,13 +94,10 @@ def check_frame(module: ModuleType) -> None:
     hooks = native.FrameHooks(handles, Handle, None, None)
     watch = native.Watch(native.WatchedOps(lambda name, overload: (name == "aten::topk", False)), handles)
     x = torch.linspace(-1, 1, 5, requires_grad=True)
-    watch.enter()
-    try:
+    with watch:
         with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
             y = x.sin()
         x.detach().topk(2)
-    finally:
-        watch.leave()
     assert watch.found() == (0, "aten::topk"), "an op was not watched"
     assert len(handles) == 1, "autograd saved nothing"
     assert hooks[0] == (x, 0), "autograd saved something else"

@@ -98,7 +98,7 @@ class _TransfersWithoutData(Transfers):
     def _tell_full(self, size: int) -> None:
         """Do nothing: the pool counts what finds no room."""
 
-    def copy_down(self, copy: HostCopy) -> None:
+    def copy_down(self, copy: HostCopy, source: torch.Tensor) -> None:
         """Do nothing: there is no data."""
 
     def copy_up(self, copy: HostCopy, target: torch.Tensor) -> None:

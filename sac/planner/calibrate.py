@@ -37,6 +37,7 @@ from sac.planner.devices import Device, device_at_hand
 from sac.planner.profile import Entry
 from sac.recompute.module_tracker import BareMode
 from sac.region.rng import random_state_kept
+from sac.tensors import last_offset
 from sac.torch_private import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 _REPEATS = 5
@@ -97,7 +98,7 @@ class _Blank:
         """Return a new tensor of the same layout; its numbers are in [0, 1), legal for probabilities and roots."""
         if self.values is not None:
             return self.values.clone()
-        extent = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        extent = 1 + last_offset(self.shape, self.stride)
         numbers = torch.rand(0 if 0 in self.shape else extent, device=self.device).to(self.dtype)
         return numbers.as_strided(self.shape, self.stride)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sac.tensors import layout_key
+from sac.tensors import last_offset, layout_key
 from sac.torch_private import CAN_MAKE_FAKES, FAKE_DATA, FakeTensor, FakeTensorMode, in_kernel, refuse_data
 
 # Note [Quick fakes]
@@ -201,8 +201,7 @@ def _learn_view(func: Any, out: Any, args: Any, state: dict[str, Any]) -> _View 
     if base.untyped_storage()._cdata != out.untyped_storage()._cdata:
         return _ByKernel(out.fake_device, state)
     shape, stride, offset = tuple(out.shape), tuple(out.stride()), out.storage_offset()
-    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    end = (offset + last + 1) * out.element_size() if out.numel() else 0
+    end = (offset + last_offset(shape, stride) + 1) * out.element_size() if out.numel() else 0
     return _View(shape, stride, offset, end, out.dtype, out.fake_device, state)
 
 

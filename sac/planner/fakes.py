@@ -160,7 +160,7 @@ def needs_data(model: nn.Module, error: Exception) -> PlanError:
     return PlanError(
         Problem(
             type(model).__name__,
-            f"{op} needs the data of a tensor, and the plan is made on tensors without data",
+            f"{op} needs the data of a tensor, but a plan is made on tensors without data",
             fix="plan on real tensors: sac.plan(…, real=True), or --real",
         )
     )
@@ -213,7 +213,7 @@ def off_meta(model: nn.Module, inputs: Inputs, device: Any, *, real: bool) -> tu
         found = "it is on the meta device, and a plan on real tensors needs data"
         raise PlanError(Problem(name, found, fix="plan without real=True, or give it data: model.to_empty(device=…)"))
     if device is None:
-        found = "the model is on the meta device, which does not tell where it will be trained"
+        found = "the model is on the meta device, so sac does not know where it will be trained"
         raise PlanError(Problem("device", found, fix='name the device: device="h100"'))
     mode = fake_mode()
     exchanged: dict[int, Any] = {}

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from sac.planner.choices import Choice
 from sac.planner.layers import MemoryConstraint
 from sac.planner.link_search import LinkOption, LinkPlan, LinkProblem, Row
+from sac.planner.planner import Planner, Point
 from sac.planner.profile import Engine, RegionProfile
-from sac.planner.search import Planner, Point
 from sac.planner.step_time import region_times
 from sac.planner.transfer_clock import Clocked, Link, StepTimes, Windows
 from sac.policy.model import OffloadSection

@@ -271,7 +271,7 @@ class _Exchange:
         sent = top_k_index.numel()
         if tokens * self.share < sent:
             least = -(-sent // self.share)
-            found = f"experts get {least} tokens each if all get the same, and {tokens} at most are given"
+            found = f"divided evenly, each expert gets {least} tokens, but at most {tokens} are allowed"
             raise PlanError(Problem("--tokens-per-expert", found, f"{least} or more"))
         with _GivenSizes(top_k_index, _even(sent, ranks), _even(tokens * self.share, ranks)):
             return self.exchange(hidden_states, top_k_index, top_k_weights)

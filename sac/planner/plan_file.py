@@ -13,9 +13,9 @@ from sac.planner.layers import BudgetTooSmallError
 from sac.planner.memory import Moment
 from sac.planner.offloading import Offloaded, OffloadPlanner
 from sac.planner.peak import PeakBreakdown
+from sac.planner.planner import Planner, Point
 from sac.planner.pricing import Pricing
 from sac.planner.profile import RegionProfile
-from sac.planner.search import Planner, Point
 from sac.planner.step_time import plain_step_seconds
 from sac.planner.transfer_clock import Link
 from sac.policy.model import Policy
@@ -26,7 +26,7 @@ NEEDS_NONE = "no checkpointing is needed"
 _ROUNDS = 12
 _SATURATED = 0.9  # of the forward
 _WORTH = 1e-3  # of a step: what a plan that offloads has to gain
-_BY_HAND = (1, 2, 3, 4)  # full in every so many layers
+_EVERY = (1, 2, 3, 4)  # by hand: full in every so many layers
 
 
 @dataclass(slots=True)
@@ -176,18 +176,15 @@ def explained(planner: Planner, made: Plan) -> Plan:
 
 
 def _fitting(planner: Planner, budget: int, least: Point, *, same_layers: bool) -> tuple[int, ...]:
-    """Return the fastest choice whose measured step is within ``budget``."""
-    aim = budget
-    for _ in range(_ROUNDS):
-        try:
-            choice = planner.assign(aim, same_layers=same_layers)
-        except BudgetTooSmallError:
-            break
-        high = planner.step.peak_of(planner.run(choice))
-        if high <= budget:
-            return choice
-        aim = min(aim - 1, aim - (high - budget))
+    """Return the fastest choice found whose measured step is within ``budget``; raises ``TooSmallError``."""
+    found = _searched(planner, budget, same_layers=same_layers)
+    if found is not None:
+        return found
     planner.run(least.choice)
+    if not same_layers:
+        for choice in _by_hand(planner):
+            planner.run(choice)
+    _searched(planner, budget, same_layers=same_layers)  # with what these steps have taught
     steps = _steps(planner, same_layers=same_layers)
     fit = [one for one in steps if one.peak <= budget]
     if fit:
@@ -195,13 +192,34 @@ def _fitting(planner: Planner, budget: int, least: Point, *, same_layers: bool) 
     raise _too_small(planner, budget, min(steps, key=lambda one: one.peak))
 
 
+def _searched(planner: Planner, budget: int, *, same_layers: bool) -> tuple[int, ...] | None:
+    """Return the fastest choice by composed peaks whose measured step is within ``budget``; None if there is none."""
+    aim = budget
+    for _ in range(_ROUNDS):
+        try:
+            choice = planner.assign(aim, same_layers=same_layers)
+        except BudgetTooSmallError:
+            return None
+        high = planner.step.peak_of(planner.run(choice))
+        if high <= budget:
+            return choice
+        if planner.step.peak(choice)[0] <= aim:  # nothing was learnt that rules it out
+            aim = min(aim - 1, aim - (high - budget))
+    return None
+
+
+def _by_hand(planner: Planner) -> list[tuple[int, ...]]:
+    """Return full in every n-th layer, and the choices of Note [Choices by hand] for all regions."""
+    return [*map(planner.every_nth, _EVERY), *map(planner.choice_by_hand, planner.by_hand)]
+
+
 def _no_slower_than_by_hand(planner: Planner, chosen: tuple[int, ...], budget: int) -> tuple[int, ...]:
-    """Return full in every n-th layer if that is faster and fits: composed peaks that are too high may hide it."""
+    """Return the fastest choice by hand that fits if it is faster: composed peaks that are too high may hide it."""
     best = planner.point("plan", chosen)
-    for count in _BY_HAND:
-        one = planner.point("by hand", planner.every_nth(count))
-        if one.seconds < best.seconds and planner.step.peak_of(planner.run(one.choice)) <= budget:
-            best = planner.point("plan", one.choice)
+    for choice in _by_hand(planner):
+        one = planner.point("by hand", choice)
+        if one.seconds < best.seconds and planner.step.peak_of(planner.run(choice)) <= budget:
+            best = planner.point("plan", choice)
     return best.choice
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from sac.planner.plan_file import Plan
-from sac.planner.search import Point
+from sac.planner.planner import Point
 from sac.planner.sizes import PlannedSizes, notes_of_sizes, table_of_sizes
 from sac.planner.write_policy import forward_seconds, write_policy
 from sac.policy.model import PlanFigures, Policy

@@ -17,17 +17,18 @@ from torch import Tensor, nn
 
 from sac.errors import PlanError, Problem, SacError, listing
 from sac.extras import import_solver
+from sac.planner.by_hand import SELECTIVE
 from sac.planner.devices import Device
 from sac.planner.fakes import Inputs, is_on_meta, off_meta
 from sac.planner.gpu_ops import lowered_to, not_lowered
 from sac.planner.link_rates import link_of
 from sac.planner.plan_file import Plan, make_plan, refuse_with_link, with_step_seconds
 from sac.planner.plan_view import policy_of_sizes, policy_with_figures
+from sac.planner.planner import Progress
 from sac.planner.prepare import figures_of, prepare, refuse_unfit
-from sac.planner.search import Progress
 from sac.planner.simplify import read_share, simplified
 from sac.planner.sizes import plan_sizes
-from sac.planner.write_policy import on_host, plain_baselines, selective
+from sac.planner.write_policy import by_hand, on_host, plain_baselines
 from sac.policy.model import Policy
 from sac.region.rng import random_state_kept
 
@@ -227,7 +228,7 @@ def plan(
                 made = simplified(planner, made, share)
             if sizes is not None:
                 return with_step_seconds(planner, made)
-            compared = (*plain_baselines(planner), selective(planner), *on_host(planner, made))
+            compared = (*plain_baselines(planner), by_hand(planner, SELECTIVE), *on_host(planner, made))
             return replace(made, baselines=compared)
 
         with random_state_kept(model.parameters() if real else ()):  # without data, nothing is drawn on a GPU

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from sac.blocks.applying import refuse_existing_checkpointing
 from sac.blocks.find import drop_frozen, find_blocks
 from sac.blocks.install import ours_on
 from sac.blocks.kv_cache import turn_off_cache
+from sac.config import family_policy
 from sac.errors import ModelError, PlanError, Problem
 from sac.planner.alike import ChainWatch
 from sac.planner.budget import optimizer_bytes
+from sac.planner.by_hand import SavedByPath, saved_by_hand, with_choices_by_hand
 from sac.planner.choices import NONE, Choice
 from sac.planner.cost import OVERHEAD, Calibration, entry_times
 from sac.planner.devices import Device, device_at_hand, device_named
@@ -22,9 +25,9 @@ from sac.planner.fakes import Inputs, call, fake_copy, fake_inputs, fake_mode, m
 from sac.planner.live_bytes import KernelWorkspace, ledgers_of
 from sac.planner.memory import StepModel
 from sac.planner.pareto import pareto
+from sac.planner.planner import Planner, Progress, quiet, saved_by
 from sac.planner.pricing import Pricing
 from sac.planner.profile import RegionProfile
-from sac.planner.search import Planner, Progress, quiet
 from sac.planner.sharding import QuickChunks, refuse_senders, shard_again
 from sac.planner.tracing import CannotProfile, profile_regions
 from sac.tensors import storage_bytes
@@ -96,7 +99,14 @@ def prepare(
     times = tuple(entry_times(profile, figures, calibration) for profile in profiles)
     overhead = calibration.overhead if calibration is not None and calibration.overhead is not None else OVERHEAD
     pricing = Pricing(engine, figures, overhead, calibration)
-    choices = tuple(_choices(pricing, *of_group) for of_group in zip(profiles, times, strict=True))
+    alike = watch.alike if MODULE_STAND_IN is not None else None
+    repeats = len({*order}) < len(order)
+    with ledger():  # it runs ops that fake tensors refuse
+        family = family_policy(copied)
+        shipped = saved_by(family, copied, profiles, lambda: call(copied, given), None if repeats else alike)
+    shard_again(copied)
+    hand = saved_by_hand(profiles, shipped)
+    choices = tuple(_choices(pricing, *of_group, hand) for of_group in zip(profiles, times, strict=True))
     step = StepModel(
         groups=tuple(of_path[path] for path in order),
         bytes=[[choice.bytes for choice in of_group] for of_group in choices],
@@ -120,19 +130,23 @@ def prepare(
         accumulates,
         told,
         workspace=workspace,
-        alike=watch.alike if MODULE_STAND_IN is not None else None,
+        alike=alike,
+        by_hand=hand,
     )
     planner.measure()
     return planner
 
 
-def _choices(pricing: Pricing, profile: RegionProfile, times: Sequence[float]) -> tuple[Choice, ...]:
+def _choices(
+    pricing: Pricing, profile: RegionProfile, times: Sequence[float], by_hand: Mapping[str, SavedByPath]
+) -> tuple[Choice, ...]:
     """Return the choices of a region group: its save options, smallest first, then no checkpointing."""
     found = [
         pricing.choice(profile, times, keep.saved, f"{len(keep.saved)} ops" if keep.saved else "full")
         for keep in pareto(profile, times, pricing.run_by)
     ]
-    return (*found, Choice(NONE, None, max((one.bytes for one in found), default=0)))
+    none = Choice(NONE, None, max((one.bytes for one in found), default=0))
+    return with_choices_by_hand((*found, none), profile, by_hand, partial(pricing.choice, profile, times))
 
 
 def refuse_unfit(model: nn.Module) -> None:

@@ -40,7 +40,7 @@ def fake_ranks(count: int) -> Iterator[None]:
 
 
 def _needs_silence() -> PlanError:
-    found = "a process group is there already, and a plan for other ranks needs one that sends nothing"
+    found = "a process group is already initialized, but a plan for other ranks needs one that sends nothing"
     return PlanError(Problem("ranks", found, fix="plan in a process of its own"))
 
 

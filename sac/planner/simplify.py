@@ -13,8 +13,8 @@ from sac.planner.choices import Choice, policy_for
 from sac.planner.link_search import LinkPlan
 from sac.planner.offloading import OffloadPlanner, sending
 from sac.planner.plan_file import Plan, notes_on
+from sac.planner.planner import Planner
 from sac.planner.rules import matches_entry
-from sac.planner.search import Planner
 from sac.planner.step_time import plain_step_seconds
 from sac.policy.model import Decision, OffloadSection, Rule
 from sac.tables import count_text, seconds_text

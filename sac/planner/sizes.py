@@ -12,7 +12,7 @@ from torch import Tensor
 from sac.errors import PlanError, Problem
 from sac.planner.budget import read_budget
 from sac.planner.plan_file import NEEDS_NONE, Plan, TooSmallError
-from sac.planner.search import Progress
+from sac.planner.planner import Progress
 from sac.policy.read import bytes_text
 from sac.tables import Table, flops_text, seconds_text
 
@@ -143,7 +143,7 @@ def refuse_sizes(name: str, sizes: Sequence[int]) -> None:
 def refuse_share(budget: Any) -> None:
     """Raise ``PlanError`` if ``budget`` is a share of the range of peaks, which is another for each size."""
     if read_budget(budget).bytes is None:
-        found = f'"{budget}" is a share of a range of peaks, and each size has its own range'
+        found = f'"{budget}" is a share of a range of peaks, but each size has its own range'
         raise PlanError(Problem("budget", found, 'bytes, such as "72GiB"'))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sac.errors import PlanError, Problem
 from sac.planner.fakes import Inputs, call, run_backward
 from sac.planner.live_bytes import Ledger
+from sac.tensors import is_wrapper
 from sac.torch_private import tree_leaves
 
 FORWARD, BACKWARD, BETWEEN = "forward", "backward", "between"
@@ -117,6 +118,21 @@ class _PhaseMarks:
         ledger.peak = ledger.live
         ledger.entered(part, position)
 
+    @contextmanager
+    def on(self, regions: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
+        """Let hooks on ``regions``, by path, report where they begin and end."""
+        hooks: list[Any] = []
+        for path, module in regions:
+            enter = partial(self.enter, path)
+            # First of all hooks: before FSDP2 gathers the parameters.
+            hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+            hooks.append(module.register_forward_hook(self.leave))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Record that the forward of a region begins."""
         position = len(self.paths)
@@ -134,6 +150,14 @@ class _PhaseMarks:
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(partial(self._begin_backward, position))
         self.cut(BETWEEN, position + 1)
+
+    def with_workspace(self) -> tuple[StepPhase, ...]:
+        """Return the phases, whose peaks include the workspace of kernels."""
+        workspace = self.ledger.workspace
+        if workspace is None:
+            return tuple(self.phases)
+        pairs = zip(self.phases, self.levels, strict=True)
+        return tuple(replace(phase, peak=max(phase.peak, workspace.peak(levels))) for phase, levels in pairs)
 
     def _begin_backward(self, position: int, gradient: Tensor) -> None:
         if self._position > position and self._part in (BETWEEN, BACKWARD):
@@ -173,7 +197,7 @@ def _collector_paused() -> Iterator[None]:
 def _is_split(model: nn.Module) -> bool:
     """Return whether ``model`` has DTensors as parameters, and not because of FSDP2."""
     is_sharded = any(hasattr(module, "set_reshard_after_forward") for module in model.modules())
-    return not is_sharded and any(hasattr(type(one), "__tensor_flatten__") for one in model.parameters())
+    return not is_sharded and any(map(is_wrapper, model.parameters()))
 
 
 def run_step(
@@ -210,14 +234,7 @@ def run_step(
         marks = _PhaseMarks(ledger)
         state = torch.get_rng_state()
         stack.callback(torch.set_rng_state, state)
-        for path, module in regions:
-            entered = module.register_forward_pre_hook(
-                lambda module, args, kwargs, path=path: marks.enter(path, module, args, kwargs),
-                with_kwargs=True,
-                prepend=True,  # before FSDP2 gathers the parameters
-            )
-            stack.callback(entered.remove)
-            stack.callback(module.register_forward_hook(marks.leave).remove)
+        stack.enter_context(marks.on(regions))
         for number in range(2 if warm_up or is_split else 1):
             if number and is_split and accumulates:
                 static += ledger.size_of(parameter.grad for parameter in trained)
@@ -243,11 +260,5 @@ def run_step(
             if not accumulates:
                 model.zero_grad(set_to_none=True)
         model.zero_grad(set_to_none=True)
-    if ledger.workspace is not None:
-        scratch = ledger.workspace
-        marks.phases = [
-            replace(window, peak=max(window.peak, scratch.peak(levels)))
-            for window, levels in zip(marks.phases, marks.levels, strict=True)
-        ]
-    peak = max(window.peak for window in marks.phases)
-    return StepRecord(tuple(marks.paths), tuple(marks.phases), static, kept, peak, gathered)
+    phases = marks.with_workspace()
+    return StepRecord(tuple(marks.paths), phases, static, kept, max(phase.peak for phase in phases), gathered)

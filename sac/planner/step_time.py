@@ -6,8 +6,8 @@ from typing import Any
 
 from sac.planner.cost import MEMORY, PRIORS, entry_of_call
 from sac.planner.live_bytes import Ledger
+from sac.planner.planner import Planner
 from sac.planner.pricing import Pricing
-from sac.planner.search import Planner
 from sac.planner.step import BACKWARD, BETWEEN, FORWARD
 from sac.planner.transfer_clock import StepTimes
 from sac.tensors import tensor_parts

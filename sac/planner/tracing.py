@@ -19,11 +19,11 @@ from sac.planner.cost import is_causal, moved_bytes
 from sac.planner.profile import Entry, Need, RegionProfile
 from sac.policy.model import Decision, Policy, Rule
 from sac.recompute.op_trace import OpTraceRecorder, signature
-from sac.recompute.recorder import ReplayRecorder, new_tensors
+from sac.recompute.recorder import ReplayRecorder
 from sac.recompute.regions import PendingCall, Region, RegionGroup
 from sac.recompute.replay import ReplayFrame
 from sac.recompute.table import CallSite, DecisionTable, resolve_policy
-from sac.recompute.tape import Tape
+from sac.recompute.tape import Tape, new_tensors
 from sac.region.fingerprint import FunctionFingerprint
 from sac.region.frame import Handle
 from sac.region.inputs import RegionInputs

@@ -13,29 +13,22 @@ from typing import Any
 import torch
 import yaml
 
-from sac.config import family_policy
-from sac.ops.names import resolve_ops
-from sac.ops.registry import find_op
 from sac.planner.choices import NONE, Choice
 from sac.planner.layers import BudgetTooSmallError
 from sac.planner.offloading import OffloadPlanner
 from sac.planner.pareto import SaveOption, priced
 from sac.planner.plan_file import Plan
+from sac.planner.planner import Planner, Point
 from sac.planner.profile import RegionProfile
 from sac.planner.rules import layers_of, matches_entry
-from sac.planner.search import Planner, Point
 from sac.policy.model import Rule, dump_policy
 from sac.policy.read import bytes_text
 from sac.tables import seconds_text
 
 # -- Alternatives to a plan: hand-chosen baselines, and the curve of plans
 
-SELECTIVE = "selective"  # the shipped policy of the model's family
 EVERY_SECOND_LAYER = "every 2nd layer full"
-ATTENTION_ALTERNATE = "attention + every 2nd matmul"
-ATTENTION_MATMULS = "attention + all matmuls"
 
-_PRODUCTS = ("matmul", "grouped_matmul", "low_precision_matmul")
 _CURVE_POINTS = 8
 
 
@@ -51,35 +44,15 @@ def on_host(planner: Planner, made: Plan) -> tuple[Point, ...]:
 
 
 def baselines(planner: Planner) -> tuple[Point, ...]:
-    """Return the costs of none, full, ``selective``, and three common choices; a step is run with those that save ops.
-
-    Attention and matrix products in a region are the ops of the save-sets of these names. Every second product means
-    the 1st, 3rd, 5th … in forward order, as with ``do: alternate``.
-    """
-
-    attention, products = resolve_ops(("attention",)), resolve_ops(_PRODUCTS)
-
-    def saved(profile: RegionProfile, label: str) -> Iterator[int]:
-        turn = 0
-        for entry in profile.candidates:
-            op = find_op(entry.op)
-            if op is not None and attention.matches(op):
-                yield entry.number
-            elif op is not None and products.matches(op):
-                if label == ATTENTION_MATMULS or turn % 2 == 0:
-                    yield entry.number
-                turn += 1
-
-    def usual(label: str) -> Point:
-        of_profile = [(one.paths, frozenset(saved(one, label))) for one in planner.profiles]
-        return _by_hand(planner, label, {path: entries for paths, entries in of_profile for path in paths})
-
-    return (*plain_baselines(planner), selective(planner), usual(ATTENTION_ALTERNATE), usual(ATTENTION_MATMULS))
+    """Return the costs of none, full, full in every second layer, and the choices by hand, each run in a step."""
+    return (*plain_baselines(planner), *(by_hand(planner, label) for label in planner.by_hand))
 
 
-def selective(planner: Planner) -> Point:
-    """Run a step under the shipped policy of the model's family, and return its cost."""
-    return _by_hand(planner, SELECTIVE, planner.saved_by(family_policy(planner.model)))
+def by_hand(planner: Planner, label: str) -> Point:
+    """Run a step with a choice of Note [Choices by hand], and return its cost."""
+    choice = planner.choice_by_hand(label)
+    planner.run(choice)
+    return planner.point(label, choice)
 
 
 def plain_baselines(planner: Planner) -> tuple[Point, ...]:
@@ -112,19 +85,6 @@ def curve(planner: Planner, made: Plan, *, same_layers: bool = False) -> tuple[P
 def forward_seconds(made: Plan) -> float:
     """Return the predicted seconds of one forward of all planned blocks."""
     return math.fsum(math.fsum(made.times[group]) for group in made.groups)
-
-
-def _by_hand(planner: Planner, label: str, saved: Mapping[str, frozenset[int]]) -> Point:
-    """Run a step in which each region saves the entries ``saved`` at its path, and return its cost."""
-    choices, at = [], {}
-    for profile, times, known in zip(planner.profiles, planner.times, planner.choices, strict=True):
-        number = {one: place for place, one in enumerate(dict.fromkeys(map(saved.__getitem__, profile.paths)))}
-        choices.append((*known, *(planner.pricing.choice(profile, times, one, label) for one in number)))
-        at.update({path: len(known) + number[saved[path]] for path in profile.paths})
-    knowing = planner.knowing(tuple(choices))
-    choice = tuple(at[path] for path in planner.step.paths)
-    knowing.run(choice)
-    return knowing.point(label, choice)
 
 
 # -- A plan as a commented policy file

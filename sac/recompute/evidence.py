@@ -11,6 +11,7 @@ import torch
 from sac.recompute.schedule import TapeLayout
 from sac.recompute.table import CallSite, DecisionTable
 from sac.recompute.whole_modules import ModuleEvidence
+from sac.region.survey import Surveys
 
 # Note [Evidence]
 #
@@ -52,6 +53,7 @@ class RegionEvidence:
         self.needs_no_mode: dict[Signature, None] = {}  # input signatures whose calls need no dispatch mode
         self.modules: dict[Signature, ModuleEvidence] = {}  # on modules saved as a whole
         self.verified: dict[Signature, None] = {}  # signatures of which one call has been compared with its replay
+        self.surveys = Surveys()  # what the modules' Python can reach
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _copied, (self.needs_recorder,)
@@ -72,7 +74,8 @@ MODULE_EVIDENCE: weakref.WeakKeyDictionary[DecisionTable, ModuleEvidence] = weak
 
 
 class GroupEvidence:
-    """Evidence that the regions of a group share. ``not_replayable``: why they are not replayed.
+    """Evidence that the regions of a group share. ``not_replayable``: why they are not replayed; ``serves``: Python
+    that ran again has never found other values than the forward, served with what was saved.
 
     ``constants`` and ``calls_on_inputs`` decide only what is kept, and a kept value is right in any call. On a device,
     ``constants`` can make a call keep less: if a kernel writes to such a tensor in a later call only, the replayed
@@ -81,6 +84,7 @@ class GroupEvidence:
 
     def __init__(self) -> None:
         self.not_replayable = ""
+        self.serves = True
         self.layouts: dict[Signature, TapeLayout] = {}
         # Call site and entry -> shape of the factory result made there, and whether it was a constant when it was read.
         self.constants: dict[tuple[CallSite, int], tuple[torch.Size, bool]] = {}

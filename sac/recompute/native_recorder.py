@@ -6,6 +6,7 @@ import weakref
 from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
+from operator import attrgetter
 from threading import get_ident
 from typing import Any
 
@@ -16,11 +17,11 @@ from sac.policy.model import Decision
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.op_trace import NO_RULE
 from sac.recompute.recorder import ReplayRecorder, TapeMode
-from sac.recompute.replay import Before, Fill, ReplayFrame, run_unusual, wait
+from sac.recompute.replay import Before, Filled, ReplayFrame, run_unusual, wait
 from sac.recompute.rerun import LIFT_FRESH
 from sac.recompute.schedule import ReplaySchedule
 from sac.recompute.table import CallSite
-from sac.recompute.tape import Leaf, Tape
+from sac.recompute.tape import TENSOR_HOLE, Leaf, Tape
 from sac.region.frame import Handle
 from sac.region.native_frame import WithNativeHandles
 from sac.torch_private import OpOverload
@@ -48,6 +49,7 @@ _IN_CPP = (
     *("known", "has_moved", "number", "entry_count", "value_count", "append", "version", "set_version", "root_at"),
     *("record_storage", "sync", "tensor_of", "alive", "layout", "has_layout", "forget_tensors"),
 )
+_methods_in_cpp = attrgetter(*_IN_CPP)
 
 
 class NativeTape(Tape):
@@ -55,14 +57,18 @@ class NativeTape(Tape):
 
     def __init__(self, library: Any) -> None:
         self.native: Any = library.Tape()
-        for name in _IN_CPP:
-            setattr(self, name, getattr(self.native, name))
+        self.__dict__.update(zip(_IN_CPP, _methods_in_cpp(self.native), strict=True))
         super().__init__()
 
     def begin(self) -> None:
         """Make the lists in which Python reads the entries."""
         self.native.drop()
         self._lists: tuple[list[Any], ...] = [], [], [], [], []
+
+    def arguments(self, entry: int) -> tuple[Any, Any]:
+        """See ``Tape``."""
+        found = self.native.arguments(entry, TENSOR_HOLE)
+        return (found, {}) if found is not None else super().arguments(entry)
 
     def watch(self, value: int, tensor: Tensor) -> None:
         """See ``Tape``."""
@@ -317,11 +323,10 @@ class _NativeRunner:
         assert isinstance(tape, NativeTape)
         return self._library.load_parameters(values, tape.native, schedule.leaves, before, tape.writers)  # type: ignore[no-any-return]
 
-    def run(self, schedule: ReplaySchedule, tape: Tape, values: Any, fill: Fill) -> None:
+    def run(self, schedule: ReplaySchedule, tape: Tape, values: Any) -> Filled:
         """See ``Runner``."""
         assert isinstance(tape, NativeTape)
-        for handle, value in schedule.fills:
-            fill(handle, values[value])
+        filled: Filled = [(handle, values[value]) for handle, value in schedule.fills]
         if schedule.orders is None:
             schedule.steps_by_number = {step.number: step for step in schedule.steps}
             schedule.orders = self._library.Program(
@@ -338,9 +343,9 @@ class _NativeRunner:
                 generator.set_state(state)
 
         run = partial(self._library.run, schedule.orders, tape.native, values)
-        for handle, tensor in run(unusual, partial(wait, works), set_states):
-            fill(handle, tensor)
+        filled += run(unusual, partial(wait, works), set_states)
         wait(works)
+        return filled
 
 
 _Memory = {"new": 0, "view": 1, "unsure": 2}
@@ -394,7 +399,9 @@ def tell(library: Any, mode: RegionMode, site: CallSite) -> None:
         names = schema.name, schema.overload_name
         written = _written_argument(site) if site.writes else -1
         only_rerun = not is_recorded_natively(site)
-        sites.add(mode.sites, site, *names, memory_of(site), verdict, rule, site.draws, only_rerun, written)
+        must_save = site.must_save and not site.conditional_rules
+        traits = memory_of(site), verdict, rule, site.draws, site.is_random, must_save, only_rerun, written
+        sites.add(mode.sites, site, *names, *traits)
 
 
 def memory_of(site: CallSite) -> int:
@@ -410,7 +417,7 @@ def verdict_on(site: CallSite) -> tuple[int, int]:
     if not (site.may_save or site.conditional_rules):
         return _Verdict["recompute"], rule
     if site.must_save:
-        return _Verdict["ask"], NO_RULE
+        return _Verdict["ask"], rule
     if not site.conditional_rules:
         return _Verdict["save"], rule
     first = site.conditional_rules[0]

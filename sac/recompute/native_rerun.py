@@ -4,50 +4,65 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from functools import cache, partial
-from typing import Any, NamedTuple
+from threading import get_ident
+from typing import Any
 
 from torch import Tensor, nn
 
+from sac.checksums import Sums
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.native_recorder import tell
 from sac.recompute.rerun import ForwardMode, RecomputeMode, RerunRecorder
 from sac.recompute.value_ids import ValueIds
-from sac.region.frame import Progress
+from sac.region.frame import Handle, Progress
 from sac.torch_private import OpOverload
 
 # Note [Native value ids]
 #
-# While a mode of the rerun engine is on top of the stack, the library runs an ordinary op (Note [The native recorder])
-# without a trip into Python, if nothing decides on its result. Such an op only has to be named: the library hashes its
-# signature, runs it, and names its results in the tables of `ValueIds`. So it does with factories, and with ops that
-# write to one tensor that the region has made and that nobody needs as it was (`may_overwrite` in csrc/rerun.h). All
-# other ops go to Python. What autograd saves is described, and compared in recomputation, in C++ too.
+# While a mode of the rerun engine, or one of `sac.context_fn`, is on top of the stack, the library runs an ordinary op
+# (Note [The native recorder]) without a trip into Python: it hashes its signature, runs it, and names its results in
+# the tables of `ValueIds`. So it does with factories, and with ops that write to one tensor that the region has made
+# and that nothing needs as it was (`may_overwrite` in csrc/ids.h). If the op may be saved, and no rule looks at its
+# arguments, the library decides; `RerunState.hold` gets what is saved, with what `ValueIds.describe` returns for the
+# arguments. In recomputation the library serves a value that is held as it was returned, and runs an op that the
+# forward saw and did not save. All other ops go to Python. What autograd saves is described, and compared in
+# recomputation, in C++ too.
 #
 # A call must have the same signature in both passes. But the library may run it in one of them and Python in the other,
 # as when it reads a value that the forward saves: Python notes that, and in recomputation there is nothing to note. So
 # if tensors are plain, the library signs every op of torch's own, before Python sees the op, and `NativeValueIds` hands
 # that signature out. Python hashes only what the library signs in neither pass: ops of others, and those on subclasses.
+#
+# The tables are in C++ (csrc/value_ids.h), and Python reads and writes them through views. The thread of the pass gets
+# at them without the GIL. So no other thread may, and what a thread does that was forked inside of the region, which is
+# an error, is not recorded.
 
 
 class NativeValueIds(ValueIds):
     """Value ids whose signatures come from the library; see Note [Native value ids]."""
 
-    __slots__ = ("native",)
+    __slots__ = ("library", "native")
 
     def __init__(self, library: Any, owners: tuple[nn.Module, ...] = ()) -> None:
+        self.library = library
+        self.native = library.Ids()
         super().__init__(owners)
-        self.native = library.Ids(
-            self._by_storage,
-            self._moved,
-            self.external,
-            self._parameters,
-            self.parameter_addresses,
-            self.producers,
-            self.parameter_only.table,
-            self._weak.references,
-            self._inputs,
-            self._elsewhere,
-        )
+
+    def make_tables(self) -> None:
+        """See ``ValueIds``: these are views of the library's."""
+        views = self.native.views()
+        self._by_storage, self._moved, self.saved_versions, self.parameter_only.table, self.producers, *sets = views
+        self.external, self._parameters, self._inputs, self._elsewhere, self.parameter_addresses, *sets = sets
+        self.recent, self._weak, self.packed = sets
+
+    def sums_of(self, out: Any) -> Sums:
+        """See ``ValueIds``."""
+        found: Sums | None = self.library.sums_of(out)
+        return super().sums_of(out) if found is None else found
+
+    def tell_turn(self, *, is_paused: bool, is_inside: bool) -> None:
+        """See ``ValueIds``."""
+        self.native.is_paused, self.native.is_inside = is_paused, is_inside
 
     def signature(self, key: int, args: tuple[Any, ...], kwargs: Any) -> tuple[int, bool, int]:
         """See ``ValueIds``."""
@@ -63,11 +78,18 @@ class NativeRerunRecorder(RerunRecorder):
 
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the mode that decides."""
-        return _modes(self.library).forward(self, self.state, self.op_trace)  # type: ignore[no-any-return]
+        mode = native_forward_mode(self.library, ForwardMode)(self.state, self.op_trace)
+        mode.packer = self
+        return mode  # type: ignore[no-any-return]
 
     def new_recompute_mode(self, inputs: list[tuple[int, Tensor]], progress: Progress) -> RecomputeMode:
         """See ``RerunRecorder``."""
-        return _modes(self.library).recompute(self.state, inputs, progress)  # type: ignore[no-any-return]
+        return native_recompute_mode(self.library, RecomputeMode)(self.state, inputs, progress)  # type: ignore[no-any-return]
+
+    def close(self, kept: list[Handle], last_missing: int) -> bool:
+        """See ``RerunRecorder``."""
+        self.native_ops = _native(self.state.value_ids).recorded
+        return super().close(kept, last_missing)
 
 
 def _tell(library: Any, mode: RegionMode, func: Any) -> None:
@@ -81,21 +103,17 @@ def _native(value_ids: ValueIds) -> Any:
     return value_ids.native
 
 
-class _Modes(NamedTuple):
-    forward: Any
-    recompute: Any
+# -- The two modes, which derive from the library's and from a mode in Python
 
 
 @cache
-def _modes(library: Any) -> _Modes:
-    """Return the classes that derive from the library's."""
+def native_forward_mode(library: Any, base: type[ForwardMode]) -> Any:
+    """Return the class of the modes like ``base`` of which the library runs the ordinary ops."""
 
-    class NativeForwardMode(library.Mode, ForwardMode):  # type: ignore[misc]
-        """Gets the ops that the library does not run."""
+    class NativeForwardMode(library.Mode, base):  # type: ignore[misc, valid-type]
+        """Gets the ops that the library does not run. ``packer``: whose ``pack`` gets what autograd saves."""
 
-        def __init__(self, recorder: NativeRerunRecorder, *args: Any) -> None:
-            super().__init__(*args)
-            self.recorder = recorder
+        packer: Any = None
 
         def __enter__(self) -> Any:
             super().__enter__()
@@ -109,16 +127,14 @@ def _modes(library: Any) -> _Modes:
                 state,
                 runs,
                 table.native(library),
-                self.recorder,
+                self.packer,
                 *keeps,
                 state.modules is not None,
             )
             return self
 
         def __exit__(self, *error: Any) -> None:
-            native = _native(self.state.value_ids)
-            self.recorder.native_ops = native.recorded
-            native.leave()
+            _native(self.state.value_ids).leave()
             super().__exit__(*error)
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -128,7 +144,14 @@ def _modes(library: Any) -> _Modes:
             _tell(library, self, func)
             return out
 
-    class NativeRecomputeMode(library.Mode, RecomputeMode):  # type: ignore[misc]
+    return NativeForwardMode
+
+
+@cache
+def native_recompute_mode(library: Any, base: type[RecomputeMode]) -> Any:
+    """Return the class of the modes like ``base`` of which the library runs the ordinary ops."""
+
+    class NativeRecomputeMode(library.Mode, base):  # type: ignore[misc, valid-type]
         """Gets the ops that the library does not run."""
 
         def __enter__(self) -> Any:
@@ -142,10 +165,12 @@ def _modes(library: Any) -> _Modes:
             super().__exit__(*error)
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if get_ident() != self.thread and self.is_forked():
+                return func(*args, **(kwargs or {}))
             if type(func) is not OpOverload:
                 _native(self.value_ids).forget()
             out = RecomputeMode.__torch_dispatch__(self, func, types, args, kwargs)
             _tell(library, self, func)
             return out
 
-    return _Modes(NativeForwardMode, NativeRecomputeMode)
+    return NativeRecomputeMode

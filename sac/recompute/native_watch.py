@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from sac.errors import Problem
@@ -57,14 +56,10 @@ class NativeWatch(Recorder):
         self._module_state = module_state
         self._native = self._library.Watch(self._ops, handles)
 
-    @contextmanager
-    def forward_mode(self) -> Iterator[None]:
-        """Watch the ops of this thread."""
-        self._native.enter()
-        try:
-            yield
-        finally:
-            self._native.leave()
+    def forward_mode(self) -> AbstractContextManager[Any]:
+        """Return the context in which the ops of this thread are watched."""
+        watch: AbstractContextManager[Any] = self._native
+        return watch
 
     def close(self, kept: list[Handle], last_missing: int) -> bool:
         """The forward is over. Raises ``UnseenWriteError`` if it will run again, but cannot be repeated."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from sac.recompute.tape import Tape
-from sac.tensors import storage_address, storage_bytes, tensor_parts, tensors_of, wrapped_parts
+from sac.tensors import storage_address, storage_bytes, tensor_parts, tensors_of
 
 # -- Values of a region that are computed from parameters alone: recomputed, not kept
 
@@ -106,7 +106,7 @@ def _carried(value: Any, depth: int) -> Iterator[torch.Tensor]:
     """Yield the tensors among the attributes of ``value``, and among the attributes of those."""
     for held in getattr(value, "__dict__", {}).values():
         if isinstance(held, torch.Tensor):
-            yield from wrapped_parts(held) if hasattr(type(held), "__tensor_flatten__") else (held,)
+            yield from tensor_parts(held)
         elif depth > 1 and hasattr(held, "__dict__") and not isinstance(held, (nn.Module, type)):
             yield from _carried(held, depth - 1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
 from typing import Any
@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from sac.checksums import Sums, checksum, find_different
+from sac.errors import Problem, RegionError
 from sac.ops.facts import FILLING, FILLING_PARTS
 from sac.outer_hooks import active_hooks
 from sac.policy.model import Decision
 from sac.recompute.autocast import callers_autocast
 from sac.recompute.evidence import GroupEvidence
-from sac.recompute.fallback import PythonRecomputeMode, SavedRoutingResult
+from sac.recompute.fallback import PythonRecomputeMode, SavedCall, SavedCalls, structure_of
 from sac.recompute.forward_state import WriteGuard
 from sac.recompute.module_tracker import RegionMode, TrackedForward
 from sac.recompute.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
@@ -28,9 +29,9 @@ from sac.recompute.rerun import LIFT_FRESH, generators_of, written_tensors
 from sac.recompute.saved_results import tensors_within
 from sac.recompute.schedule import ReplaySchedule, TapeLayout, Wanted, schedule_replay
 from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, decide, gathers, run_op
-from sac.recompute.tape import SMALL_NUMEL, TENSOR_HOLE, Tape, as_reads, cast_of
+from sac.recompute.tape import SMALL_NUMEL, TENSOR_HOLE, Ref, Tape, cast_of, new_tensors, read_arguments
 from sac.recompute.whole_modules import SavedModuleCall, SavedModules, SavingPass
-from sac.region.frame import Handle, Handles, Progress, Recorder
+from sac.region.frame import OTHER_VALUE, Handle, Handles, Progress, Recorder
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import MOST_COPIED_BYTES_UNRECORDED, ModuleState, Spare, small_bytes
 from sac.region.rng import RngSnapshot, States, state_of, states_of
@@ -41,9 +42,11 @@ from sac.tensors import (
     detached,
     equal,
     is_plain,
+    map_tensors,
     storage_address,
     storage_bytes,
     storage_sizes,
+    storages_of,
     tensor_parts,
     tensors_of,
     version_of,
@@ -90,14 +93,16 @@ class RandomOpStates:
         """Record which generators the op of ``entry`` advanced, and their states before it if it ``runs_again``."""
         before, self._before = self._before, []
         found: States = []
+        left: States = []
         previous = []
         for generator, state in before:
             now = state_of(generator)
             if equal(now, state):
                 continue
-            _, last, left = self._last.get(id(generator), (None, -1, None))
-            if left is not None and equal(left, state):
-                found.append((generator, left))
+            _, last, known = self._last.get(id(generator), (None, -1, None))
+            left.append((generator, now))
+            if known is not None and equal(known, state):
+                found.append((generator, known))
                 previous.append(last)
             else:
                 found.append((generator, state))
@@ -106,11 +111,17 @@ class RandomOpStates:
         if runs_again and found:
             self._tape.states[entry] = found
             self._previous[entry] = tuple(previous)
+        elif found:
+            self._tape.states_after[entry] = left
 
-    def close(self, running: set[int]) -> None:
-        """End the forward: keep only the states that ``running``, the entries that will run again, need."""
+    def close(self, running: set[int], served: Container[int]) -> None:
+        """End the forward: keep only the states that the entries need that will run again, or that will be served.
+
+        ``running``: the entries of a replay; ``served``: those that Python, if it runs again, will not run.
+        """
         tape, every = self._tape, self._tape.states
         tape.states = {}
+        tape.states_after = {one: left if one in served else None for one, left in tape.states_after.items()}
         for entry, states in every.items():
             if entry not in running:
                 continue
@@ -170,15 +181,15 @@ def figures_of_tape(
     return SavedFigures(sum(size for size, _ in sizes.values()), lost, rules, dict(hits), gone)
 
 
-def _sizes_of(kept: Mapping[int, Tensor], loose: Iterable[Handle], held: Mapping[int, Tensor]) -> Any:
+def _sizes_of(kept: dict[int, Tensor], loose: Iterable[Handle], held: Mapping[int, Tensor]) -> Any:
     """Return what ``figures_of_tape`` depends on among calls with the same tape layout; None for unusual tensors."""
-    sizes: list[int] = []
-    places: dict[int, int] = {}
-    for value, tensor in kept.items():
-        if type(tensor) is not Tensor:
-            return None
-        places.setdefault(storage_address(tensor), value)
-        sizes.append(storage_bytes(tensor))
+    tensors = [*kept.values()]
+    if not {Tensor}.issuperset(map(type, tensors)):
+        return None
+    storages = storages_of(tensors)
+    sizes = [size for _, size in storages]
+    addresses = (address for address, _ in reversed(storages))
+    places = dict(zip(addresses, reversed(kept), strict=True))  # the first value in each storage
     for handle in loose:
         place = places.get(handle.storage)
         if place is None or not isinstance(handle.value, Tensor):
@@ -352,22 +363,7 @@ class TapeMode(RegionMode):
             return self._run_silently(site, func, args, kwargs)
         if recorder.maybe_modified:
             recorder.resolve_maybe_modified()
-        if tape.not_replayable:
-            return recorder.run_untaped(self, site, args, kwargs)
-        reads: list[int] = []
-        rest: Any
-        keywords: Any = kwargs
-        if site.is_flat:
-            rest = []
-            for value in args:
-                if isinstance(value, Tensor):
-                    reads.append(tape.find(value, func))
-                    rest.append(TENSOR_HOLE)
-                else:
-                    rest.append(value)
-        else:
-            rest = as_reads(args, tape, func, reads)
-            keywords = as_reads(kwargs, tape, func, reads)
+        rest, keywords, reads = read_arguments(tape, site, args, kwargs)
         if tape.factories:
             recorder.read_factories(site, args, kwargs, reads)
         if site.writes:
@@ -375,7 +371,7 @@ class TapeMode(RegionMode):
         if site.draws:
             recorder.draw(site, args, kwargs)
         if tape.not_replayable:
-            return recorder.run_untaped(self, site, args, kwargs)
+            recorder.note_gathered(args, kwargs)
         if site.is_custom_op:
             tape.autocast_states[tape.entry_count()] = callers_autocast(func, args)
         out = run_op(site, args, kwargs)
@@ -390,11 +386,6 @@ class TapeMode(RegionMode):
             if self.op_trace is not None:
                 self.op_trace.add(site, None, Decision.RECOMPUTE, args, kwargs, None)
         return site.run(*args, **kwargs)
-
-
-def new_tensors(out: Any) -> list[Tensor]:
-    """Return the tensors of an op's result, in order."""
-    return [out] if isinstance(out, Tensor) else tensors_of(out)
 
 
 # -- The recorder's interface to the dispatch mode
@@ -427,6 +418,7 @@ class TapeRecorder:
         self._left: dict[int, bytes] = {}
         self._being_written: list[Tensor] = []
         self.checksums: dict[int, Sums] | None = {} if verifies else None  # missing handle -> checksum
+        self.compares_python = False  # whether Python, if it runs again, has to save the same values
         self.may_save = False
         self.reads_values = False  # the value of a tensor was read, so the program may have branched on it
         self.calls: MutableMapping[CallSite, int] = defaultdict(int)
@@ -446,9 +438,10 @@ class TapeRecorder:
         self._written_parameters: set[int] = set()  # addresses of parameters that the region itself writes to
         self._gathered: set[int] = set()  # if not replayable: addresses of parameters that FSDP may have gathered here
         self._inputs: RegionInputs | None = None
-        self._wrote_inputs = False
+        self.wrote_inputs = False
         self._wrote_late = False
         self._parts: set[int] = set()  # roots of which parts are kept, as results of saved modules
+        self._structures: dict[int, Any] = {}  # first kept value of an op -> its result, if that is not one tensor
 
     def new_tape(self) -> Tape:
         """Return the tape of this call."""
@@ -463,32 +456,11 @@ class TapeRecorder:
         self.recent = []
         self.maybe_modified.clear()
 
-    def run_untaped(self, mode: TapeMode, site: CallSite, args: Any, kwargs: Any) -> Any:
-        """Run an op of a forward that is not replayable: keep must-save results, snapshot memory before writes."""
-        if site.has_generator or site.draws:
-            self.snapshots.before_draw(args, kwargs)
-        if site.writes and not site.traits.is_infrastructure:
-            self.before_write(site, args, kwargs)
+    def note_gathered(self, args: Any, kwargs: Any) -> None:
+        """Record which parameters an op reads in a call that is not replayable; see ``_gathered``."""
         for tensor in tensors_of([*args, *kwargs.values()]):
             if isinstance(tensor, nn.Parameter):
                 self._gathered.update(map(storage_address, tensor_parts(tensor)))
-        out = run_op(site, args, kwargs)
-        first, tensors = self.tape.value_count(), new_tensors(out)
-        for tensor in tensors:
-            self.tape.add(tensor)
-        rule, decision = site.final_rule, Decision.RECOMPUTE
-        if site.may_save or site.conditional_rules:
-            self.may_save = self.may_save or site.may_save
-            decision, rule = decide(self, site, args, kwargs, out)
-            if decision.keeps and site.must_save:
-                for value in range(first, self.tape.value_count()):
-                    self._keep_routing(site, value, tensors[value - first])
-                self._routing.append((site, range(first, self.tape.value_count())))
-        if rule is not None:
-            self.hits[rule.index] += 1
-        if mode.op_trace is not None:
-            mode.op_trace.add(site, rule, decision, args, kwargs, out)
-        return out
 
     def read_factories(self, site: CallSite, args: Any, kwargs: Any, reads: list[int]) -> None:
         """Resolve those of ``reads``, the values that an op reads, that a factory made and no op has written to."""
@@ -519,9 +491,7 @@ class TapeRecorder:
                     tape.fail(f"{site.op} writes to a tensor without strides")
                     continue
                 address = storage_address(part)
-                root = tape.root_at(address)
-                if root is None and part is tensor and (value := tape.known(tensor)) is not None:
-                    root = tape.roots[value]  # the first value in this storage is freed; this is a view of it
+                root = tape.root_of_part(tensor, part)
                 if root is not None and site.op._schema.name == "aten::set_":
                     tape.fail(f"{site.op} moves a tensor to another storage")
                 if root in tape.unpacked_early:
@@ -558,16 +528,7 @@ class TapeRecorder:
         """Record an op that has run: add its entry to the tape, decide on its results, and keep the saved ones."""
         tape = self.tape
         entry, first = tape.entry_count(), tape.value_count()
-        count = self._add_results(site, out)
-        tape.append(site, rest, reads, first)
-        if count != 1:
-            tape.output_counts[entry] = count
-        if site.is_view and reads:
-            version = tape.version(reads[0])
-            for value in range(first, first + count):
-                tape.set_version(value, version)
-        if keywords:
-            tape.keywords[entry] = keywords
+        count = tape.add_entry(site, rest, keywords, reads, out)
         decision, rule, call = Decision.RECOMPUTE, None, None
         if site.has_decision:
             decision, rule, call = self.decide_on(site, args, kwargs, out, first, reads)
@@ -602,16 +563,6 @@ class TapeRecorder:
             self.hits[rule.index] += 1
         return decision, rule, call
 
-    def _add_results(self, site: CallSite, out: Any) -> int:
-        """Number the results of an op, but not arguments that it returns; return how many were numbered."""
-        tensors = new_tensors(out)
-        tape = self.tape
-        if all(tape.known(tensor) is not None for tensor in tensors):
-            return 0
-        for tensor in tensors:
-            tape.add(tensor)
-        return len(tensors)
-
     def _save(
         self, site: CallSite, rule: ResolvedRule | None, call: int, first: int, out: Any, reads: list[int]
     ) -> bool:
@@ -628,6 +579,9 @@ class TapeRecorder:
             return False
         number = rule.index if rule is not None else NO_RULE
         tensors = (out,) if count == 1 and type(out) is Tensor else new_tensors(out)
+        if type(out) is not Tensor:
+            values = iter(range(first, first + count))
+            self._structures[first] = map_tensors(out, lambda _: Ref(next(values)))
         for value in new:
             self._keep_routing(site, value, tensors[value - first])
             self._rules[value] = number
@@ -741,7 +695,7 @@ class TapeRecorder:
         if leaf is not None and leaf.position >= 0:
             assert self._inputs is not None
             self._inputs.copy(address)
-            self._wrote_inputs = True
+            self.wrote_inputs = True
         elif (leaf is not None and leaf.is_persistent) or isinstance(tensor, nn.Parameter):
             if gathers(site) or not (is_plain(tensor) or type(tensor) is nn.Parameter):
                 self.tape.fail(f"{site.op} writes to a parameter")
@@ -844,10 +798,15 @@ class ReplayRecorder(TapeRecorder, Recorder):
         self.offloads = table.offloads
         self._rule_at: dict[int, int] = {}  # after the forward, if a rule offloads: address of a storage -> rule
         self.external_handles: set[int] = set()  # handles of external tensors, which are kept as they are
+        self._forgotten: set[int] = set()  # those that Python, which runs again, finds itself
         self._maybe_external: list[tuple[weakref.ref[Handle], weakref.ref[Tensor], int]] = []
         self._owners = owners
         self._buffers: frozenset[int] | None = None  # ids of the owners' buffers, computed on first use
-        self._routed: list[SavedRoutingResult] = []  # after the forward: routing calls with their kept results
+        self._routed: list[SavedCall] = []  # after the forward: routing calls with their kept results
+        # Whether Python, if it runs again, is served what is saved, and what it is served in the run at hand.
+        self.serves = True
+        self._served: SavedCalls | None = None
+        self._found: dict[int, Sums] = {}  # of that run, by handle: checksums of what autograd saves
         self._routing_results: dict[int, SavedResult] = {}  # after the forward: these results, by value
         self._keeps_persistent = True
         self._external: dict[int, Spare] = {}  # small external tensors that replay reads, by address of the storage
@@ -881,7 +840,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
     def pack(self, tensor: Tensor, handle: Handle) -> None:
         """Record which value autograd saves with ``tensor``; keep it if that is free or the tape does not know it."""
         tape = self.tape
-        if tape.needs_attention and (tape.not_replayable or self.paused):
+        if self.paused:
             return
         value = tape.known(tensor)
         version = tensor._version
@@ -931,6 +890,8 @@ class ReplayRecorder(TapeRecorder, Recorder):
                 self.external_handles.add(handle.index)
         else:
             self._maybe_external.append((weakref.ref(handle), weakref.ref(tensor), version_of(tensor)))
+            if tensor.grad_fn is not None:  # an unseen result
+                self.sum_up(handle.index, tensor)
 
     def _is_buffer(self, tensor: Tensor) -> bool:
         if self._buffers is None:
@@ -948,6 +909,8 @@ class ReplayRecorder(TapeRecorder, Recorder):
                 continue
             if tensor is None or tensor.grad_fn is not None or version_of(tensor) != version:
                 self.tape.fail("autograd saves a tensor that no op made")
+                if tensor is not None and storage_bytes(tensor) and handle.index not in (self.checksums or ()):
+                    self.sum_up(handle.index, tensor)
             else:
                 handle.keep(tensor)
                 handle.is_external = True
@@ -959,6 +922,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
         for handle in handles:
             if handle.index in self.external_handles:
                 handle.is_kept, handle.value, handle.watched = False, None, None
+        self._forgotten |= self.external_handles
         self.external_handles.clear()
 
     def close(self, kept: list[Handle], last_missing: int) -> bool:
@@ -980,7 +944,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
         self._left = {}
         self.snapshots.forget_freed()
         self.needs_mode = self.may_save or bool(
-            self.snapshots or self.snapshots.generators or self._wrote_late or self._wrote_inputs
+            self.snapshots or self.snapshots.generators or self._wrote_late or self.wrote_inputs
         )
         if tape.writers and not tape.not_replayable:
             self._find_modified_after_save(missing)
@@ -994,6 +958,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
             self._check_kept()
             if self.may_fall_back:
                 self._check_unsaved(kept)
+        served: list[int] = []
         if tape.not_replayable:
             self.schedule = self.layout = None
             for address in self._gathered - self._written_parameters:
@@ -1001,10 +966,12 @@ class ReplayRecorder(TapeRecorder, Recorder):
             if self.may_run_again(kept, missing):
                 self.forget_external(kept)
                 kept[:] = [handle for handle in kept if handle.is_kept]
+                served = self._needed_by_python(kept, missing)
         self._routed = [
-            SavedRoutingResult(
+            SavedCall(
                 site,
                 [self._saved_routing(value) for value in values],
+                self._structure_of(site, values),
                 sums=tuple(total for value in values for total in self._routing_sums.get(value, ())),
             )
             for site, values in self._routing
@@ -1016,11 +983,102 @@ class ReplayRecorder(TapeRecorder, Recorder):
                 for part in tensor_parts(tape.kept[value])
             }
         held = {address for tensor in tape.kept.values() for address in storage_sizes(tensor)} if self.modules else ()
-        self._release(kept)
+        self._release(kept, served)
         if self.modules is not None and self.figures is not None:
             self.modules.close(0, held)
             self.figures = self.figures.with_more(self.modules.evidence.bytes_inside)
         tape.close()
+
+    def _needed_by_python(self, kept: list[Handle], missing: list[int]) -> list[int]:
+        """Return the entries whose saved results Python may be served; see Note [What is kept, and what is not]."""
+        tape, early_stop = self.tape, self._settings.early_stop
+        missing = sorted({*missing, *self._forgotten})
+        place = self._places.get(missing[-1]) if early_stop else None
+        last = place[1] if place is not None else tape.entry_count()
+        in_handles = {handle.storage for handle in kept}
+        saved, read = self._saved_entries(), set[int]()
+        for entry, site in enumerate(tape.sites):
+            if type(site) is CallSite and entry not in saved and not site.is_view:
+                read.update(tape.roots[value] for value in tape.reads[entry])
+
+        def is_needed(entry: int) -> bool:
+            site, values = tape.sites[entry], tape.results(entry)
+            if site.must_save or not site.is_cheap or entry in tape.states_after:
+                return True
+            if any(tape.roots[value] in read or tape.roots[value] not in self._kept_in for value in values):
+                return True
+            return any(not in_handles.isdisjoint(storage_sizes(tape.kept[value])) for value in values)
+
+        return [entry for entry in saved if entry < last and is_needed(entry)]
+
+    def _saved_entries(self) -> dict[int, CallSite]:
+        """Return the entries of which all results are held, and are as their ops have returned them."""
+        tape, held = self.tape, self._rules.keys() & self.tape.kept.keys() - self.tape.overwritten
+        return {
+            entry: site
+            for entry, site in enumerate(tape.sites)
+            if type(site) is CallSite
+            and not site.is_inside
+            and (values := tape.results(entry))
+            and held.issuperset(values)
+            and tape.states_after.get(entry, ()) is not None
+            and self._structure_of(site, values) is not None
+        }
+
+    def _structure_of(self, site: CallSite, values: Sequence[int]) -> Any:
+        known = self._structures.get(values[0]) if values else None
+        return known if known is not None else structure_of(site.op, values[0], len(values)) if values else None
+
+    def begin_serving(self, waiting: Iterable[int]) -> bool:
+        """Let the next run of the region's Python be served what is saved; return whether it is.
+
+        It is not if there is nothing, or if it could not be compared whether the handles ``waiting`` get what autograd
+        saved in the forward.
+        """
+        self._served = None
+        compared = self.checksums is None or self._forgotten.union(self.checksums).issuperset(waiting)
+        if not (self.serves and self.evidence.serves and compared):
+            return False
+        tape, calls = self.tape, dict[int, SavedCall]()
+        known = {id(one.outputs[0]): one for one in self._routed if one.outputs}
+        for entry, site in self._saved_entries().items():
+            values = tape.results(entry)
+            outputs = [self._saved_result(value) for value in values]
+            call = known.get(id(outputs[0])) or SavedCall(site, outputs, self._structure_of(site, values))
+            call.states_after = tape.states_after.get(entry) or []
+            calls[entry] = call
+        if any(not call.site.must_save for call in calls.values()):
+            self._served = SavedCalls.of(tape, calls)
+        return self._served is not None
+
+    def _note_found(self, index: int, tensor: Tensor) -> None:
+        self._found[index] = checksum(tensor, in_order=self._in_order)
+
+    def found_different(self, handles: Mapping[int, Handle]) -> list[tuple[int, Tensor]]:
+        """Return those of ``handles``, with their values, that a served run has not given what autograd saved.
+
+        The present data counts too: an op or NumPy may have written to it after autograd saved it.
+        """
+        if self.checksums is None:
+            return []
+        compared = [index for index in handles if index in self.checksums and index in self._found]
+        pairs = [(self.checksums[index], self._found[index]) for index in compared]
+        values = ((compared[number], handles[compared[number]].value) for number in find_different(pairs))
+        suspects = [(index, value) for index, value in values if isinstance(value, Tensor)]
+        gone = [one for one in suspects if not storage_bytes(one[1])]  # gathered parameters that FSDP has freed
+        found = gone + self.different([one for one in suspects if storage_bytes(one[1])])
+        return [(index, value) for index, value in found if not self.may_differ(index, value.device)]
+
+    def end_serving(self) -> None:
+        """Serve nothing but results of routing ops from now on."""
+        self.serves, self._served = False, None
+
+    def _saved_result(self, value: int) -> SavedResult:
+        kept = self.tape.kept
+        found: SavedResult | Tensor = kept[value]
+        if isinstance(found, Tensor):
+            found = kept[value] = SavedResult(found)
+        return found
 
     def _saved_routing(self, value: int) -> SavedResult:
         self._routing_results[value] = saved = SavedResult(self.tape.kept[value])
@@ -1056,7 +1114,15 @@ class ReplayRecorder(TapeRecorder, Recorder):
 
     def recompute_mode(self, inputs: list[tuple[int, Tensor]], progress: Progress) -> AbstractContextManager[Any]:
         """Return the context in which the region's Python runs again if the tape cannot be replayed."""
-        return PythonRecomputeMode(self.table, self.path, self.snapshots, self._routed, progress, self.modules)
+        if self.compares_python:
+            progress.verify = self._check_filled
+        served, self._served = self._served, None
+        if served is not None:
+            self._found = {}
+            progress.verify = self._note_found if self.checksums is not None else None
+        return PythonRecomputeMode(
+            self.table, self.path, self.snapshots, self._routed, progress, self.modules, served, inputs
+        )
 
     def drop(self) -> None:
         """Release every kept value."""
@@ -1073,10 +1139,17 @@ class ReplayRecorder(TapeRecorder, Recorder):
         """Whether other ranks take part in a replay: in a collective on the tape, or in an op on a DTensor."""
         return self.tape.has_meshes or any(getattr(site, "is_collective", False) for site in self.tape.sites)
 
+    def _check_filled(self, index: int, tensor: Tensor) -> None:
+        """Raise ``RegionError`` if Python has saved another value than autograd saved as ``index`` in the forward."""
+        summed = self.checksums is not None and index in self.checksums
+        if summed and self.different([(index, tensor)]) and not self.may_differ(index, tensor.device):
+            found = f"saved tensor {index} was another value in forward than in recomputation, {describe(tensor)}"
+            raise RegionError(Problem(self.path or "region", found, fix=OTHER_VALUE))
+
     def may_differ(self, handle: int, device: torch.device) -> bool:
         """Return whether what autograd saved as ``handle`` depends on ops that are nondeterministic on ``device``."""
         names = nondeterministic_on(device)
-        return bool(names) and may_differ(self.tape, self._places[handle][0], names)
+        return bool(names) and handle in self._places and may_differ(self.tape, self._places[handle][0], names)
 
     def _find_modified_after_save(self, missing: list[int]) -> None:
         """Find saved tensors written to after the save: backward reads the new data, raises, or replay is given up."""
@@ -1151,10 +1224,12 @@ class ReplayRecorder(TapeRecorder, Recorder):
     def _is_large(self, value: int) -> bool:
         return bool(self.tape.kept[value].numel() > SMALL_NUMEL)
 
-    def _release(self, kept: list[Handle]) -> None:
-        """Keep only the values that replay starts from, and count their bytes."""
+    def _release(self, kept: list[Handle], served: list[int]) -> None:
+        """Keep only the values that replay starts from, or the results of the entries ``served``; count their bytes."""
         tape, layout = self.tape, self.layout
-        kept_values = self.schedule.kept if self.schedule is not None else ()
+        kept_values: Iterable[int] = (value for entry in served for value in tape.results(entry))
+        if self.schedule is not None:
+            kept_values = self.schedule.kept
         held: dict[int, Any] = {value: tape.kept[value] for value in kept_values}
         loose = [handle for handle in kept if not handle.is_external]
         parts = {value: SavedResult(held[value]) for value in held if tape.roots[value] in self._parts}
@@ -1176,5 +1251,6 @@ class ReplayRecorder(TapeRecorder, Recorder):
         routed = {value: one for value, one in self._routing_results.items() if value in held}
         tape.kept = held | parts | routed
         self.random_states.close(
-            {step.number for step in self.schedule.steps} if self.schedule is not None and tape.states else set()
+            {step.number for step in self.schedule.steps} if self.schedule is not None and tape.states else set(),
+            {*served},
         )

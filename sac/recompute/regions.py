@@ -38,6 +38,7 @@ from sac.region.module_state import UnseenWriteError, has_uninitialized
 from sac.region.native_frame import NativeFrame
 from sac.region.reentrant import ReentrantFrame
 from sac.region.settings import ALWAYS, FIRST, NEVER, REPLAY, RERUN, Settings, as_torch_says
+from sac.region.tables import ModuleTables
 from sac.region.writes import needs_recorder
 from sac.tensors import plain_address
 from sac.torch_private import tree_leaves
@@ -95,7 +96,8 @@ class Region:
     def run(
         self,
         function: Callable[..., Any],
-        fingerprint: FunctionFingerprint,
+        owners: tuple[nn.Module, ...],
+        found: ModuleTables | None,
         function_key: Hashable,
         settings: Settings,
         args: tuple[Any, ...],
@@ -103,11 +105,10 @@ class Region:
     ) -> Any:
         """Run one call; gradients are those of ``function(*args, **kwargs)``.
 
-        ``fingerprint``: that of the function, of which this call gets the record of attributes. ``function_key`` stands
-        for its parts. Calls share evidence only if their keys are equal; a call without a key has none.
+        ``owners``: the modules of the function, and ``found`` their tables, if these have been recorded just now.
+        ``function_key`` stands for the function's parts. Calls share evidence only if their keys are equal; a call
+        without a key has none.
         """
-        owners = tuple(fingerprint.owners)
-        attributes, fingerprint.attributes = fingerprint.attributes, None
         refuse_transforms(self.path)
         settings = as_torch_says(settings)
         if not self.stats.calls and has_uninitialized(owners):
@@ -125,7 +126,7 @@ class Region:
         inputs = RegionInputs(args, kwargs)
         if inputs.owners:
             owners += inputs.owners
-            attributes = None
+            found = None
         if keeps_fp8_state(owners):
             self._give_up(settings.engine == REPLAY, FP8_REASON)
             settings = for_fp8(settings, owners)
@@ -138,14 +139,14 @@ class Region:
         is_plain = table.saves_everything and not table.offloads  # plain autograd does what the policy says
         if is_plain and signature in self.evidence.needs_no_mode and active_hooks() is None:
             self.stats.calls += 1
-            attributes = None
+            found = None
             return function(*args, **kwargs)
         if settings.input_storing is not None:
             inputs.store(settings.input_storing, args, kwargs, self.path)
         if table.offloads:
             inputs.follow(args, kwargs)
         frame, recorder = self._frame(PendingCall(function, owners, settings, signature, inputs, args, kwargs))
-        frame.attributes, attributes = attributes, None
+        frame.found, found = found, None
         try:
             output = frame.run(inputs, args, kwargs)
         except UnseenWriteError:
@@ -345,9 +346,9 @@ def run_as_region(
     key = _key(fingerprint) if fingerprint.is_known else None
     region = _regions.get(key) if key is not None else None
     if region is not None:
-        return region.run(function, fingerprint, _OF_ONE_FUNCTION, settings, args, kwargs)
+        return region.run(function, *fingerprint.taken(), _OF_ONE_FUNCTION, settings, args, kwargs)
     region = Region(_group_of(function), _name_of(function))
-    output = region.run(function, fingerprint, _OF_ONE_FUNCTION, settings, args, kwargs)
+    output = region.run(function, *fingerprint.taken(), _OF_ONE_FUNCTION, settings, args, kwargs)
     if key is not None:
         _note_changes(fingerprint, _fingerprint_of(function))
         _put(_regions, _key(fingerprint), region)
@@ -366,12 +367,21 @@ def run_modules(
 
     The modules may have changed since the region's last call: an attribute, a hook, a submodule set to training mode.
     """
+    surveys = region.evidence.surveys
+    again = surveys.taken(modules)
+    if again is not None and again.key is not None:  # the usual case
+        return region.run(function, again.owners, again.tables, again.key, settings, args, kwargs)
     is_first, keys = not region.stats.calls, region.evidence.function_keys
     fingerprint = _fingerprint_of(modules)
     key = _key(fingerprint) if fingerprint.is_known else None
     known = keys.get(key) if key is not None else None
     function_key = known if known is not None or key is None else _put(keys, key, object())
-    output = region.run(function, fingerprint, function_key, settings, args, kwargs)
+    owners, found = fingerprint.taken()
+    if known is not None and found is not None and surveys.is_wanted(again) and isinstance(modules, nn.Module):
+        found = surveys.wanted_in(found, modules, known)
+    elif again is not None:
+        found = again.tables
+    output = region.run(function, owners, found, function_key, settings, args, kwargs)
     if known is None and key is not None:
         after = _fingerprint_of(modules)
         _note_changes(fingerprint, after)

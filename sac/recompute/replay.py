@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +20,7 @@ from sac.region.compiled_graphs import never_compiled
 from sac.region.frame import Frame, Handle
 from sac.region.inputs import RegionInputs
 from sac.region.rng import state_of
+from sac.region.undo import UndoStack
 from sac.tensors import (
     copy_of,
     describe,
@@ -40,7 +40,7 @@ from sac.torch_private import BelowAutograd, WithoutAutocast
 
 CAN_REPLAY = BelowAutograd is not None and WithoutAutocast is not None
 
-Fill = Callable[[int, Tensor], None]
+Filled = list[tuple[int, Tensor]]  # handles, by index, and what a replay has computed for them
 
 
 class CannotReplay(Exception):  # noqa: N818 (not an error: the region's Python runs instead)
@@ -67,14 +67,14 @@ class Runner(Protocol):
     def load(self, schedule: ReplaySchedule, tape: Tape, before: Before, values: Any) -> Sequence[int]:
         """Put the leaves that are certainly what they were into ``values``; return the others. See ``run_schedule``."""
 
-    def run(self, schedule: ReplaySchedule, tape: Tape, values: Any, fill: Fill) -> None:
-        """Run all steps on ``values``, those that they start from."""
+    def run(self, schedule: ReplaySchedule, tape: Tape, values: Any) -> Filled:
+        """Run all steps on ``values``, those that they start from; return what the waiting handles get."""
 
 
 def run_schedule(
-    schedule: ReplaySchedule, tape: Tape, inputs: dict[int, Tensor], before: Before, fill: Fill, runner: Runner
-) -> None:
-    """Run the steps of ``schedule``; call ``fill`` with the number of each waiting handle and its tensor.
+    schedule: ReplaySchedule, tape: Tape, inputs: dict[int, Tensor], before: Before, runner: Runner
+) -> Filled:
+    """Run the steps of ``schedule``; return what the waiting handles get.
 
     ``inputs``: the region's inputs, by position. ``before``: the earlier data of external tensors that were written to
     since, by the address of their storage. Raises ``CannotReplay`` and ``ExternalChangeError`` before any op runs.
@@ -82,13 +82,15 @@ def run_schedule(
     values = runner.new_values(tape.value_count())
     for value in schedule.kept:  # above autograd: fetching a value may recompute an outer region
         values[value] = fetch(tape.kept[value])
-    generators = {id(g): g for step in schedule.steps for g, _ in tape.states.get(step.number, ())}
+    generators: dict[int, torch.Generator] = {}
+    if tape.states:
+        generators = {id(g): g for step in schedule.steps for g, _ in tape.states.get(step.number, ())}
     # Active dispatch modes see the ops, as they would inside a mode's handler; autograd and autocast do not.
-    with torch.enable_grad(), BelowAutograd(), WithoutAutocast(), ExitStack() as stack:
+    with torch.enable_grad(), BelowAutograd(), WithoutAutocast(), UndoStack() as stack:
         _load(schedule, runner.load(schedule, tape, before, values), tape, inputs, before, values)
         for generator in generators.values():
             stack.callback(generator.set_state, state_of(generator))
-        runner.run(schedule, tape, values, fill)
+        return runner.run(schedule, tape, values)
 
 
 def _load(
@@ -138,10 +140,9 @@ class PythonRunner:
         """See ``Runner``."""
         return schedule.leaves
 
-    def run(self, schedule: ReplaySchedule, tape: Tape, values: list[Any], fill: Fill) -> None:
+    def run(self, schedule: ReplaySchedule, tape: Tape, values: list[Any]) -> Filled:
         """See ``Runner``."""
-        for handle, value in schedule.fills:
-            fill(handle, values[value])
+        filled = [(handle, values[value]) for handle, value in schedule.fills]
         rests, states, keywords = tape.arg_templates, tape.states, tape.keywords
         works: list[Any] = []  # of point-to-point calls, several of which must be in flight at once
         for number, run, positions, result, fills, frees in schedule.orders or _orders(schedule, tape):
@@ -158,10 +159,11 @@ class PythonRunner:
                     args[index] = values[value]
                 values[result] = run(*args, **keywords[number]) if number in keywords else run(*args)
             for handle, value in fills:
-                fill(handle, values[value])
+                filled.append((handle, values[value]))
             for value in frees:
                 values[value] = None
         wait(works)
+        return filled
 
 
 def _orders(schedule: ReplaySchedule, tape: Tape) -> list[Any]:
@@ -277,7 +279,8 @@ def _alias(tensor: Tensor, geometry: tuple[Any, ...]) -> Tensor:
 #
 # Fallback to rerun. A call cannot be replayed if its tape is not replayable (`Tape.fail`), if a leaf is gone or its
 # data has moved, or if a value differs from the forward's (`verify`). Then the call's Python runs again from its start,
-# with random states, buffers and flags restored. Of the saved results it uses only those that must not be chosen anew.
+# with random states, buffers and flags restored. It uses the saved results that the tape holds, as long as what it
+# gives is what the forward gave (Note [What a fallback is served]).
 # Later calls of the region group use the rerun engine; earlier calls whose backward is still to come run as Python too.
 # The exception is a region inside saved-tensor hooks, which may be those of an outer checkpoint. An outer checkpoint
 # counts the tensors passed to it, and expects the same ones in its recomputation as in its forward. There, later calls
@@ -306,6 +309,10 @@ def _alias(tensor: Tensor, geometry: tuple[Any, ...]) -> Tensor:
 
 _CHANGED = "a tensor from outside the region was changed in place after the forward"
 _READ_AGAIN = "the region's Python runs again and reads the present data: gradients are right if it equals forward's"
+
+
+class OtherValues(CannotReplay):
+    """Replay gave other values than the forward: an op does not repeat itself, or reads what no op wrote."""
 
 
 class ReadAgain(CannotReplay):
@@ -349,11 +356,12 @@ class ReplayFrame(Frame):
         self.recorder.pack(tensor, handle)
         return handle
 
-    def _hold(self, alive: list[Handle]) -> list[Handle]:
+    def _close(self) -> None:
+        self.recorder.hold_external()
+        super()._close()
+
+    def _hold(self, kept: list[Handle], missing: list[int]) -> None:
         recorder = self.recorder
-        recorder.hold_external()
-        kept = [handle for handle in alive if handle.is_kept]
-        missing = [handle.index for handle in alive if not handle.is_kept]
         needed = recorder.may_run_again(kept, missing)
         self.ambient.close(self.path, needed=needed)
         recorder.end(kept, missing)
@@ -365,7 +373,6 @@ class ReplayFrame(Frame):
             # With a recorder, later calls pass the hooks the same values again.
             recorder.needs_mode = recorder.needs_mode or bool(kept or recorder.tape.kept)
             recorder.pack_with_outer_hooks(self.hooks)
-        return kept
 
     @never_compiled
     def _unpack(self, handle: Handle) -> Tensor:
@@ -381,6 +388,7 @@ class ReplayFrame(Frame):
             self.recorder.hold_external()
         if self._was_changed(handle):
             self.recorder.tape.fail(_CHANGED)
+            self.recorder.end_serving()
             self.recorder.forget_external(self._handles.alive())
         return super()._unpack(handle)
 
@@ -394,11 +402,11 @@ class ReplayFrame(Frame):
     def _recompute(self, wanted: Handle, task: int, *, last: bool) -> None:
         recorder = self.recorder
         if self._dropped or recorder.tape.not_replayable:
-            super()._recompute(wanted, task, last=last)
+            self._run_python(wanted, task, last=last)
             return
         last = last and self._forward_over
         wanted.task = -2  # it may have been unpacked in this task before: a second read of ctx.saved_tensors
-        waiting = {handle.index: handle for handle in self._handles.alive() if handle.waits(task)}
+        waiting = self._handles.waiting(task)
         try:
             # Not during a forward inside hooks: an outer checkpoint must be passed the same tensors as in its forward.
             if (self._forward_over or self.hooks is None) and (reason := self._given_up()):
@@ -407,10 +415,17 @@ class ReplayFrame(Frame):
                 raise ReadAgain
             self._replay(waiting)
         except CannotReplay as error:
-            # A write between forward and backward is no evidence about other calls.
-            if not isinstance(error, ReadAgain):
+            # A write between forward and backward is no evidence about other calls, and Python is to read other values.
+            if isinstance(error, ReadAgain):
+                recorder.end_serving()
+            else:
                 self._give_up(str(error))
-            self._run_python(str(error), wanted, waiting, task, last=last)
+                recorder.compares_python = not isinstance(error, OtherValues)  # such an op may differ again
+            recorder.tape.fail(str(error))
+            recorder.forget_external(self._handles.alive())
+            for handle in waiting.values():
+                handle.value = None
+            self._run_python(wanted, task, last=last)
             return
         if last:
             self._drop()
@@ -421,7 +436,7 @@ class ReplayFrame(Frame):
         module_state = self.ambient.module_state
         before = module_state.copies()
         if before is None:
-            raise CannotReplay("the data of a buffer has moved")
+            raise CannotReplay("the data of a buffer or parameter has moved")
         before = {
             **recorder.changed_external(),
             **before,
@@ -436,20 +451,12 @@ class ReplayFrame(Frame):
             read = recorder.tape.leaf_ids(schedule.leaves)
             if (problem := module_state.changed_parameter(self.path, read)) is not None:
                 raise RegionError(problem)
-        filled: list[int] = []
-
-        def fill(index: int, tensor: Tensor) -> None:
-            waiting[index].value = tensor
-            filled.append(index)
-            if not self._forward_over:
-                recorder.unpack_early(index, tensor)
-
         was_paused, recorder.paused = recorder.paused, not self._forward_over
         recorder.tape.needs_attention = recorder.tape.needs_attention or recorder.paused
         try:
             self._rebuilt = rebuilt = self._rebuild()
             with self.ambient.process_flags():
-                run_schedule(schedule, recorder.tape, dict(rebuilt[2]), before, fill, self.runner)
+                filled = run_schedule(schedule, recorder.tape, dict(rebuilt[2]), before, self.runner)
         except ExternalChangeError as change:
             problem = self._problem(
                 f"a tensor from outside the region ({describe(change.tensor)}) was changed in place after the "
@@ -462,10 +469,15 @@ class ReplayFrame(Frame):
             raise ReadAgain from None
         finally:
             recorder.paused = was_paused
+        for index, tensor in filled:
+            waiting[index].value = tensor
+        if not self._forward_over:
+            for index, tensor in filled:
+                recorder.unpack_early(index, tensor)
         if schedule.written:
             self._rebuilt = None  # the inputs may have been written to
         if recorder.checksums is not None:
-            self._verify(waiting, filled)
+            self._verify(filled)
         self._rebuilt = None
 
     def _check_unseen_writes(self, schedule: ReplaySchedule) -> None:
@@ -492,23 +504,47 @@ class ReplayFrame(Frame):
         rebuilt, self._rebuilt = self._rebuilt, None
         return super()._rebuild() if rebuilt is None else rebuilt
 
-    def _verify(self, waiting: dict[int, Handle], filled: list[int]) -> None:
+    def _verify(self, filled: Filled) -> None:
         """Compare replayed values with those that autograd saved; raise ``CannotReplay`` if they differ."""
         recorder = self.recorder
-        for index, value in recorder.different([(index, waiting[index].value) for index in filled]):
-            if recorder.may_differ(index, value.device):
-                continue
-            found = f"saved tensor {index} ({describe(value)}) is replayed with other values than forward had"
-            if recorder.has_collectives:
-                raise RegionError(self._problem(found, fix="set `engine: rerun` for this model"))
-            raise CannotReplay(found)
+        different = recorder.different(filled)
+        self._refuse([(index, value) for index, value in different if not recorder.may_differ(index, value.device)])
 
-    def _run_python(self, reason: str, wanted: Handle, waiting: dict[int, Handle], task: int, *, last: bool) -> None:
-        self.recorder.tape.fail(reason)
-        self.recorder.forget_external(self._handles.alive())
-        for handle in waiting.values():
-            handle.value = None
-        super()._recompute(wanted, task, last=last)
+    def _refuse(self, different: Filled) -> None:
+        for index, value in different:
+            found = f"saved tensor {index} ({describe(value)}) is replayed with other values than forward had"
+            if self.recorder.has_collectives:
+                raise RegionError(self._problem(found, fix="set `engine: rerun` for this model"))
+            raise OtherValues(found)
+
+    def _run_python(self, wanted: Handle, task: int, *, last: bool) -> None:
+        """Run the region's Python; see Note [What a fallback is served]."""
+        recorder, wanted.task = self.recorder, -2
+        waiting = self._handles.waiting(task)
+        if self._dropped or not self._forward_over or not recorder.begin_serving(waiting):
+            was_paused, recorder.paused = recorder.paused, not self._forward_over
+            try:
+                super()._recompute(wanted, task, last=last)
+            finally:
+                recorder.paused = was_paused
+            return
+        self._rebuilt = rebuilt = self._rebuild()
+        try:
+            super()._recompute(wanted, task, last=False)
+            self._refuse(recorder.found_different(waiting))
+        except Exception:
+            if recorder.has_collectives:  # other ranks would not take part in another run
+                raise
+            recorder.end_serving()
+            recorder.evidence.serves = False
+            for handle in waiting.values():
+                handle.value = None
+            self._rebuilt = None if recorder.wrote_inputs else rebuilt
+            super()._recompute(wanted, task, last=last)
+            return
+        if last:
+            self._drop()
+            self._last_task = task
 
 
 def warn_not_replayable(path: str, reason: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,7 +44,6 @@ from sac.tensors import (
     lazy_bits,
     map_tensors,
     storage_address,
-    storage_sizes,
     tensor_parts,
     tensors_of,
     version_of,
@@ -95,6 +95,7 @@ class SavedValue:
         "overwritten",
         "packs_before",
         "read",
+        "results",
         "rng_after",
         "rule",
         "signature",
@@ -114,16 +115,16 @@ class SavedValue:
         self.must_save = site.must_save
         self.description: Description = ()
         self.outputs: Any = None
+        self.results: list[SavedResult] = []  # the tensors in `outputs`
         self.packs_before = 0
         self.rng_after: list[tuple[torch.Generator, torch.Tensor]] = []
         self.read = False  # an op that is not saved reads it, so recomputation needs it
         self.sums: Sums = ()  # checksums of the results, if they are compared
         self.overwritten = False  # something other than an op wrote to the results: the op runs again
 
-    @property
-    def results(self) -> list[SavedResult]:
-        """The tensors in ``outputs``."""
-        return tensors_of(self.outputs, SavedResult)
+    def hold(self, outputs: Any) -> None:
+        """Hold ``outputs``, the op's result with a ``SavedResult`` in place of each tensor; nothing if it is None."""
+        self.outputs, self.results = outputs, tensors_of(outputs, SavedResult)
 
     @property
     def written(self) -> bool:
@@ -149,16 +150,16 @@ class RerunState:
         self.verifies = verifies  # whether served values are compared with what was saved
         self.new_value_ids = new_value_ids
         self.modules = modules
-        self.inside: SavedModuleCall | None = None  # the saved module that runs now and is watched
         self.path = path
         self.freeze_buffers = freeze_buffers
         self.value_ids = new_value_ids(owners)
-        self.input_ids = self.value_ids.input_ids
+        self.input_ids, self.packed = self.value_ids.input_ids, self.value_ids.packed
+        self.inside: SavedModuleCall | None = None  # the saved module that runs now and is watched
+        self.paused = False  # a recomputation runs inside the region's own forward: none of it is recorded
         self.saved: list[SavedValue] = []
         self.decided: list[SavedValue] = []  # after the forward: every value decided to be saved, for the report
         self.by_storage: dict[int, list[SavedValue]] = {}
         self.written_parameters: set[int] = set()  # addresses of parameters that the region itself writes to
-        self._versions: dict[int, int] = {}  # storage address -> version counter when its result was saved
         self.snapshots = WriteGuard()  # storage address -> contents before the first write
         self.calls: MutableMapping[CallSite, int] = defaultdict(int)
         self.alternations: MutableMapping[int, int] = defaultdict(int)
@@ -167,12 +168,8 @@ class RerunState:
         self.rule_of: dict[int, int] = {}  # after the forward: storage address of a result -> rule that saved it
         self.external_storages = self.value_ids.external_storages
         self.known: Collection[int] = ()  # after the forward: the signatures of all its calls
-        self.occurrences: defaultdict[int, int] = defaultdict(
-            int
-        )  # signature -> number of calls with it that may be saved
-        # Per tensor that autograd saved: value id (None: not compared), whether it is external, its producer, and its
-        # offset in elements (-1: not compared).
-        self.packed: list[tuple[int | None, bool, CallSite | None, int, int]] = []
+        # signature -> number of calls with it that may be saved
+        self.occurrences: defaultdict[int, int] = defaultdict(int)
         # Whether all that the region starts from comes back in the same layout, so that parts of it can be told apart.
         self.keeps_layouts = False
         self.inputs: RegionInputs | None = None
@@ -188,10 +185,21 @@ class RerunState:
         self.reads_values = False  # the program read the value of a tensor and may have branched on it
         self.late_write = False  # an op wrote to a tensor that autograd had saved right before the op ran
         self.forward_over = False
-        self.paused = False  # a recomputation runs inside the region's own forward: none of it is recorded
         self.kept_places: set[int] | None = None  # in torch.utils.checkpoint: indices of packed tensors that we keep
-        self._packed_since_op: list[Handle] = []
         self._is_packed_outside = False
+
+    def pause(self, is_paused: bool) -> None:
+        """A recomputation inside the region's own forward begins or ends."""
+        self.paused = is_paused
+        self._tell_turn()
+
+    def run_inside(self, call: SavedModuleCall | None) -> None:
+        """A saved module that is watched begins to run, or, if it is None, has run."""
+        self.inside = call
+        self._tell_turn()
+
+    def _tell_turn(self) -> None:
+        self.value_ids.tell_turn(is_paused=self.paused, is_inside=self.inside is not None)
 
     @property
     def packs(self) -> int:
@@ -206,26 +214,55 @@ class RerunState:
 
     # Forward
 
-    def save(self, value: SavedValue, out: Any) -> None:
+    def hold(
+        self,
+        site: CallSite,
+        call: int,
+        signature: int,
+        occurrence: int,
+        external: bool,
+        description: Description,
+        out: Any,
+        has_graph: bool,
+        has_drawn: bool,
+    ) -> None:
+        """Hold ``out``, the result of an op on which the library has decided.
+
+        ``has_graph``: whether it is the result itself, or a copy without a graph. ``has_drawn``: from the default
+        generator of the CPU.
+        """
+        rule = site.conditional_rules[0].resolved if site.conditional_rules else site.final_rule
+        value = SavedValue(site, call, rule, signature, occurrence, external)
+        value.description = description
+        if has_drawn:
+            value.rng_after = states_of([torch.default_generator])
+        self.save(value, out, has_graph=has_graph)
+
+    def save(self, value: SavedValue, out: Any, *, has_graph: bool = True) -> None:
         """Hold ``out``, the result of the call that ``value`` describes, without its graph."""
-        value.outputs = map_tensors(out, SavedResult)
+        value.hold(map_tensors(out, SavedResult if has_graph else partial(SavedResult, has_graph=False)))
         if self.verifies and not value.site.is_collective:  # the result of a collective is complete only after its wait
-            value.sums = sums_of(out)
+            value.sums = self.value_ids.sums_of(out)
         value.packs_before = self.packs
         self.saved.append(value)
         for tensor in tensors_of(out):
             for part in tensor_parts(tensor):
                 address = storage_address(part)
                 self.by_storage.setdefault(address, []).append(value)
-                self._versions[address] = version_of(part)
+                self.value_ids.saved_versions[address] = version_of(part)
 
     def _look_at_version(self, tensor: torch.Tensor, address: int) -> bool:
         """Whether the value held at ``address`` is as its op left it; drop it if something else wrote to it."""
-        if version_of(tensor) <= self._versions[address]:
+        if version_of(tensor) <= self.value_ids.saved_versions[address]:
             return True
-        lost = self.by_storage.pop(address)
+        lost = self._take_saved(address)
         self.saved = [value for value in self.saved if value not in lost]  # these ops run again
         return False
+
+    def _take_saved(self, address: int) -> list[SavedValue]:
+        """Return the values held at ``address``, of which nothing more is recorded."""
+        self.value_ids.saved_versions.pop(address)
+        return self.by_storage.pop(address)
 
     def note_reads(self, args: tuple[Any, ...]) -> None:
         """Record that an op that is not saved has read ``args``."""
@@ -256,14 +293,10 @@ class RerunState:
             handle.keep(tensor)
             handle.is_external = value_ids.source(tensor) != "op"
             return
-        self._packed_since_op.append(handle)
-        self.keep_saved(tensor, handle, value_ids.is_persistent_id(value_id))
-
-    def keep_saved(self, tensor: torch.Tensor, handle: Handle, is_persistent: bool) -> None:
-        """Keep a plain tensor if it is in a saved output, a parameter or an input."""
-        if handle.storage in self.by_storage and self._look_at_version(tensor, handle.storage):
+        value_ids.recent.add(address)
+        if address in self.by_storage and self._look_at_version(tensor, address):
             handle.keep(tensor)
-        elif self.keeps_persistent and is_persistent:
+        elif self.keeps_persistent and value_ids.is_persistent_id(value_id):
             handle.keep(tensor)
             handle.is_external = True
 
@@ -277,7 +310,7 @@ class RerunState:
             handle.keep(tensor)
             handle.is_external = all(self.value_ids.is_persistent(part) for part in parts)
             return
-        self._packed_since_op.append(handle)
+        self.value_ids.recent.add(handle.storage)
         if all(storage_address(part) in self.by_storage for part in parts):
             handle.keep(tensor)
         elif self.keeps_persistent and all(self.value_ids.is_persistent(part) for part in parts):
@@ -300,7 +333,7 @@ class RerunState:
                         self._copy_saved(address)
                 elif self.inside is None or is_input or is_large:
                     self._snapshot(address, part, site)
-                if any(handle.storage == address for handle in self._packed_since_op):
+                if address in self.value_ids.recent:
                     self.late_write = True
 
     def after_module(self, written: Iterable[torch.Tensor], where: str) -> None:
@@ -311,18 +344,17 @@ class RerunState:
                     Problem(
                         where=where,
                         found=f"this saved module wrote in place to a value ({describe(part)}) that another rule "
-                        "saves, and not by an op that could be seen, so no copy was kept to recompute from",
+                        "saves, but not by an op that sac could see, so there is no copy to recompute from",
                         fix="clone the value before the module writes to it",
                     )
                 )
 
     def after_op(self) -> None:
         """An op has run: it can no longer write to what autograd saved before it."""
-        if self._packed_since_op:
-            self._packed_since_op.clear()
+        self.value_ids.recent.clear()
 
     def _copy_saved(self, address: int) -> None:
-        for value in self.by_storage.pop(address):
+        for value in self._take_saved(address):
             for one in value.results:
                 if address in one.sizes():  # outer modes see the clone, among them those that measure memory
                     one.value, one.written = one.fetch().clone(), True
@@ -343,13 +375,11 @@ class RerunState:
 
     def _is_reached(self, address: int) -> bool:
         """Whether the storage is that of a buffer, even if a saved module has returned it."""
-        modules = self.modules
-        return modules is not None and any(address in storage_sizes(one) for one in modules.reached)
+        return self.modules is not None and address in self.modules.reached_addresses()
 
     def close(self, kept: list[Handle], last_missing: int) -> bool:
         """Free dead outputs; return whether the region can be recomputed without this state."""
         self.forward_over = True
-        self._packed_since_op.clear()
         in_handles = {handle.storage for handle in kept}
         self.rule_of = {
             address: value.rule.index
@@ -399,7 +429,7 @@ class RerunState:
     def _release(self, value: SavedValue, in_handles: set[int]) -> None:
         for one in value.results:
             self.dead_bytes += sum(size for address, size in one.sizes().items() if address not in in_handles)
-        value.outputs = None
+        value.hold(None)
 
     def look_for_overwritten(self) -> None:
         """Mark the held values that differ from what their ops returned.
@@ -409,7 +439,9 @@ class RerunState:
         if self._is_packed_outside:
             return  # they were compared before the outer hooks packed them
         values = [value for value in self.saved if value.sums and not value.overwritten]
-        different = find_different([(value.sums, sums_of([one.fetch() for one in value.results])) for value in values])
+        different = find_different(
+            [(value.sums, self.value_ids.sums_of([one.fetch() for one in value.results])) for value in values]
+        )
         for index in different:
             values[index].overwritten = True
 
@@ -487,57 +519,20 @@ def unmatched_problem(path: str, value: SavedValue, rivals: Sequence[tuple[CallS
     )
 
 
-def swapped_problem(
-    path: str, index: int, tensor: torch.Tensor, forward: CallSite | None, recomputed: CallSite | None
-) -> Problem:
-    """Return the problem that the ``index``-th tensor that autograd saves in recomputation is another value.
-
-    ``forward`` and ``recomputed`` are the call sites of the ops that produced the two; None if no op did.
-    """
-    return Problem(
-        where=path or "region",
-        found=f"saved tensor {index} was {_made_by(forward)} in forward; in recomputation it is "
-        f"{_made_by(recomputed)}, "
-        f"{describe(tensor)}, computed from other values",
-        fix=OTHER_VALUE,
-    )
+def other_tensor_problem(path: str, index: int, was: str, now: str, fix: str = OTHER_PATH) -> Problem:
+    """Return the problem that the ``index``-th tensor that autograd saves is another one in recomputation."""
+    return Problem(path or "region", f"saved tensor {index} was {was}; in recomputation it is {now}", fix=fix)
 
 
-def other_part_problem(path: str, index: int, tensor: torch.Tensor, maker: CallSite, offset: int) -> Problem:
-    """Return the problem that the ``index``-th tensor that autograd saves in recomputation is another part of a value.
-
-    ``offset``: of the part in forward, in elements. ``maker``: the call site of the op that produced the value.
-    """
-    return Problem(
-        where=path or "region",
-        found=f"saved tensor {index} was the part of {_made_by(maker)} that begins at element {offset}; in "
-        f"recomputation it is the one that begins at element {tensor.storage_offset()}, {describe(tensor)}",
-        fix=OTHER_PATH,
-    )
-
-
-def other_bits_problem(path: str, index: int, tensor: torch.Tensor, bits: int) -> Problem:
-    """Return the problem that the ``index``-th tensor that autograd saves is conjugated or negated, or no longer.
-
-    ``bits``: its ``lazy_bits`` in forward.
-    """
-    return Problem(
-        where=path or "region",
-        found=f"saved tensor {index} was a {_LAZY[bits]} of a value in forward; in recomputation it is a "
-        f"{_LAZY[lazy_bits(tensor)]} of it, {describe(tensor)}",
-        fix=OTHER_PATH,
-    )
-
-
-_LAZY = ("plain view", "conjugate", "negative", "negative conjugate")
+_LAZY = ("plain view", "conjugate", "negative", "negative conjugate")  # by `lazy_bits`
 
 
 def overwritten_problem(path: str, op: Any) -> Problem:
     """Return the problem that a result of ``op``, which chooses, was overwritten unseen, and ``op`` chooses anew."""
     return Problem(
         where=path or "region",
-        found=f"what {op} returned in forward was overwritten afterwards by something that is not an op (NumPy, or a "
-        "kernel on raw pointers), and the op returns something else in recomputation",
+        found=f"the result of {op} in forward was overwritten, not by an op but by NumPy or a kernel on raw "
+        "pointers, and recomputation returns another result",
         fix="write to a copy of it",
     )
 
@@ -686,11 +681,11 @@ class ForwardMode(RegionMode):
     @contextmanager
     def watches(self, call: SavedModuleCall) -> Iterator[None]:
         """See ``Watcher``."""
-        self.state.inside = call
+        self.state.run_inside(call)
         try:
             yield
         finally:
-            self.state.inside = None
+            self.state.run_inside(None)
 
     def returned(self, call: SavedModuleCall, forward: TrackedForward, given: list[Any], out: Any) -> None:
         """See ``Watcher``."""
@@ -769,10 +764,12 @@ class RecomputeMode(RegionMode):
             self.value_ids.name_input_again(tensor, self.state.input_ids[position])
         self.inputs = []
         self.progress.verify = self.verify
-        self._was_paused, self.state.paused = self.state.paused, not self.state.forward_over
+        self._was_paused = self.state.paused
+        self.state.pause(not self.state.forward_over)
         self.state.lenient = self.state.lenient or not self.state.forward_over
         self.live: list[tuple[CallSite, Any]] = []  # calls that ran although a saved value of the same op is waiting
         self.state.look_for_overwritten()
+        self.seen_in_forward = self.state.occurrences
         self.waiting = {(value.signature, value.occurrence): value for value in self.state.saved}
         # Fetch now, above autograd and outside this mode: fetching may rerun a whole outer region.
         self._fetched = fetch_recomputed(self.state.held())
@@ -796,7 +793,7 @@ class RecomputeMode(RegionMode):
         super().__exit__(*error)
         self.progress.verify = None
         self.progress = NoEarlyStop()  # breaks a cycle: it refers to the frame, which after an error still refers here
-        self.state.paused = self._was_paused
+        self.state.pause(self._was_paused)
         self._undo.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -879,14 +876,19 @@ class RecomputeMode(RegionMode):
                 return
             seen = self.value_ids.of(tensor)
             tolerated = (external or seen in self.value_ids.external) and seen not in self.state.known
+            path = self.state.path
             if value_id == seen and maker is not None and 0 <= offset != tensor.storage_offset():
-                raise RegionError(other_part_problem(self.state.path, index, tensor, maker, offset))
+                was = f"the part of {_made_by(maker)} that begins at element {offset}"
+                now = f"the one that begins at element {tensor.storage_offset()}, {describe(tensor)}"
+                raise RegionError(other_tensor_problem(path, index, was, now))
             if value_id == seen and bits != lazy_bits(tensor):
-                raise RegionError(other_bits_problem(self.state.path, index, tensor, bits))
+                was = f"a {_LAZY[bits]} of a value in forward"
+                now = f"a {_LAZY[lazy_bits(tensor)]} of it, {describe(tensor)}"
+                raise RegionError(other_tensor_problem(path, index, was, now))
             if value_id != seen and not tolerated:
-                raise RegionError(
-                    swapped_problem(self.state.path, index, tensor, maker, self.value_ids.producers.get(seen))
-                )
+                other = _made_by(self.value_ids.producers.get(seen))
+                was, now = f"{_made_by(maker)} in forward", f"{other}, {describe(tensor)}, computed from other values"
+                raise RegionError(other_tensor_problem(path, index, was, now, fix=OTHER_VALUE))
 
     def _check_write(self, site: CallSite, args: Any, kwargs: Any) -> None:
         """Raise if the region now writes to a held value, but did not in forward."""
@@ -1056,12 +1058,14 @@ def figures_of(state: RerunState, kept: Iterable[Handle]) -> SavedFigures:
         rule = value.rule.index if value.rule is not None else NO_RULE
         for one in value.results:
             sizes.update({address: (size, rule) for address, size in one.sizes().items()})
+    counted = frozenset(sizes)  # a handle on one of these storages holds no copy
     calls = list(state.modules.calls.values()) if state.modules is not None else []
     for call in calls:
         sizes.update({address: (size, call.rule.index) for address, size in call.result_sizes().items()})
-    for handle in kept:
+    rule_of_no_op = state.rule_of_no_op
+    for handle in [one for one in kept if one.storage not in counted]:
         if not handle.is_external:
-            rule = state.rule_of.get(handle.storage, state.rule_of_no_op)
+            rule = state.rule_of.get(handle.storage, rule_of_no_op)
             for address, size in handle.sizes().items():
                 sizes.setdefault(address, (size, rule))
     rules: defaultdict[int, int] = defaultdict(int)

@@ -32,6 +32,8 @@ from sac.tensors import (
     detached,
     equal,
     is_plain,
+    last_offset,
+    lazy_bits,
     storage_address,
     storage_sizes,
     version_of,
@@ -256,7 +258,7 @@ class ModuleResult(SavedLeaves):
         }
         self._storages: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for position, leaf in enumerate(given):
-            if is_plain(leaf) or type(leaf) is Parameter:
+            if is_plain(leaf):
                 self._storages.setdefault(storage_address(leaf), []).append((position, leaf))
         self._views: list[ArgumentView] = []
         self._spec: Any = None
@@ -337,16 +339,11 @@ class ModuleResult(SavedLeaves):
 
 def _lies_in(tensor: torch.Tensor, argument: torch.Tensor) -> bool:
     """Return whether ``tensor`` is a view inside the range of ``argument``, which shares its storage."""
-    if tensor.dtype != argument.dtype or any(one.is_conj() or one.is_neg() for one in (tensor, argument)):
+    if tensor.dtype != argument.dtype or lazy_bits(tensor) or lazy_bits(argument):
         return False
-    first, last = _span(argument)
-    begin, end = _span(tensor)
-    return is_plain(argument) and first <= begin and end <= last
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    start = int(tensor.storage_offset())
-    return start, start + sum((size - 1) * int(step) for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = int(tensor.storage_offset()) - int(argument.storage_offset())
+    end = begin + last_offset(tensor.shape, tensor.stride())
+    return begin >= 0 and end <= last_offset(argument.shape, argument.stride())
 
 
 def _hidden(leaf: Any, where: str) -> Problem:

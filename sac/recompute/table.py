@@ -349,8 +349,8 @@ class DecisionTable:
         against = [one for one in named if one.rule.do == Decision.RECOMPUTE.value and one.names(site.op)]
         if found[0] and against:
             warnings.warn(
-                f'{against[0].rule.where("do")}: rule "{against[0].rule.id}" recomputes {site_name(site)}, which may '
-                "answer differently the second time: gradients are then wrong, or backward fails",
+                f'{against[0].rule.where("do")}: rule "{against[0].rule.id}" recomputes {site_name(site)}, which '
+                "may return something else the second time: gradients are then wrong, or backward fails",
                 SacWarning,
                 stacklevel=2,
             )

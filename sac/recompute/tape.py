@@ -17,8 +17,10 @@ from sac.tensors import (
     detached,
     inner_tensors,
     is_plain,
+    is_wrapper,
     layout_key,
     storage_address,
+    tensors_of,
     version_of,
     wrapped_parts,
 )
@@ -65,6 +67,21 @@ def from_reads(value: Any, values: list[Any]) -> Any:
     return value
 
 
+def read_arguments(tape: Tape, site: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[int]]:
+    """Return the templates of the arguments and keywords of a call, and the values that it reads."""
+    reads: list[int] = []
+    if not site.is_flat:
+        return as_reads(args, tape, site.op, reads), as_reads(kwargs, tape, site.op, reads), reads
+    rest = []
+    for value in args:
+        if isinstance(value, Tensor):
+            reads.append(tape.find(value, site.op))
+            rest.append(TENSOR_HOLE)
+        else:
+            rest.append(value)
+    return rest, kwargs, reads
+
+
 class _Synthetic:
     """Takes the place of the call site in an entry that is not an op call."""
 
@@ -90,11 +107,6 @@ def cast_of(tensor: Tensor) -> Tensor | None:
     if type(leaf) is not Parameter or (leaf.shape, leaf.stride()) != (tensor.shape, tensor.stride()):
         return None
     return leaf if leaf.device == tensor.device else None
-
-
-def is_wrapper(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a wrapper subclass, which holds its data in inner tensors."""
-    return hasattr(type(tensor), "__tensor_flatten__")
 
 
 def first_address(tensor: Tensor) -> int:
@@ -126,7 +138,8 @@ def first_address(tensor: Tensor) -> int:
 #
 # *Kept* values are held strongly: the results that the policy saves, and values that replay cannot recompute because a
 # kernel that the dispatcher does not see has written to them. If the tape meets anything else that it cannot explain,
-# the call is not replayable (`Tape.fail`): its Python runs again instead, and later calls use the rerun engine.
+# the call is not replayable (`Tape.fail`): its Python runs again instead, and later calls use the rerun engine. The
+# tape goes on recording, because Python is served from it (Note [What a fallback is served]).
 #
 # Example. The policy saves `mm`; the region runs `h = up(x).relu_()` and `h * h`, where `up` is a Linear without bias.
 #
@@ -184,8 +197,10 @@ class Tape:
         "seen_at",
         "sites",
         "states",
+        "states_after",
         "storages",
         "unpacked_early",
+        "unseen",
         "unsynced",
         "versions",
         "writers",
@@ -209,6 +224,7 @@ class Tape:
         self.kept_in: dict[int, list[int]] = {}  # root -> kept values that no op has written to since
         self.unpacked_early: set[int] = set()  # roots with a value that the region's own forward has unpacked
         self.overwritten: set[int] = set()  # kept values that an unseen write has modified
+        self.unseen: dict[int, int] = {}  # value that an unseen write has made -> root of what was there before
         self.persistent_roots: set[int] = set()  # roots of persistent leaves
         # By id: tensors that the region could reach when it began. The tape holds them, since the region may release
         # them.
@@ -216,6 +232,8 @@ class Tape:
         self.factories: dict[int, int] = {}  # root -> the factory entry that made it, while no op has written to it
         self.states: dict[int, States] = {}  # entry -> the generators that it advances, with their states before it
         self.draws_after: dict[int, tuple[int, ...]] = {}  # entry -> entries that leave the generator states it needs
+        # Saved entry -> the generators that it advanced, with the states that it left; None if these were released.
+        self.states_after: dict[int, States | None] = {}
         self.autocast_states: dict[int, Any] = {}  # entry of a custom op -> its caller's autocast, if the body uses it
         self.has_meshes = False  # there are DTensors, whose ops may communicate without being collectives
         self.not_replayable = ""  # why this call cannot be replayed
@@ -257,6 +275,28 @@ class Tape:
         """Return the values that ``entry`` makes."""
         first = self.first_outputs[entry]
         return range(first, first + self.output_counts.get(entry, 1))
+
+    def arguments(self, entry: int) -> tuple[Any, Any]:
+        """Return the templates of the arguments and keywords of ``entry``."""
+        return self.arg_templates[entry], self.keywords.get(entry, {})
+
+    def add_entry(self, site: Any, rest: Any, keywords: Any, reads: Sequence[int], out: Any) -> int:
+        """Add the entry of an op that has returned ``out``; return how many values it makes: not what it was given."""
+        entry, first = self.entry_count(), self.value_count()
+        tensors = new_tensors(out)
+        count = 0 if all(self.known(tensor) is not None for tensor in tensors) else len(tensors)
+        for tensor in tensors[:count]:
+            self.add(tensor)
+        self.append(site, rest, reads, first)
+        if count != 1:
+            self.output_counts[entry] = count
+        if site.is_view and reads:
+            version = self.version(reads[0])
+            for value in range(first, first + count):
+                self.set_version(value, version)
+        if keywords:
+            self.keywords[entry] = keywords
+        return count
 
     def append(self, site: Any, rest: Any, reads: Sequence[int], first: int) -> None:
         """Add an entry with one result."""
@@ -383,6 +423,7 @@ class Tape:
         self.begin()
         self.output_counts, self.keywords, self.kept, self.leaves = {}, {}, {}, {}
         self.states, self.autocast_states, self.writers, self.writes = {}, {}, {}, {}
+        self.states_after = {}
 
     def watches_factories(self) -> bool:
         """Return whether every op has to be looked at, because it may read what a factory has made."""
@@ -423,6 +464,8 @@ class Tape:
         self.sync()
         before = self.root_at(first_address(tensor))
         value = self.add(tensor, new_root=True)
+        if before is not None:
+            self.unseen[value] = before
         self.kept[value] = detached(tensor)
         self.kept_in[value] = [value]
         for held in self.kept_in.pop(before, ()) if before is not None else ():
@@ -550,6 +593,13 @@ class Tape:
 
     # Writing
 
+    def root_of_part(self, tensor: Tensor, part: Tensor) -> int | None:
+        """Return the root of ``part`` of ``tensor``, which an op is about to write to; call ``sync`` before."""
+        root = self.root_at(storage_address(part))
+        if root is None and part is tensor and (value := self.known(tensor)) is not None:
+            return self.roots[value]  # the first value in this storage is freed; this is a view of it
+        return root
+
     def add_write(self, roots: tuple[int, ...]) -> None:
         """Record that the next entry writes to ``roots``."""
         entry = self.entry_count()
@@ -578,6 +628,11 @@ class BareTape:
     def results(self, entry: int) -> Sequence[int]:
         """Return the values that ``entry`` makes."""
         return self.makes[entry]
+
+
+def new_tensors(out: Any) -> list[Tensor]:
+    """Return the tensors of an op's result, in order."""
+    return [out] if isinstance(out, Tensor) else tensors_of(out)
 
 
 class _Held:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 import types
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,25 +21,29 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from sac.errors import Problem, RegionError, SacWarning
+from sac.native.load import library
 from sac.outer_hooks import PackHooks, active_hooks
 from sac.policy.model import ALTERNATE, Decision
 from sac.recompute.evidence import MODULE_EVIDENCE
+from sac.recompute.native_rerun import NativeValueIds, native_forward_mode, native_recompute_mode
 from sac.recompute.op_trace import TracedCalls, compiled_calls
 from sac.recompute.rerun import ForwardMode, RecomputeMode, RerunState
 from sac.recompute.table import DecisionTable, ResolvedRule, decide, paths_up
+from sac.recompute.value_ids import ValueIds
 from sac.recompute.whole_modules import SavedModules
 from sac.region.ambient import AmbientState
 from sac.region.compiled_graphs import kept_out_of_graphs
 from sac.region.fingerprint import PLAIN
-from sac.region.frame import ALL, Handle, NoEarlyStop
+from sac.region.frame import ALL, Handle, Handles, NoEarlyStop
 from sac.region.module_state import ModuleState, has_uninitialized, owners_of
+from sac.region.native_frame import native_types
 from sac.region.settings import Settings
 from sac.region.undo import UndoStack
+from sac.stores.saved_tensor import SavedTensor
 from sac.tensors import detached, shares_storage, unchanged
 from sac.torch_private import (
     CHECKPOINT_FUNCTION,
     SHOWS_RESULTS_TO_POLICIES,
-    TorchDispatchMode,
     chosen_early_stop,
     is_traced,
     partitioner_budget,
@@ -61,14 +66,22 @@ from sac.torch_private import (
 # tensors. In recomputation, x waits until the first matmul is about to run, then goes to torch; h is served, the gelu
 # runs, and g waits. The second matmul does not write to g. So g goes to torch right before it, torch has its two
 # tensors and stops, and the matmul does not run.
+#
+# With the C++ library, the modes are those of the rerun engine there too (Note [Native value ids]): ordinary ops run in
+# C++, which makes the handles in forward, and passes on what waits before and after each op of a recomputation. Torch's
+# hooks are called all the same. When torch has all it needs, its exception leaves the library as an op's error does.
+#
+# A call can have several recomputations, one per backward, on several threads. Each has a mode of its own.
 
 
 class CheckpointForwardMode(ForwardMode):
     """``ForwardMode`` for a region whose frame is torch's; see Note [Inside torch.utils.checkpoint]."""
 
-    def __init__(self, state: RerunState, ambient: _Ambient) -> None:
+    def __init__(self, state: RerunState, ambient: _Ambient, native: Any) -> None:
         super().__init__(state, None)
         self._ambient = ambient
+        self._native = native
+        self.packer = state
 
     def __enter__(self) -> CheckpointForwardMode:
         self._ambient.note()
@@ -76,10 +89,10 @@ class CheckpointForwardMode(ForwardMode):
         if self.state.modules is not None and (module_state := self._ambient.module_state) is not None:
             self.state.modules.set_start(module_state)
         theirs = active_hooks()
-        self._watch = _Watch(self.state, theirs) if theirs is not None else None
+        self._watch = _Watch(self.state, theirs, self._native) if theirs is not None else None
         self._hooks = None
         if self._watch is not None:
-            self._hooks = saved_tensors_hooks(self._watch.pack, partial(_unpack, self._watch.theirs[1]))
+            self._hooks = saved_tensors_hooks(*self._watch.hooks())
             self._hooks.__enter__()
         self.hooks = 0 if self._watch is None else 2  # ours, and torch's below them
         super().__enter__()
@@ -119,12 +132,11 @@ class _Ambient:
         self._module = module
         self._in_graph = in_graph
         self._surroundings: AmbientState | None = None
-        self._entered: list[UndoStack] = []  # nested: a region can be recomputed inside its own recomputation
 
     def note(self) -> None:
         """The forward begins; raises ``RegionError`` if modules would create their parameters in it."""
         if has_uninitialized(owners_of(self._module)):
-            found = "a lazy module would make its parameters in this checkpointed call, and its recomputation would not"
+            found = "a lazy module would create its parameters in this call, which recomputation cannot repeat"
             raise RegionError(Problem("sac.context_fn", found, fix=_FIRST))
         # In a graph torch leaves random states to the compiler. A backend that runs the graph as it is does not handle
         # them.
@@ -146,18 +158,17 @@ class _Ambient:
         if self._surroundings is not None:
             self._surroundings.close("")
 
-    def __enter__(self) -> None:
-        with UndoStack() as stack:
-            if self._surroundings is not None:
-                module_state = self._surroundings.module_state
-                if not self._in_graph and (problem := module_state.changed_parameter("")) is not None:
-                    raise RegionError(replace(problem, fix=_STEP_LATER))
-                stack.callback(module_state.note_parameters)
-                self._surroundings.enter_on(stack)
-            self._entered.append(stack.pop_all())
+    def enter_on(self, stack: UndoStack) -> None:
+        """Restore the state of the forward; restore the current state when ``stack`` is left.
 
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
+        Raises ``RegionError`` if a parameter was changed since.
+        """
+        if self._surroundings is not None:
+            module_state = self._surroundings.module_state
+            if not self._in_graph and (problem := module_state.changed_parameter("")) is not None:
+                raise RegionError(replace(problem, fix=_STEP_LATER))
+            stack.callback(module_state.note_parameters)
+            self._surroundings.enter_on(stack)
 
 
 def hooks_below_top() -> PackHooks | None:
@@ -172,13 +183,16 @@ def hooks_below_top() -> PackHooks | None:
         push_hooks(*top)
 
 
+_ENTERING = (__name__, native_forward_mode.__module__)
+
+
 def _objects_torch_was_given() -> list[Any]:
     """Return the arguments of the checkpointed call that may hold state, which torch passes to the recomputation too.
 
     They are read from torch's Python frame, which enters our mode. If that frame has another name, none are found.
     """
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename == __file__:
+    while frame is not None and frame.f_globals.get("__name__") in _ENTERING:
         frame = frame.f_back
     if frame is None or not frame.f_code.co_name.startswith(CHECKPOINT_FUNCTION):
         return []
@@ -189,61 +203,69 @@ def _objects_torch_was_given() -> list[Any]:
 class _Watch:
     """Observes what torch's checkpoint packs, and keeps the tensors that need no recomputation."""
 
-    def __init__(self, state: RerunState, theirs: PackHooks) -> None:
+    def __init__(self, state: RerunState, theirs: PackHooks, native: Any) -> None:
         self.state = state
         self.theirs = theirs
-        self.handles: list[weakref.ref[Handle]] = []
-        self.passed_on: list[int] = []
+        self.handles: Any = Handles() if native is None else native.Handles()
         self.places: set[int] = set()
         state.kept_places = self.places
+        self._native = native
 
-    def pack(self, tensor: torch.Tensor) -> Any:
-        handle = Handle(self.state.packs, tensor)
+    def hooks(self) -> PackHooks:
+        """Return the saved-tensor hooks of the region; they refer to this."""
+        if self._native is None:
+            return self._pack, self._unpack
+        self.handles.may_be_read = True
+        handle = native_types(self._native).handle
+        hooks = self._native.FrameHooks(self.handles, handle, self, self.state, *self.theirs, self.places)
+        return hooks.pack, hooks.unpack
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        """Return a handle that keeps ``tensor``, or what torch's hook returns for it."""
+        handle = Handle(len(self.handles), tensor)
+        self.handles.add(handle)
         self.state.pack(tensor, handle)
         if not handle.is_kept:
-            self.passed_on.append(handle.index)
             return self.theirs[0](tensor)
         self.places.add(handle.index)
-        self.handles.append(weakref.ref(handle))
         return handle
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, SavedTensor):
+            return packed.kept_value("")  # type: ignore[attr-defined, no-any-return]
+        return self.theirs[1](packed)
 
     def kept(self) -> list[Handle]:
         """Return the live handles that hold their value."""
-        return [handle for handle in (reference() for reference in self.handles) if handle is not None]
+        return [handle for handle in self.handles.alive() if handle.is_kept]
 
     def last_missing(self) -> int:
         """Return the index of the last tensor that was passed to torch, -1 if there is none."""
-        return max(self.passed_on, default=-1)
-
-
-def _unpack(theirs: Callable[[Any], torch.Tensor], packed: Any) -> torch.Tensor:
-    if isinstance(packed, Handle):
-        return packed.kept_value("")
-    return theirs(packed)
+        return next((index for index in reversed(range(len(self.handles))) if index not in self.places), -1)
 
 
 class CheckpointRecomputeMode(RecomputeMode):
     """``RecomputeMode`` for a region whose frame is torch's; see Note [Inside torch.utils.checkpoint]."""
 
-    def __init__(self, state: RerunState, ambient: _Ambient) -> None:
+    def __init__(self, state: RerunState, native: Any) -> None:
         super().__init__(state, [], NoEarlyStop())
-        self._ambient = ambient
+        self._native = native
 
     def __enter__(self) -> CheckpointRecomputeMode:
-        self._ambient.__enter__()
         theirs = active_hooks()
         self._late = self._hooks = None
         if theirs is not None and self.state.kept_places is not None:
-            self.progress = self._late = _LatePacking(self.state, theirs[0])
+            new_late = _LatePacking if self._native is None else _native_late_packing(self._native)
+            self.progress = self._late = new_late(theirs[0], self.state.kept_places)
+        super().__enter__()
+        if self._late is not None:
             self._hooks = saved_tensors_hooks(self._late.pack, unchanged)
             self._hooks.__enter__()
-        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._ambient.__exit__(*error)
-        late, self._late, self.progress = self._late, None, NoEarlyStop()
+        late, self._late = self._late, None
         hooks, self._hooks = self._hooks, None
         if hooks is not None and late is not None:
             hooks.__exit__(*error)
@@ -256,9 +278,9 @@ class CheckpointRecomputeMode(RecomputeMode):
 class _LatePacking:
     """Passes what autograd saves in recomputation to torch's pack hook, one op late."""
 
-    def __init__(self, state: RerunState, pack: Callable[[torch.Tensor], Any]) -> None:
-        self.theirs = pack
-        self.kept_places = state.kept_places or set()
+    def __init__(self, theirs: Callable[[torch.Tensor], Any], kept_places: set[int]) -> None:
+        self.theirs = theirs
+        self.kept_places = kept_places
         self.count = 0
         self.waiting: list[torch.Tensor] = []
         self.stopped = False
@@ -281,7 +303,7 @@ class _LatePacking:
 
     def stop_before(self, written: Sequence[torch.Tensor]) -> None:
         """Pass on the waiting tensors, unless the op about to run writes to one of them."""
-        if not any(shares_storage(tensor, written) for tensor in self.waiting):
+        if not (written and any(shares_storage(tensor, written) for tensor in self.waiting)):
             self.flush()
 
     def after_op(self) -> None:
@@ -300,10 +322,48 @@ class _LatePacking:
             raise
 
 
+@cache
+def _native_late_packing(library: Any) -> Any:
+    """Return the class that derives from the library's."""
+
+    class NativeLatePacking(library.LatePacking):  # type: ignore[misc]
+        """See ``_LatePacking``."""
+
+        __slots__ = ()
+        stop_before = _LatePacking.stop_before
+        after_op = _LatePacking.after_op
+
+    return NativeLatePacking
+
+
+class _Recomputations(AbstractContextManager[None]):
+    """The context of each recomputation of one call, which enters a new mode.
+
+    They change the state of the process, so they wait for each other: two threads may run a backward of the call.
+    """
+
+    def __init__(self, new_mode: Callable[[], CheckpointRecomputeMode], ambient: _Ambient) -> None:
+        self._new_mode = new_mode
+        self._ambient = ambient
+        self._lock = threading.RLock()
+        self._entered: list[UndoStack] = []
+
+    def __enter__(self) -> None:
+        with UndoStack() as stack:
+            self._lock.acquire()
+            stack.callback(self._lock.release)
+            self._ambient.enter_on(stack)
+            stack.enter_context(self._new_mode())
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+
 def checkpoint_contexts(
     table: DecisionTable, path: str = "", module: nn.Module | None = None, *, in_graph: bool = False
-) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return the pair of modes for one call of ``torch.utils.checkpoint``, which calls this function once per call.
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the two contexts of one call of ``torch.utils.checkpoint``, which calls this function once per call.
 
     ``in_graph``: the call is part of a Dynamo graph that is traced, or run as it is (backend "eager").
     """
@@ -315,9 +375,16 @@ def checkpoint_contexts(
     modules = None
     if table.matches_modules:
         modules = SavedModules(table, path, _SETTINGS, MODULE_EVIDENCE.get(table), is_watched=True)
-    state = RerunState(table, path, owners_of(module), modules=modules)
+    forward_mode: Any = CheckpointForwardMode
+    recompute_mode: Any = CheckpointRecomputeMode
+    new_value_ids: Any = ValueIds
+    if (native := library()) is not None:
+        forward_mode = native_forward_mode(native, CheckpointForwardMode)
+        recompute_mode = native_recompute_mode(native, CheckpointRecomputeMode)
+        new_value_ids = partial(NativeValueIds, native)
+    state = RerunState(table, path, owners_of(module), modules=modules, new_value_ids=new_value_ids)
     ambient = _Ambient(module, in_graph=in_graph)
-    return CheckpointForwardMode(state, ambient), CheckpointRecomputeMode(state, ambient)
+    return forward_mode(state, ambient, native), _Recomputations(partial(recompute_mode, state, native), ambient)
 
 
 # -- Regions in what ``torch.compile`` traces
@@ -383,7 +450,7 @@ def _tell_of_budget() -> None:
         wins = "at 0 it takes precedence: everything is recomputed, including what sac saves"
     problem = Problem(
         "torch._functorch.config.activation_memory_budget",
-        f"it is {budget}, and sac.apply has been called on what is compiled; {wins}",
+        f"it is {budget} where regions of sac are compiled; {wins}",
         fix="leave it at 1, or leave sac.apply out",
     )
     warnings.warn(str(problem), SacWarning, stacklevel=2)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from sac.checksums import Sums, sums_of
 from sac.recompute.parameter_only import NOT_PARAMETERS, ParameterOnlyIds
 from sac.tensors import WeakStorages, layout_key, offset_in_storage, storage_address, tensor_parts, wrapped_parts
+
+if TYPE_CHECKING:
+    from sac.recompute.table import CallSite
 
 # Note [Value ids]
 #
@@ -59,25 +63,44 @@ class ValueIds:
         "external",
         "external_storages",
         "input_ids",
+        "packed",
         "parameter_addresses",
         "parameter_only",
         "producers",
+        "recent",
+        "saved_versions",
     )
 
     def __init__(self, owners: tuple[nn.Module, ...] = ()) -> None:
-        self._by_storage: dict[int, int] = {}
         self.parameter_only = ParameterOnlyIds(owners)
+        self.input_ids: dict[int, list[tuple[int, int]]] = {}  # input position -> value id and offset of each part
+        self._draws: dict[int, int] = {}
+        self.external_storages = WeakStorages()  # the storages of external tensors
+        self.make_tables()
+
+    def make_tables(self) -> None:
+        """Make the tables that each op reads and writes."""
+        self._by_storage: dict[int, int] = {}
         self._inputs: set[int] = set()
         self._elsewhere: set[int] = set()
         self._moved: dict[int, int] = {}  # storage of an input -> how much larger its offset was in forward
-        self.input_ids: dict[int, list[tuple[int, int]]] = {}  # input position -> value id and offset of each part
         self._parameters: set[int] = set()
         self.external: set[int] = set()
         self.parameter_addresses: set[int] = set()
-        self._draws: dict[int, int] = {}
         self.producers: dict[int, Any] = {}  # value id -> call site of the op that produced it, for messages
-        self.external_storages = WeakStorages()  # the storages of external tensors
         self._weak = WeakStorages()
+        self.saved_versions: dict[int, int] = {}  # storage address -> version counter when its result was saved
+        self.recent: set[int] = set()  # storage addresses of what autograd has saved since the last op
+        # Per tensor that autograd saved: value id (None: not compared), whether it is external, its producer, its
+        # offset in elements (-1: not compared), and its lazy bits.
+        self.packed: list[tuple[int | None, bool, CallSite | None, int, int]] = []
+
+    def sums_of(self, out: Any) -> Sums:
+        """Return the checksums of the tensors in the result of an op."""
+        return sums_of(out)
+
+    def tell_turn(self, *, is_paused: bool, is_inside: bool) -> None:
+        """Tell the library, if it runs ops, that these are not the region's own now; see ``RerunState``."""
 
     def name_input(self, tensor: torch.Tensor, position: int, *, lasts: bool = True) -> None:
         """Give the storage of a region's input the value id of its position.

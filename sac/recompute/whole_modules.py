@@ -37,7 +37,7 @@ from sac.region.settings import Settings
 from sac.region.undo import UndoStack
 from sac.stores.saved_tensor import AtHand, Held, fetch_recomputed
 from sac.tensors import copy_of, detached, overwrite, plain_address, storage_sizes, unchanged, version_of
-from sac.torch_private import innermost_transform, set_version_counters, tree_leaves
+from sac.torch_private import set_version_counters, transform_is_active, tree_leaves
 
 if TYPE_CHECKING:
     from sac.recompute.op_trace import SavedFigures
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 # `mlp`. If the rule saves `mlp` instead, the last missing handle belongs to norm2. The result of `mlp` is freed when
 # the forward ends, and recomputation ends before `mlp`.
 
-Place = tuple[str, int]  # path of a module, and the number of its call in the region
+CallKey = tuple[str, int]  # path of a module, and the number of its call in the region
 
 
 @dataclass(slots=True)
@@ -88,8 +88,8 @@ class ModuleEvidence:
     are known from earlier calls are not kept in the first place.
     """
 
-    copies: set[Place] = field(default_factory=set)
-    differentiated: set[Place] = field(default_factory=set)
+    copies: set[CallKey] = field(default_factory=set)
+    differentiated: set[CallKey] = field(default_factory=set)
     bytes_inside: dict[int, int] = field(default_factory=dict)
     figures: SavedFigures | None = None
     not_recomputed: frozenset[int] = frozenset()
@@ -107,7 +107,7 @@ class SavedModuleCall:
         *("runs_again", "states"),
     )
 
-    def __init__(self, call_key: Place, rule: ResolvedRule, packs_before: int) -> None:
+    def __init__(self, call_key: CallKey, rule: ResolvedRule, packs_before: int) -> None:
         self.call_key = call_key
         self.rule = rule
         self.packs_before = packs_before
@@ -146,8 +146,7 @@ class SavedModules:
     """What one region call keeps of the modules that its rules save as a whole; see Note [Whole modules].
 
     ``path`` names the region. ``evidence``: what an earlier call with such inputs has shown. ``is_watched``: whether a
-    dispatch mode stays on inside saved modules. ``is_taped``: whether the region is replayed; the mode then stays on,
-    too.
+    dispatch mode stays on inside saved modules. ``is_taped``: whether the region is replayed.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class SavedModules:
         self.is_watched = is_watched
         self.counts = evidence is None  # what autograd keeps in saved modules
         self.evidence = ModuleEvidence() if evidence is None else evidence
-        self.calls: dict[Place, SavedModuleCall] = {}
+        self.calls: dict[CallKey, SavedModuleCall] = {}
         self.hits: defaultdict[int, int] = defaultdict(int)
         self.inputs: frozenset[int] = frozenset()  # addresses of the storages of the region's inputs
         # Buffers of the region, and other tensors that it can reach; the addresses of those without a copy, and of
@@ -177,7 +176,7 @@ class SavedModules:
         self.parameters: frozenset[int] = frozenset()
         self.owners: Sequence[nn.Module] = ()  # the region's modules
         self._hooks: list[Any] = []  # in forward: hooks on the autograd nodes of results
-        self._owners: dict[int, SavedModuleCall] = {}  # in forward: address of a kept storage -> the call that keeps it
+        self._keepers: dict[int, SavedModuleCall] = {}  # in forward: by address of a storage
 
     def begin(self, inputs: RegionInputs) -> None:
         """The region is about to run on ``inputs``."""
@@ -197,8 +196,8 @@ class SavedModules:
         """A saved module has returned."""
         assert call.result is not None
         self.calls[call.call_key] = call
-        self._owners.update(dict.fromkeys(call.result.sizes(), call))
-        if call.call_key in self.evidence.differentiated:
+        self._keepers.update(dict.fromkeys(call.result.sizes(), call))
+        if call.runs_again or call.call_key in self.evidence.differentiated:
             call.run_again()
         elif call.call_key in self.evidence.copies:
             self._copy(call)
@@ -218,9 +217,13 @@ class SavedModules:
         results = [call.result for call in self.calls.values() if call.result is not None]
         return {address for result in results for address in result.sizes()}
 
+    def reached_addresses(self) -> set[int]:
+        """Return the addresses of the storages of ``reached``."""
+        return {address for one in self.reached for address in storage_sizes(one)}
+
     def before_write(self, address: int) -> None:
         """The region is about to write to the storage at ``address``."""
-        call = self._owners.pop(address, None)
+        call = self._keepers.pop(address, None)
         if call is not None:
             self._copy(call)
             self.evidence.copies.add(call.call_key)
@@ -228,11 +231,10 @@ class SavedModules:
     def _copy(self, call: SavedModuleCall) -> None:
         """The region writes to what ``call`` returned: hold a copy, unless that memory is in use under other names."""
         assert call.result is not None
-        elsewhere = call.given.union(*map(storage_sizes, self.reached))
-        if elsewhere.isdisjoint(call.result.returned):
-            call.result.copy()
-        else:
+        if call.result.returned & (call.given | self.reached_addresses()):
             call.run_again()
+        else:
+            call.result.copy()
 
     def close(self, last_missing: int, held: Iterable[int] = ()) -> None:
         """The forward is over: release what no recomputation up to ``last_missing`` needs.
@@ -243,7 +245,7 @@ class SavedModules:
             self._count_inside({*self.addresses(), *held})
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._owners = [], {}
+        self._hooks, self._keepers = [], {}
         for call in self.calls.values():
             if self.settings.early_stop and call.packs_before > last_missing:
                 call.drop()
@@ -315,7 +317,7 @@ class SavingPass:
         self._turns: defaultdict[int, int] = defaultdict(int)
         self._generators = generators_at(modules.settings)
 
-    def call_key_of(self, path: str) -> tuple[Place, ResolvedRule] | None:
+    def call_key_of(self, path: str) -> tuple[CallKey, ResolvedRule] | None:
         """Return which call of the module at ``path`` begins, and the rule that saves it; None if none saves it."""
         modules = self.modules
         rule = modules.table.whole_rule(path)
@@ -323,7 +325,7 @@ class SavingPass:
             return None
         call_key = path, self._counts[path]
         self._counts[path] += 1
-        if innermost_transform is not None and innermost_transform() is not None:
+        if transform_is_active():
             return None  # `vmap` inside of the region: batched tensors cannot be kept
         modules.hits[rule.index] += 1
         if modules.table.saves_everything:
@@ -336,7 +338,7 @@ class SavingPass:
 
     def call(
         self,
-        matched: tuple[Place, ResolvedRule],
+        matched: tuple[CallKey, ResolvedRule],
         forward: TrackedForward,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -345,31 +347,27 @@ class SavingPass:
         modules, watcher = self.modules, self.watcher
         call = SavedModuleCall(*matched, self.count_packs())
         given = given_leaves(args, kwargs)
-        if modules.is_taped and watcher is not None:
+        if modules.is_taped:
+            assert watcher is not None
             modules.calls[call.call_key] = call
-            with without_hooks(self._packs), self._inside(call, forward.module):
-                out = self._run(call, forward, args, kwargs)
+            out = self._run(call, forward, args, kwargs)
             with without_mode(watcher):
                 watcher.returned(call, forward, given, out)
             return out
         before = versions_of(given)
         passed = watcher.passed_generators() if watcher is not None else []
-        generators = [*self._generators, *passed]
-        own = (*forward.module.modules(),)
-        call.states = states = ModuleStates(own, modules.owners, modules.reached, generators, modules.settings)
+        generators, inside = [*self._generators, *passed], (*forward.module.modules(),)
+        call.states = states = ModuleStates(inside, modules.owners, modules.reached, generators, modules.settings)
         arguments = argument_state(args, kwargs, given)
         try:
-            with without_hooks(self._packs), self._inside(call, forward.module):
-                out = self._run(call, forward, args, kwargs)
+            out = self._run(call, forward, args, kwargs)
         except BaseException:
             states.close()
             call.runs_again, call.inside, modules.calls[call.call_key] = True, {}, call
             raise
         states.close()
         call.result = ModuleResult(out, given, before, _name(modules.path, forward))
-        call.given = frozenset(
-            address for one in given if isinstance(one, torch.Tensor) for address in storage_sizes(one)
-        )
+        call.given = frozenset().union(*(storage_sizes(one) for one in given if isinstance(one, torch.Tensor)))
         if not (call.result.is_exact and states.are_restored) or (arguments is not None and arguments.has_changed(out)):
             call.runs_again = True
         if watcher is not None:
@@ -377,8 +375,6 @@ class SavingPass:
         modules.watch_gradients(call, out)
         with without_mode(watcher):  # copying a result is not an op of the region
             modules.add(call)
-        if call.runs_again:
-            call.run_again()
         return out
 
     def _inside(self, call: SavedModuleCall, module: nn.Module) -> AbstractContextManager[Any]:
@@ -392,11 +388,8 @@ class SavingPass:
     def _run(
         self, call: SavedModuleCall, forward: TrackedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self.watcher is None:
-            return forward.run_unheard(args, kwargs)
-        modules = self.modules
-        mode = self.watcher.watches(call) if modules.is_watched else without_mode(self.watcher)
-        with mode:
+        watched = self.watcher.watches(call) if self.watcher is not None else nullcontext()
+        with without_hooks(self._packs), self._inside(call, forward.module), watched:
             return forward.run_unheard(args, kwargs)
 
 
@@ -422,7 +415,7 @@ class ServingPass:
         self._labels = labels
         self._counts: defaultdict[str, int] = defaultdict(int)
 
-    def call_key_of(self, path: str) -> Place | None:
+    def call_key_of(self, path: str) -> CallKey | None:
         """Return which call of the module at ``path`` begins if forward saved that call; else None."""
         rule = self.modules.table.whole_rule(path)
         if rule is None or not rule.saves:
@@ -431,7 +424,7 @@ class ServingPass:
         self._counts[path] += 1
         return call_key if call_key in self.modules.calls else None
 
-    def call(self, call_key: Place, forward: TrackedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, call_key: CallKey, forward: TrackedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the module returned in forward."""
         if self._mode is not None and self._mode.progress.done:
             self._mode.progress.stop_before(())  # results of modules after the last missing handle are freed

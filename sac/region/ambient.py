@@ -18,11 +18,12 @@ from torch.nn import functional
 
 from sac.config_keys import StateProvider
 from sac.region.fp8_state import fp8_state_of
+from sac.region.holders import restored_value, stand_in
 from sac.region.module_state import ModuleState, UnseenWriteError
-from sac.region.python_state import ReachableState, restored_value, stand_in
+from sac.region.python_state import ReachableState
 from sac.region.rng import HostRandomState, RngSnapshot
 from sac.region.settings import Settings
-from sac.region.tables import AttributesHolder
+from sac.region.tables import ModuleTables
 from sac.region.undo import UndoStack
 from sac.tensors import storage_address
 from sac.torch_private import (
@@ -420,9 +421,9 @@ class AmbientState:
     """State at the start of one region call: random states, Python state, buffers, FP8 state, flags and modes.
 
     ``where`` names the region in errors. ``function``: the function that the region runs, in addition to its modules.
-    ``held``: tensors that objects among its arguments hold. ``attributes``: see ``ReachableState``. ``recorded``:
+    ``held``: tensors that objects among its arguments hold. ``found``: see ``ReachableState``. ``recorded``:
     whether a recorder sees the ops of the forward. ``not_recomputed``: see ``ModuleState``. ``under_torch``: torch's
-    checkpoint restores torch's random states. ``called``: functions among its arguments.
+    checkpoint restores torch's random states. ``shared``: functions and generators among its arguments.
     """
 
     __slots__ = (
@@ -447,14 +448,14 @@ class AmbientState:
         held: Iterable[torch.Tensor] = (),
         *,
         where: str = "region",
-        attributes: AttributesHolder | None = None,
+        found: ModuleTables | None = None,
         recorded: bool = True,
         not_recomputed: frozenset[int] = frozenset(),
         under_torch: bool = False,
-        called: Iterable[Any] = (),
+        shared: Iterable[Any] = (),
     ) -> None:
         self._recorded = recorded
-        self.reachable = reachable = ReachableState(owners, function, *called, attributes=attributes)
+        self.reachable = reachable = ReachableState(owners, function, *shared, found=found)
         self.provided: Snapshot | None = Snapshot(provider_parts(settings.providers)) if settings.providers else None
         self.rng = self.host_rng = None
         if settings.preserve_rng_state and not under_torch:
@@ -468,9 +469,12 @@ class AmbientState:
         self.module_state = ModuleState(
             owners,
             others,
+            reachable.parameters.values(),
             freeze_buffers=settings.freeze_buffers,
             recorded=recorded,
+            reentrant=settings.use_reentrant,
             not_recomputed=not_recomputed,
+            found=None if settings.providers or settings.trackers else found,  # they are the user's code
         )
         self.flags = BackendFlags()
         self.thread = Snapshot(thread_parts(tensors))
@@ -484,7 +488,7 @@ class AmbientState:
         a parameter or a large buffer without a recorder.
         """
         self.module_state.close()
-        self.reachable.tensors = {}  # some have graphs; the recorder has its own table
+        self.reachable.tensors, self.reachable.parameters = {}, {}  # some have graphs; the recorder has its own table
         if needed and not self._recorded and (problem := self.module_state.unseen_write(where)) is not None:
             raise UnseenWriteError(problem)
 

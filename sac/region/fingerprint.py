@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from sac.native.load import library
-from sac.region.tables import STANDARD_COUNT, AttributesHolder
+from sac.region.tables import STANDARD_COUNT, STANDARD_NAMES, AttributesHolder, ModuleTables, module_tables
 
 # -- Parts of a fingerprint: plain values, weak references, tensor signatures, names in code
 
@@ -176,22 +176,27 @@ class FunctionFingerprint:
     """Builds the fingerprint of functions or arguments; see Note [Which function is it].
 
     ``parts``: the parts, flat. ``is_known``: whether the parts are complete. ``owners``: the torch modules found and
-    their submodules, whose state is restored for recomputation. ``attributes``: a record of the attributes of all
-    ``owners``, with the last one first; None if they were not found together.
+    their submodules, whose state is restored for recomputation. ``tables``: the tables of all ``owners``; None if
+    they were not found together.
     """
 
-    __slots__ = ("_code_names", "_left", "_nested", "_objects", "_seen", "attributes", "is_known", "owners", "parts")
+    __slots__ = ("_code_names", "_left", "_nested", "_objects", "_seen", "is_known", "owners", "parts", "tables")
 
     def __init__(self) -> None:
         self.parts: list[Any] = []
         self.is_known = True
         self.owners: list[nn.Module] = []
-        self.attributes: AttributesHolder | None = None
+        self.tables: ModuleTables | None = None
         self._left = _MOST
         self._nested = 0
         self._objects = 0
         self._seen: dict[int, int] = {}
         self._code_names: tuple[str, ...] = ()
+
+    def taken(self) -> tuple[tuple[nn.Module, ...], ModuleTables | None]:
+        """Return the owners and their tables, for one call: later calls must not find these tables."""
+        tables, self.tables = self.tables, None
+        return tuple(self.owners), tables
 
     def look_at(self, *values: Any) -> None:
         """Add ``values``. If an object raises when it is examined, the fingerprint is not known."""
@@ -226,23 +231,23 @@ class FunctionFingerprint:
         parts = self.parts
         parts.append(weak_identity(root))
         native: Any = library()
-        found = None if native is None else native.modules_below(root, self._seen, _BUILT_IN, weak_identity)
-        if found is None:
-            helds, skipped = self._add_modules_below(root)
-        else:
-            added, owners, helds, skipped = found
-            parts += added
-            self.owners += owners
+        if native is not None:
+            found = native.modules_below(
+                *(root, self._seen, _BUILT_IN, _living, weak_identity, STANDARD_NAMES, PLAIN, parts, self.owners),
+                self._add_object,
+            )
+            if found is not None:
+                self._take(module_tables(found))
+                return
+        helds, skipped = self._add_modules_below(root)
         helds.reverse()
         attributes = AttributesHolder(helds)
         are_usual = attributes.are_usual()
-        names, values, objects = attributes.names, attributes.values, attributes.objects
-        if are_usual and native is not None:
-            native.add_values(names, values, attributes.counts, skipped, PLAIN, parts, objects, self._add_object)
-        elif are_usual and True not in skipped:
-            self._add_values(names[::-1], values[::-1], objects)
+        names, values, objects = attributes.names[::-1], attributes.values[::-1], attributes.objects
+        if are_usual and True not in skipped:
+            self._add_values(names, values, objects)
         else:
-            names, values, end = names[::-1], values[::-1], 0
+            end = 0
             for held, is_skipped in zip(reversed(helds), skipped, strict=True):
                 begin, end = end, end + max(len(held) - STANDARD_COUNT, 0)
                 if is_skipped:
@@ -251,8 +256,12 @@ class FunctionFingerprint:
                     self._add_values(names[begin:end], values[begin:end], objects)
                 else:  # something plain was set before nn.Module.__init__ ran
                     self._add_values([*held], [*held.values()], objects)
-        if helds:
-            self.attributes = attributes if are_usual and len(helds) == len(self.owners) else None
+        self._take(ModuleTables(attributes), are_usual=are_usual)
+
+    def _take(self, tables: ModuleTables, *, are_usual: bool = True) -> None:
+        """Keep the tables of the modules found last, if they are usual and there are no other modules."""
+        if tables.attributes is not None and (count := len(tables.attributes.tables)):
+            self.tables = tables if are_usual and count == len(self.owners) else None
 
     def _add_modules_below(self, root: nn.Module) -> tuple[list[dict[str, Any]], list[bool]]:
         """Add a module and its submodules; return their dicts, and which ones are built in, without more attributes."""

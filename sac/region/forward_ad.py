@@ -17,8 +17,8 @@ from sac.torch_private import (
     current_graph_task_id,
     enter_vmap,
     forward_ad_level,
-    innermost_transform,
     leave_vmap,
+    transform_is_active,
     tree_flatten,
     tree_unflatten,
     without_transforms,
@@ -162,7 +162,7 @@ def refuse_transforms(path: str) -> None:
     region that runs in a recomputation is outside the transforms, although backward may be batched
     (``is_grads_batched``).
     """
-    if innermost_transform is not None and innermost_transform() is not None and current_graph_task_id() == NO_TASK:
+    if transform_is_active() and current_graph_task_id() == NO_TASK:
         raise RegionError(
             Problem(
                 path or "region",
@@ -191,7 +191,7 @@ class outside_transforms:  # noqa: N801
         for _ in range(self._depth):
             leave_vmap()
         self._without: Any = None
-        if innermost_transform is not None and innermost_transform() is not None:
+        if transform_is_active():
             self._without = without_transforms()
             self._without.__enter__()
 

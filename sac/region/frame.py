@@ -24,7 +24,7 @@ from sac.region.forward_ad import dual_level_is_on, outside_transforms
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState, UnseenWriteError
 from sac.region.settings import PLAIN, Settings
-from sac.region.tables import AttributesHolder
+from sac.region.tables import ModuleTables
 from sac.region.undo import UndoStack
 from sac.stores.offload import HOOKS, TANGENTS, Offloading, OffloadUse
 from sac.stores.saved_tensor import Held, SavedTensor
@@ -117,6 +117,15 @@ class Handles:
     def alive(self) -> list[Handle]:
         """Return those that autograd still holds."""
         return [handle for reference in self._references if (handle := reference()) is not None]
+
+    def split(self) -> tuple[list[Handle], list[int]]:
+        """Return the kept ones and the indices of the missing ones, of those that autograd still holds."""
+        alive = self.alive()
+        return [one for one in alive if one.is_kept], [one.index for one in alive if not one.is_kept]
+
+    def waiting(self, task: int) -> dict[int, Handle]:
+        """Return those that may still be asked for in graph task ``task``, by index."""
+        return {handle.index: handle for handle in self.alive() if handle.waits(task)}
 
     def last_waiting(self, task: int) -> int:
         """Return the index of the last handle that may still be asked for in graph task ``task``, or -1."""
@@ -222,9 +231,14 @@ class RecomputeProgress:
         It has to run if it writes to a tensor that autograd saved right before it: ``rrelu_with_noise`` fills its
         noise.
         """
-        recent, self.since_op = self.since_op, []
+        recent = self.take_recent()
         if self.early_stop and not any(shares_storage(tensor, written) for tensor in recent):
             raise StopRecompute(self.frame)
+
+    def take_recent(self) -> list[torch.Tensor]:
+        """Return ``since_op``, and forget it."""
+        recent, self.since_op = self.since_op, []
+        return recent
 
     def after_op(self) -> None:
         """An op has run: it cannot write to what autograd saved before it any more."""
@@ -360,7 +374,7 @@ class RegionCall(ABC):
         self.input_bytes = (0, 0)  # on devices, and on the host on their behalf: held by this region or its handles
         self.offloads: Mapping[int, OffloadUse] = {}  # after the forward: by rule
         self.kept_whole: Problem | None = None  # after the forward: why its activations are kept after all
-        self.attributes: AttributesHolder | None = None  # those of all owners, if they have been recorded for this call
+        self.found: ModuleTables | None = None  # the tables of all owners, if they have been recorded for this call
         self.is_evidence = False  # whether ``moved_host_rng`` will be read
         self.moved_host_rng = False  # after the forward: whether it drew from Python's or NumPy's generators
         self._handles = Handles()
@@ -393,12 +407,12 @@ class RegionCall(ABC):
             function,
             held.values(),
             where=self.path or "region",
-            attributes=self.attributes,
+            found=self.found,
             recorded=self._sees_ops,
             not_recomputed=not_recomputed,
-            called=inputs.functions(),
+            shared=inputs.shared(),
         )
-        self.attributes = None
+        self.found = None
         if self.recorder is not None:
             self.recorder.set_start(self.ambient.module_state, self._handles)
 
@@ -555,30 +569,30 @@ class Frame(RegionCall):
 
     def _close(self) -> None:
         self._forward_over = True
-        alive = self._handles.alive()
+        kept, missing = self._handles.split()
         try:
-            kept = self._hold(alive)
+            self._hold(kept, missing)
         except UnseenWriteError as error:
             if self._packed is None:
                 raise
             self.kept_whole = error.problems[0]
-            kept = self._keep_whole(alive)
+            kept = self._keep_whole()
         self._packed = None
         if self.hooks is not None:
             for handle in kept:
-                handle.pack_with_outer_hooks(self.hooks)
+                if not handle.was_changed:  # the hooks would get another value; without it, reading the handle raises
+                    handle.pack_with_outer_hooks(self.hooks)
 
-    def _hold(self, alive: list[Handle]) -> list[Handle]:
-        """Hold what backward will need for these handles; return those that keep their own value."""
-        kept = [handle for handle in alive if handle.is_kept]
-        last_missing = next((handle.index for handle in reversed(alive) if not handle.is_kept), -1)
-        if last_missing >= 0 and not self.settings.early_stop:
+    def _hold(self, kept: list[Handle], missing: list[int]) -> None:
+        """Hold what backward will need for the missing handles; remove those from ``kept`` that will be missing too."""
+        last_missing = missing[-1] if missing else -1
+        if missing and not self.settings.early_stop:
             last_missing = ALL  # recomputation also reaches later handles
         self._keep(kept, last_missing)
-        return kept
 
-    def _keep_whole(self, alive: list[Handle]) -> list[Handle]:
+    def _keep_whole(self) -> list[Handle]:
         """Hold the tensors that autograd saved, as autograd itself would: this call cannot be recomputed."""
+        alive = self._handles.alive()
         for handle in alive:
             if not handle.is_kept:
                 tensor, version = self._packed[handle.index]

@@ -162,6 +162,11 @@ def is_library(module: Any) -> bool:
     return str(module).partition(".")[0] in _OURS_AND_TORCH
 
 
+def is_of_torch(hook: Any) -> bool:
+    """Return whether a hook is a function of torch or sac."""
+    return is_library(getattr(getattr(hook, "func", hook), "__module__", None))
+
+
 def is_library_or_standard(module: Any) -> bool:
     """Return whether ``module`` names a module of torch, sac or the standard library, or one in Note [FP8 state]."""
     name = str(module)

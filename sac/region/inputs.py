@@ -14,8 +14,10 @@ from torch import nn
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import PackHooks
 from sac.region.fingerprint import FUNCTIONS, PLAIN, FunctionFingerprint, attributes_of, tensor_signature
+from sac.region.holders import ITERATORS, copy_of_iterator
 from sac.region.module_state import UnseenWriteError, spare_of
-from sac.region.python_state import ITERATORS, copy_of_iterator, holds_state
+from sac.region.python_state import holds_state
+from sac.region.rng import is_random_source
 from sac.stores.prefetch import CallNode
 from sac.stores.saved_tensor import SavedLeaves, SavedTensor
 from sac.stores.store import InputStoring, StoredInput, check_releasable, is_worth_it
@@ -164,7 +166,12 @@ def is_kept_object(value: Any) -> bool:
     """Return whether an argument that is not a tensor is kept as a copy."""
     if type(value) in ITERATORS:
         return True
-    return type(value) not in PLAIN and not isinstance(value, _SHARED) and holds_state(value)
+    return (
+        type(value) not in PLAIN
+        and not is_random_source(value)
+        and not isinstance(value, _SHARED)
+        and holds_state(value)
+    )
 
 
 def _copied(one: Any, copies: dict[int, Any], tensors: dict[int, torch.Tensor]) -> Any:
@@ -266,10 +273,10 @@ class RegionInputs(SavedLeaves):
         self._objects = list(objects.values())
         self._leaves: list[Any] | None = kept_leaves
 
-    def functions(self) -> list[Any]:
-        """Return the functions and methods among the arguments: recomputation calls the same ones."""
+    def shared(self) -> list[Any]:
+        """Return the functions, methods and random generators among the arguments: recomputation gets the same ones."""
         leaves = self._leaves if self._spec is not None else None
-        return [leaf for leaf in leaves or () if type(leaf) in FUNCTIONS]
+        return [leaf for leaf in leaves or () if type(leaf) in FUNCTIONS or is_random_source(leaf)]
 
     def tensors_in_objects(self) -> dict[int, torch.Tensor]:
         """Return the tensors that objects among the arguments held when this was made, by id."""

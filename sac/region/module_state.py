@@ -6,6 +6,7 @@ import ctypes
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,11 +14,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from sac.errors import Problem, RegionError, SacWarning
-from sac.region.tables import TablesHolder
+from sac.native.load import library
+from sac.region.marks import Contents, hooks_of, is_managed, marks_of, put_hooks, unpacked
+from sac.region.tables import ModuleTables, TablesHolder
 from sac.region.undo import UndoStack
 from sac.tensors import (
     copy_of,
     describe,
+    detached,
     has_graph,
     is_plain,
     place_of,
@@ -62,6 +66,7 @@ from sac.tensors import (
 # statistics of that time, and updates them again. When it ends, the counter is 9, with the statistics that belong to
 # it.
 
+_TRAINING = attrgetter("training")
 _MOST_COPIED_BYTES = 1 << 16
 MOST_COPIED_BYTES_UNRECORDED = 1 << 9  # the usual call: copying a counter is cheap enough, a position table is not
 
@@ -81,18 +86,25 @@ class ModuleState:
     """Parameters, buffers and flags of a region's modules when its forward began.
 
     Parameters of wrapper subclasses are not restored: FSDP exchanges its sharded ones between forward and backward.
-    ``others``: tensors that the region can reach under other names; they are treated as buffers. ``not_recomputed``:
-    ids of modules that recomputation does not run, so their writes to large buffers are no reason to keep the call.
+    ``others``: tensors that the region can reach under other names; they are treated as buffers. ``beyond``: parameters
+    that it can reach in addition to those of its modules; only its own writes to them are found. ``reentrant``: such a
+    call cannot be kept whole. ``not_recomputed``: ids of modules that recomputation does not run, so their writes to
+    large buffers are no reason to keep the call. ``found``: the tables of the modules, if they have been recorded just
+    now.
     """
 
     __slots__ = (
         "_buffers",
+        "_contents",
+        "_exchanged",
         "_held",
+        "_marked",
+        "_marks",
         "_need_grad",
         "_owners",
         "_parameters",
+        "_recorded",
         "_training",
-        "_versions",
         "_watched",
         "_written",
     )
@@ -101,30 +113,37 @@ class ModuleState:
         self,
         owners: tuple[nn.Module, ...],
         others: Iterable[torch.Tensor] = (),
+        beyond: Iterable[torch.Tensor] = (),
         *,
         freeze_buffers: bool = True,
         recorded: bool = True,
+        reentrant: bool = False,
         not_recomputed: frozenset[int] = frozenset(),
+        found: ModuleTables | None = None,
     ) -> None:
         self._owners = owners
-        self._training = [owner.training for owner in owners]
-        self._parameters = TablesHolder(
-            [
-                bound if isinstance(bound, dict) else {**bound}  # of a scripted module
-                for owner in owners
-                if (bound := owner._parameters)
-            ],
-            0,
-        )
-        self._held = [one for one in self._parameters.values if one is not None]
-        self._need_grad = [one.requires_grad for one in self._held]
+        parameters, training, buffers = None, None, None
+        if found is not None:
+            parameters, training, buffers = found.parameters, found.training, found.buffers
+        self._training = _training_of(owners) if training is None else training
+        self._parameters = _parameters_of(owners) if parameters is None else parameters
+        self._held, self._need_grad = _states_of(self._parameters.values)
+        self._marked = self._held  # the parameters that have marks
+        if beyond := [*beyond]:
+            own = {*map(id, self._held)}
+            self._marked = [*self._held, *(one for one in beyond if id(one) not in own)]
         self._written: list[torch.Tensor] | None = None  # parameters, after ``close``
+        self._exchanged: list[tuple[torch.Tensor, str, Any]] = []  # parameter, ``data`` or ``grad``, and what it was
+        self._recorded = recorded
+        self._contents = Contents(self._marked) if recorded or reentrant else None
         self.note_parameters()
         self._buffers: list[tuple[nn.Module, Bound]] = []
         self._watched: list[_Watched] = []
         if freeze_buffers:
             most = _MOST_COPIED_BYTES if recorded else MOST_COPIED_BYTES_UNRECORDED
-            self._buffers = [(owner, {**held}) for owner in owners if (held := owner._buffers)]
+            if buffers is None:
+                buffers = [(owner, {**held}) for owner in owners if (held := owner._buffers)]
+            self._buffers = buffers
             for owner, one in _plain_tensors(self._buffers):
                 is_apart = id(owner) in not_recomputed  # no write to it asks for a recorder, so it has a copy now
                 self._watched.append(_Watched(one, _MOST_COPIED_BYTES if is_apart else most, is_apart))
@@ -135,16 +154,35 @@ class ModuleState:
         """The forward is over: drop larger copies of tensors that it did not write to."""
         for one in self._watched:
             one.close()
-        before = self._versions
+        before = self._marks
         self._written = []
         self.note_parameters()
-        if before != self._versions:
-            pairs = zip(self._held, before, self._versions, strict=True)
-            self._written = [one for one, was, now in pairs if was != now]
+        if before != self._marks:
+            self._find_changes(before)
+        self._contents = None
+
+    def _find_changes(self, before: bytes) -> None:
+        """Find the parameters that the forward wrote to, and those whose data or gradient it exchanged."""
+        assert self._written is not None
+        pairs = zip(self._marked, unpacked(before), unpacked(self._marks), strict=True)
+        for position, (one, was, now) in enumerate(pairs):
+            has_other_data = was[1:3] != now[1:3] and not is_managed(one)
+            has_other_gradient = was.gradient != now.gradient
+            is_written = was.version != now.version
+            if self._contents is None:
+                is_written = is_written or has_other_data or has_other_gradient
+            else:
+                data, gradient = self._contents.at(position)
+                self._exchanged += [(one, "data", data)] if has_other_data else []
+                self._exchanged += [(one, "grad", gradient)] if has_other_gradient else []
+            if not self._recorded and not has_other_gradient:
+                is_written = is_written or was.gradient_version != now.gradient_version
+            if is_written:
+                self._written.append(one)
 
     def note_parameters(self) -> None:
-        """Record the parameters' versions: from now on only the region's own runs may write to the parameters."""
-        self._versions = [version_of(one) for one in self._held]
+        """Record the parameters' marks: from now on only the region's own runs may write to the parameters."""
+        self._marks = marks_of(self._marked)
 
     def changed_parameter(self, where: str, read: Collection[int] | None = None) -> Problem | None:
         """Return a problem if a parameter was written to since ``note_parameters``.
@@ -152,10 +190,10 @@ class ModuleState:
         ``read``: ids of the only parameters to check; None: all. An optimizer may step in backward, parameter by
         parameter. While the forward runs, nothing is checked: only the region itself writes to parameters then.
         """
-        if self._written is None:
+        if self._written is None or marks_of(self._marked) == self._marks:
             return None
         written = {id(one) for one in self._written}  # the recorder holds the earlier values of these
-        for one, version in zip(self._held, self._versions, strict=True):
+        for one, (version, *_) in zip(self._held, unpacked(self._marks), strict=False):
             if version_of(one) != version and id(one) not in written and (read is None or id(one) in read):
                 named = zip(self._parameters.names, self._parameters.values, strict=True)
                 name = next(name for name, value in named if value is one)
@@ -175,8 +213,9 @@ class ModuleState:
 
     @property
     def were_written(self) -> bool:
-        """Whether the forward wrote to buffers or parameters in place; after ``close``."""
-        return bool(self._written) or any(one.was_written and not one.is_not_recomputed for one in self._watched)
+        """Whether the forward wrote to buffers or parameters, or exchanged the data of one; after ``close``."""
+        of_buffers = (one.was_written for one in self._watched if not one.is_not_recomputed)
+        return bool(self._written or self._exchanged) or any(of_buffers)
 
     def unseen_write(self, where: str) -> Problem | None:
         """Return a problem if the forward wrote to a tensor that has no copy.
@@ -244,17 +283,17 @@ class ModuleState:
     def copies(self) -> dict[int, torch.UntypedStorage] | None:
         """Return the copies of tensors that other code has written to since the forward, by storage address.
 
-        None if one of these tensors has another storage now.
+        None if one of these tensors has another storage now, or if the forward gave other data to a parameter.
         """
         changed = [one for one in self._watched if not one.was_written and one.was_changed]
-        if any(one.was_moved for one in changed):
+        if any(one.was_moved for one in changed) or any(name == "data" for _, name, _ in self._exchanged):
             return None
         return {one.address: one.copy for one in changed if one.copy is not None}
 
     def enter_on(self, stack: UndoStack) -> None:
         """Restore names, data and flags of the forward; restore the current ones when ``stack`` is left."""
         # This includes values that are the same now: the recomputation may change them, as the forward may have.
-        training = [owner.training for owner in self._owners]
+        training = _training_of(self._owners)
         stack.callback(_put_training, self._owners, training)
         if training != self._training:
             _put_training(self._owners, self._training)
@@ -271,10 +310,15 @@ class ModuleState:
                 bound = parameters.tables[position]
                 stack.callback(bound.update, {name: now[name] for name in other})
                 bound.update(other)
-        need_grad = [one.requires_grad for one in self._held]
+        need_grad = _states_of(self._held)[1]
         stack.callback(_put_needs, self._held, need_grad)
         if need_grad != self._need_grad:
             _put_needs(self._held, self._need_grad)
+        leaves = [*self._marked, *(one.tensor for one in self._watched if one.tensor.requires_grad)]
+        stack.callback(put_hooks, leaves, hooks_of(leaves))
+        for parameter, name, before in self._exchanged:
+            stack.callback(setattr, parameter, name, detached(parameter) if name == "data" else parameter.grad)
+            setattr(parameter, name, before)
         for one in self._watched:
             one.enter_on(stack)
 
@@ -282,7 +326,8 @@ class ModuleState:
         """Release everything."""
         self._buffers, self._parameters, self._watched = [], TablesHolder([], 0), []
         self._owners, self._training = (), []
-        self._held, self._need_grad, self._versions, self._written = [], [], [], None
+        self._held, self._marked, self._need_grad, self._written = [], [], [], None
+        self._exchanged, self._contents, self._marks = [], None, b""
 
     def unseen(self, tensor: torch.Tensor, where: str) -> Problem:
         """Return the problem that the forward wrote to ``tensor``, of which there is no copy."""
@@ -303,20 +348,36 @@ class ModuleState:
         return any(value is tensor for _, held in self._buffers for value in held.values())
 
 
+def _states_of(values: list[Any]) -> tuple[list[torch.Tensor], list[bool]]:
+    """Return the tensors among ``values`` (the others are None), and whether each needs a gradient."""
+    native: Any = library()
+    found = None if native is None else native.tensor_states(values)
+    if found is not None:
+        return found  # type: ignore[no-any-return]
+    held = [one for one in values if one is not None]
+    return held, [one.requires_grad for one in held]
+
+
+def _parameters_of(owners: Iterable[nn.Module]) -> TablesHolder:
+    tables = (one if isinstance(one, dict) else {**one} for owner in owners if (one := owner._parameters))
+    return TablesHolder([*tables], 0)  # that of a scripted module is another kind of mapping
+
+
 class Spare:
     """A tensor that others may write to before backward, with a copy of its storage if that has at most ``most`` bytes.
 
     A ``WriteGuard`` copies before a write that the recorder sees; this copy is there from the start.
     """
 
-    __slots__ = ("_place", "_storage", "_version", "copy", "tensor")
+    __slots__ = ("_bytes", "_place", "_storage", "_version", "copy", "tensor")
 
     def __init__(self, tensor: torch.Tensor, most: int) -> None:
         self.tensor = tensor
         self._version = version_of(tensor)
         self._storage = storage = tensor.untyped_storage()
         self._place = place_of(tensor)
-        self.copy = copy_of(storage) if storage.nbytes() <= most else None
+        self._bytes = storage.nbytes()
+        self.copy = copy_of(storage) if self._bytes <= most else None
 
     @property
     def address(self) -> int:
@@ -330,6 +391,11 @@ class Spare:
         return bool(self.tensor.untyped_storage()._cdata != self._storage._cdata)
 
     @property
+    def was_resized(self) -> bool:
+        """Whether its storage has another size now (``resize_``)."""
+        return self._storage.nbytes() != self._bytes
+
+    @property
     def was_written_unseen(self) -> bool:
         """Whether a tensor with a copy was written to through NumPy or ``data``, which does not move its version."""
         return self.copy is not None and type(self.tensor) is torch.Tensor and other_bytes(self.copy, self._storage)
@@ -337,7 +403,8 @@ class Spare:
     @property
     def was_changed(self) -> bool:
         """Whether it was written to or got another storage since this object was made."""
-        return version_of(self.tensor) != self._version or self.was_moved or self.was_written_unseen
+        is_other_version = version_of(self.tensor) != self._version
+        return is_other_version or self.was_moved or self.was_resized or self.was_written_unseen
 
     def placed_on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return a tensor in ``storage`` at the place that this one had in its own."""
@@ -362,7 +429,7 @@ class _Watched(Spare):
         """The forward is over."""
         is_other_version = version_of(self.tensor) != self._version
         self.was_unseen = not is_other_version and self.was_written_unseen
-        self.was_written = is_other_version or self.was_moved or self.was_unseen
+        self.was_written = is_other_version or self.was_moved or self.was_resized or self.was_unseen
         self.is_lost = self.copy is None and is_other_version
         if not self.was_written and self.copy is not None and self.copy.nbytes() > MOST_COPIED_BYTES_UNRECORDED:
             self.copy = None
@@ -372,20 +439,30 @@ class _Watched(Spare):
         if not (self.was_written or self.was_changed):
             return
         storage, copy = self._storage, self.copy
-        if self.was_moved:
-            stack.callback(setattr, self.tensor, "data", self.tensor.data)
+        if self.was_resized and copy is not None:
+            storage = copy_of(copy)
+        if storage._cdata != self.tensor.untyped_storage()._cdata or place_of(self.tensor) != self._place:
+            stack.callback(setattr, self.tensor, "data", detached(self.tensor))
             self.tensor.data = self.placed_on(storage)
-        if copy is not None and copy.nbytes() == storage.nbytes():
+        if copy is not None and storage is self._storage and not self.was_resized:
             stack.overwrite(storage, copy)
 
 
-def _put_training(owners: Sequence[nn.Module], flags: Sequence[bool]) -> None:
+def _training_of(owners: Iterable[nn.Module]) -> list[bool]:
+    return [*map(_TRAINING, owners)]
+
+
+def _put_training(owners: Sequence[nn.Module], flags: list[bool]) -> None:
+    if _training_of(owners) == flags:
+        return
     for owner, training in zip(owners, flags, strict=True):
         if owner.training is not training:
             owner.training = training  # not `train()`, which may do more
 
 
-def _put_needs(parameters: Sequence[torch.Tensor], needs: Sequence[bool]) -> None:
+def _put_needs(parameters: list[torch.Tensor], needs: list[bool]) -> None:
+    if _states_of(parameters)[1] == needs:
+        return
     for parameter, wanted in zip(parameters, needs, strict=True):
         if parameter.requires_grad is not wanted:
             parameter.requires_grad_(wanted)
@@ -400,8 +477,11 @@ def _plain_tensors(buffers: list[tuple[nn.Module, Bound]]) -> Iterator[tuple[nn.
 
 def other_bytes(copy: torch.UntypedStorage, storage: torch.UntypedStorage) -> bool:
     """Return whether a ``storage`` on the CPU of at most 64 KiB differs from its copy; False for all other storages."""
-    if copy.nbytes() != storage.nbytes():
+    if copy.nbytes() != storage.nbytes() or not 0 < copy.nbytes() <= _MOST_COPIED_BYTES:
         return False
+    native: Any = library()
+    if native is not None and (is_other := native.other_bytes(copy, storage)) is not None:
+        return bool(is_other)
     found = small_bytes(storage, _MOST_COPIED_BYTES)
     return found is not None and found != small_bytes(copy, _MOST_COPIED_BYTES)
 

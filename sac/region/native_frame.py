@@ -78,6 +78,5 @@ def native_types(library: Any) -> NativeTypes:
         refuse_other = RecomputeProgress.refuse_other
         stop = RecomputeProgress.stop
         stop_before = RecomputeProgress.stop_before
-        after_op = RecomputeProgress.after_op
 
     return NativeTypes(NativeHandle, NativeProgress)

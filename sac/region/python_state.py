@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextvars
 import enum
-import itertools
 import sys
 import threading
 import types
-import warnings
 import weakref
 from array import array
-from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import UserDict, UserList, deque
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import compress, islice
-from operator import is_
+from itertools import chain, compress, islice
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,57 +22,32 @@ from torch import nn
 
 from sac.native.load import library
 from sac.region.fingerprint import PLAIN, by_class, slots_of, without_installed
-from sac.region.globals_in_code import MISSING, Globals, globals_of_class, globals_of_code, is_library, is_users
-from sac.region.rng import is_random_source
-from sac.region.tables import STANDARD_COUNT, AttributesHolder, Holder, TablesHolder
-from sac.region.undo import UndoStack
-from sac.tensors import detached, has_graph
-from sac.torch_private import HOOK_FLAGS, HOOKS, HOOKS_OF_ALL_MODULES
-
-# -- Copies of iterators
-
-# Iterators that can be copied: those of Python's own containers and functions, and those of itertools. Their
-# `__reduce__` returns their parts (for itertools up to Python 3.13). Generators, and iterators that draw from a
-# generator, cannot be copied.
-_EMPTY: dict[Any, Any] = {}
-_SOURCES: tuple[Any, ...] = (_EMPTY, _EMPTY.values(), _EMPTY.items(), [], (), set(), "", b"", bytearray(), range(0))
-ITERATORS = frozenset(
-    {
-        *(type(iter(source)) for source in (*_SOURCES, range(1 << 70))),
-        *(type(reversed(source)) for source in (*_SOURCES[:3], [])),
-        *(enumerate, filter, map, reversed, zip),
-        *(one for one in vars(itertools).values() if isinstance(one, type) and hasattr(one, "__next__")),
-    }
+from sac.region.globals_in_code import Globals, globals_of_class, globals_of_code, is_library, is_users
+from sac.region.holders import (
+    ITERATORS,
+    STANDARD,
+    BytesHolder,
+    CellHolder,
+    ClassesHolder,
+    ClassHolder,
+    DictHolder,
+    EntriesHolder,
+    HooksHolder,
+    LocalHolder,
+    ManagedAttributesHolder,
+    OwnAttributesHolder,
+    SequenceHolder,
+    SetHolder,
+    SlotsHolder,
+    changed_tables,
+    entries_of,
+    is_of_flat_parameter,
 )
-
-
-def copy_of_iterator(value: Any) -> Any:
-    """Return an iterator that yields the same objects as ``value``.
-
-    Raises ``TypeError`` if it cannot be copied.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        make, given, *state = value.__reduce__()
-    made = make(*map(_part, given))
-    if state and state[0] is not None:
-        made.__setstate__(_state(state[0]))
-    return made
-
-
-def _part(value: Any) -> Any:
-    if type(value) in ITERATORS:
-        return copy_of_iterator(value)
-    if hasattr(type(value), "__next__"):
-        raise TypeError(f"an iterator of type {type(value).__name__} cannot be copied")
-    return value
-
-
-def _state(value: Any) -> Any:
-    if type(value) is tuple:
-        return tuple(map(_state, value))
-    return [*value] if type(value) is list else _part(value)  # itertools.cycle appends to its list
-
+from sac.region.rng import is_random_source
+from sac.region.tables import STANDARD_COUNT, AttributesHolder, Holder, ModuleTables, TablesHolder
+from sac.region.undo import UndoStack
+from sac.tensors import has_graph
+from sac.torch_private import HOOKS_OF_ALL_MODULES
 
 # -- Python state that a region's forward can reach
 
@@ -106,60 +79,21 @@ def _state(value: Any) -> Any:
 _MOST = 1024  # objects and containers that are examined
 _MOST_MODULES = 64  # modules that are not registered with the region
 _LONGEST = 4096  # entries of a container that is recorded
-_STANDARD = frozenset(
-    vars(nn.Module())
-)  # the entries that nn.Module itself puts into a module's dict: recorded elsewhere, or not state of the user
-_FUNCTIONS = (types.FunctionType, types.MethodType, partial)
+FUNCTIONS = (types.FunctionType, types.MethodType, partial)
 _OF_FSDP = "_is_fsdp_managed_module"  # attribute of modules in a unit of FullyShardedDataParallel
 _WITHOUT_STATE = PLAIN | {type, types.ModuleType, property}  # common types, checked first
-_IGNORED = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, weakref.ref, property, enum.Enum)
+IGNORED = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, weakref.ref, property, enum.Enum)
 _OF_CLASSES = (property, classmethod, staticmethod)
 # Classes of the standard library whose attributes belong to the user; the state of all others must not be exchanged.
 _PLAIN_HOLDERS = (types.SimpleNamespace, UserDict, UserList)
 
 
-class _Leaf:
-    """Replaces a tensor with a graph, which is not held: a leaf on the same data."""
-
-    __slots__ = ("_data", "_original")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._original = weakref.ref(tensor)
-        self._data = detached(tensor)
-
-    def is_for(self, value: Any) -> bool:
-        return value is not None and self._original() is value  # a dead reference returns None
-
-    def made(self) -> torch.Tensor:
-        leaf = detached(self._data)
-        return leaf.requires_grad_() if leaf.is_floating_point() or leaf.is_complex() else leaf
-
-
-class _Iterator:
-    """Replaces an iterator, from which the forward may draw."""
-
-    __slots__ = ("_copy",)
-
-    def __init__(self, value: Any) -> None:
-        self._copy = copy_of_iterator(value)
-
-    def is_for(self, _: Any) -> bool:
-        """Return False: whether a value is the iterator in its earlier state cannot be determined."""
-        return False
-
-    def made(self) -> Any:
-        return copy_of_iterator(self._copy)
-
-
-_STAND_INS = (_Leaf, _Iterator)
-
-
 class ReachableState:
     """The state that a region's Python could reach when its forward began; see Note [Python state].
 
-    ``tensors``: reached tensors that are neither parameters nor registered buffers, by id. ``generators``: reached
-    random generators of torch; ``others``: those of Python and NumPy. ``attributes``: a record, made just now for the
-    fingerprint, of the attributes of all ``modules``, with the last one first; None if there is none.
+    ``tensors``: reached tensors that are neither parameters nor registered buffers, by id; ``parameters``: reached
+    parameters. ``generators``: reached random generators of torch; ``others``: those of Python and NumPy. ``found``:
+    the tables of all ``modules``, if they have been recorded just now for the fingerprint.
     """
 
     __slots__ = (
@@ -168,39 +102,62 @@ class ReachableState:
         "_left_modules",
         "_modules",
         "_own",
+        "_reached",
         "_seen",
         "_waiting",
         "generators",
         "others",
+        "parameters",
         "tensors",
     )
 
-    def __init__(self, modules: Sequence[nn.Module], *roots: Any, attributes: AttributesHolder | None = None) -> None:
+    def __init__(self, modules: Sequence[nn.Module], *roots: Any, found: ModuleTables | None = None) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
+        self.parameters: dict[int, torch.Tensor] = {}
         self.generators: list[torch.Generator] = []
         self.others: list[Any] = []
         self._holders: list[Holder] = []
+        self._reached: Any = None  # in place of the holders; see Note [Surveys]
+        is_of_modules = all(root is None for root in roots)
+        if found is not None and found.reached is not None:
+            if is_of_modules:
+                self._reached = found.reached
+                for one in found.reached.tensors:
+                    self._reach(one)
+                return
+            found = None
         self._seen: set[int] = set()
         self._waiting: deque[Any] = deque()  # the modules' own attributes come first, if there is too much
         self._left = _MOST
         self._left_modules = _MOST_MODULES
         self._modules = modules
         self._own: set[int] | None = None
-        self._note_modules(modules, attributes, hooks=[HOOKS_OF_ALL_MODULES])
+        self._note_modules(modules, found, hooks=[HOOKS_OF_ALL_MODULES])
         for root in roots:
             self._note_root(root)
         while self._waiting:
             with suppress(Exception):  # an object that raises when it is examined is left alone
                 self._look_into(self._waiting.popleft())
         self._seen, self._modules, self._own = set(), (), None
+        if found is not None and found.survey is not None and is_of_modules:
+            found.survey(modules, self, self._holders)
+
+    def _recorded(self) -> list[Holder]:
+        """Return the records of all objects."""
+        if self._reached is not None:
+            self._holders, self._reached = self._reached.holders(), None
+        return self._holders
 
     def enter_on(self, stack: UndoStack) -> None:
         """Restore the recorded state; restore the current state when ``stack`` is left."""
+        if (reached := self._reached) is not None and reached.holds():
+            stack.callback(_put_reached, reached)
+            return
         found: list[tuple[Holder, Any]] = []
         stack.callback(_put_all, found)
-        for holder in self._holders:
+        for holder in self._recorded():
             now = holder.now()
-            if type(holder) is _HooksHolder and holder.has_hooks and (gone := holder.without(now)):
+            if type(holder) is HooksHolder and holder.has_hooks and (gone := holder.without(now)):
                 ReachableState((), *gone).enter_on(stack)  # what they have collected stays as it is
             found.append((holder, now))  # even if nothing differs yet: the recomputation may change it
             if holder.differs(now):
@@ -208,38 +165,43 @@ class ReachableState:
 
     def has_changed(self) -> bool:
         """Return whether an object holds something else than it did."""
-        return any(holder.differs(holder.now()) for holder in self._holders)
+        if self._reached is not None and self._reached.holds():
+            return False
+        return any(holder.differs(holder.now()) for holder in self._recorded())
 
     def keep_changes(self) -> None:
         """Keep only the holders whose contents have changed, with their current contents."""
-        holders, self._holders = self._holders, []
+        holders, self._holders = self._recorded(), []
         for holder in holders:
             if isinstance(holder, TablesHolder):
-                self._holders += _changed(holder)
+                self._holders += changed_tables(holder)
             elif holder.differs(holder.now()):
                 self._holders.append(holder.again())
-        self.tensors, self.generators, self.others = {}, [], []
+        self.tensors, self.parameters, self.generators, self.others = {}, {}, [], []
 
     def put_back(self) -> None:
         """Restore the recorded state permanently."""
-        for holder in self._holders:
+        for holder in self._recorded():
             holder.put(holder.before())
 
     def drop(self) -> None:
         """Release everything."""
-        self._holders, self.tensors, self.generators, self.others = [], {}, [], []
+        self._holders, self._reached = [], None
+        self.tensors, self.parameters, self.generators, self.others = {}, {}, [], []
 
     # Recording
 
     def _note_root(self, root: Any) -> None:
-        """Record what a function, or another callable, can reach."""
+        """Record what a function, another callable, or a random generator, can reach."""
         self._reach(root)
+        if is_random_source(root):
+            return
         while type(root) is partial:
             root = root.func
         if type(root) is types.MethodType:
             self._reach_values([type(root.__self__)])
             root = root.__func__
-        elif not isinstance(root, (types.FunctionType, nn.Module, type(None))) and _is_open(type(root)):
+        elif not isinstance(root, (types.FunctionType, nn.Module, type(None))) and is_open(type(root)):
             self._reach_values([type(root)])
             root = next((vars(base)["__call__"] for base in type(root).__mro__ if "__call__" in vars(base)), None)
         if type(root) is types.FunctionType:
@@ -248,14 +210,17 @@ class ReachableState:
     def _note_modules(
         self,
         modules: Sequence[nn.Module],
-        attributes: AttributesHolder | None = None,
+        found: ModuleTables | None = None,
         *,
         hooks: Sequence[dict[str, Any]] = (),
     ) -> None:
         """Record the attributes, submodules, hooks and classes of ``modules``, and the hooks in ``hooks``."""
-        helds = [module.__dict__ for module in modules]
-        classes = {cls: _module_class(cls) for cls in dict.fromkeys(map(type, modules))}
-        if attributes is None or not all(known.is_open for known in classes.values()):
+        helds = [*map(vars, modules)]
+        kinds = (
+            found.classes if found is not None and found.classes is not None else [*dict.fromkeys(map(type, modules))]
+        )
+        classes = dict(zip(kinds, map(module_class, kinds), strict=True))
+        if found is None or found.attributes is None or not all(map(_IS_OPEN, classes.values())):
             tables = [
                 held
                 for module, held in zip(reversed(modules), reversed(helds), strict=True)
@@ -266,7 +231,7 @@ class ReachableState:
             attributes.objects = [without_installed(name, one) for name, one in named if type(one) not in PLAIN]
             is_usual = attributes.are_usual()
         else:
-            is_usual = True
+            attributes, is_usual = found.attributes, True
         if is_usual and not any(map(_has_stand_in, attributes.objects)) and _OF_FSDP not in attributes.names:
             self._add(attributes)
             for value in attributes.objects:
@@ -274,15 +239,24 @@ class ReachableState:
         else:
             for held in reversed(attributes.tables):
                 self._note_module(held)
-        self._note_submodules(helds)
-        self._add(_HooksHolder([*hooks, *helds]))
+        if found is None or found.submodules is None:
+            self._note_submodules(helds)
+        elif found.submodules.tables:
+            self._add(found.submodules)
+        self._add(HooksHolder([*hooks, *helds]))
         seen = self._seen
-        bases = {base: None for cls in classes for base in _user_bases(cls) if id(base) not in seen}
+        bases = {
+            base: None
+            for cls, known in classes.items()
+            if known.users
+            for base in compress(cls.__mro__, known.users)
+            if id(base) not in seen
+        }
         if bases:
             self._note_classes([*bases])
         for cls, known in classes.items():
-            if known.is_users and (found := known.globals.of(cls)):
-                self._note_globals(found)
+            if known.users and (reached := known.globals.of(cls)):
+                self._note_globals(reached)
             if known.slots:
                 for module in modules:
                     if type(module) is cls:
@@ -293,12 +267,12 @@ class ReachableState:
         is_usual = next(iter(held)) == "training"  # or something was set before nn.Module.__init__ ran
         own = [*islice(held.items(), STANDARD_COUNT if is_usual else 0, None)]
         if not is_usual:
-            self._add(_DictHolder(held, _STANDARD))
+            self._add(DictHolder(held, STANDARD))
         elif held.get(_OF_FSDP):
-            own = [(name, value) for name, value in own if not _is_of_flat_parameter(value)]
-            self._add(_ManagedAttributesHolder(held))
+            own = [(name, value) for name, value in own if not is_of_flat_parameter(value)]
+            self._add(ManagedAttributesHolder(held))
         else:
-            self._add(_OwnAttributesHolder(held))
+            self._add(OwnAttributesHolder(held))
         for name, value in own:
             if type(value) not in PLAIN:
                 self._reach(without_installed(name, value))
@@ -310,33 +284,28 @@ class ReachableState:
                 if type(children) is dict:
                     tables.append(children)
                 else:
-                    self._add(_DictHolder(children))
+                    self._add(DictHolder(children))
         if tables:
             self._add(TablesHolder(tables, 0))
 
     def _note_classes(self, classes: list[type], *, with_methods: bool = True) -> None:
         """Record the attributes of classes. ``with_methods``: also what their methods hold."""
-        together = []
+        self._seen.update(map(id, classes))
         native: Any = library()
-        for cls in classes:
-            self._seen.add(id(cls))
-            values = None if native is None else native.values_in_class(cls, with_methods, PLAIN)
-            if values is None:
-                values = _values_in_class(cls, with_methods)
-            if values and any(map(_has_stand_in, values)):
-                self._add(_ClassHolder(cls))
-            else:
-                together.append(cls)
-            if values:
-                self._reach_values(values)
-        if together:
-            self._add(_ClassesHolder(together))
+        found = None if native is None else native.entries_of_classes(classes, with_methods, PLAIN)
+        values, entries = found if found is not None else (_values_in_classes(classes, with_methods), None)
+        if any(map(_has_stand_in, values)):
+            for cls in classes:
+                self._add(ClassHolder(cls))
+        else:
+            self._add(ClassesHolder(classes, entries))
+        self._reach_values(values)
 
     def _note_globals(self, found: tuple[Globals, ...]) -> None:
         for reference, names in found:
             if (owner := reference()) is not None:
                 held = vars(owner) if isinstance(owner, types.ModuleType) else owner.__globals__
-                holder = _EntriesHolder(held, names)
+                holder = EntriesHolder(held, names, reference)
                 self._add(holder)
                 self._reach_values([held[name] for name in names if name in held])
 
@@ -345,13 +314,13 @@ class ReachableState:
         for value in values:
             cls = type(value)
             if cls is types.FunctionType:
-                if _may_hold(value):
+                if may_hold(value):
                     self._reach(value)
             elif cls in PLAIN:
                 pass
             elif issubclass(cls, type):
                 if id(value) not in self._seen and not issubclass(value, enum.Enum):
-                    named = [base for base in _user_bases(value) if id(base) not in self._seen]
+                    named = [base for base in user_bases(value) if id(base) not in self._seen]
                     if named:
                         self._note_classes(named, with_methods=False)
             elif not issubclass(cls, _OF_CLASSES):
@@ -363,18 +332,17 @@ class ReachableState:
     def _reach(self, value: Any) -> None:
         """Record ``value`` if it is a tensor or a generator; queue it if it may hold other objects."""
         cls = type(value)  # not `isinstance`, which asks a proxy for its class, and a lazy one then for its object
-        if cls in _WITHOUT_STATE or (cls is types.FunctionType and not _may_hold(value)):
+        if cls in _WITHOUT_STATE or (cls is types.FunctionType and not may_hold(value)):
             return
         if issubclass(cls, torch.Tensor):
-            if not isinstance(value, nn.Parameter):
-                self.tensors[id(value)] = value
+            (self.parameters if isinstance(value, nn.Parameter) else self.tensors)[id(value)] = value
         elif cls is types.BuiltinFunctionType:
             self._reach(value.__self__)  # `values.append`
         elif id(value) in self._seen:
             pass
         elif issubclass(cls, nn.Module):
             self._reach_module(value)
-        elif issubclass(cls, _IGNORED):
+        elif issubclass(cls, IGNORED):
             pass
         elif issubclass(cls, torch.Generator):
             self._seen.add(id(value))
@@ -399,9 +367,10 @@ class ReachableState:
         self._seen.update(map(id, below))
         self._note_modules(below)
         for one in below:
-            self._add(_EntriesHolder(one.__dict__, ("training",)))
+            self._add(EntriesHolder(one.__dict__, ("training",)))
+            self._reach_all(one._parameters.values())
             if type(one._buffers) is dict:
-                self._add(_DictHolder(one._buffers))
+                self._add(DictHolder(one._buffers))
                 self._reach_all(one._buffers.values())
 
     def _look_into(self, value: Any) -> None:
@@ -410,25 +379,25 @@ class ReachableState:
             self._reach(value.get(None))
             return
         if isinstance(value, threading.local):
-            self._add(_LocalHolder(value))
+            self._add(LocalHolder(value))
             self._reach_all(value.__dict__.values())
             return
         if isinstance(value, dict):
             if len(value) <= _LONGEST:
-                self._add(_DictHolder(value))
-                self._reach_all(_entries(value).values())
+                self._add(DictHolder(value))
+                self._reach_all(entries_of(value).values())
         elif isinstance(value, (list, deque)):
             if len(value) <= _LONGEST:
-                self._add(_SequenceHolder(value))
+                self._add(SequenceHolder(value))
                 self._reach_all(value)
         elif isinstance(value, set):
             if len(value) <= _LONGEST:
-                self._add(_SetHolder(value))
+                self._add(SetHolder(value))
             return
         elif isinstance(value, (tuple, frozenset)):
             if len(value) <= _LONGEST:
                 self._reach_all(value)
-        elif isinstance(value, _FUNCTIONS):
+        elif isinstance(value, FUNCTIONS):
             self._look_into_function(value)
             return
         elif is_random_source(value):
@@ -436,9 +405,9 @@ class ReachableState:
             return
         elif isinstance(value, (bytearray, array)) or _is_numpy_array(value):
             if memoryview(value).nbytes <= _LONGEST:
-                self._add(_BytesHolder(value))
+                self._add(BytesHolder(value))
             return
-        if _is_open(cls):
+        if is_open(cls):
             self._note_attributes(value)
 
     def _look_into_function(self, value: Any) -> None:
@@ -449,24 +418,24 @@ class ReachableState:
             self._reach(value.__self__)
         elif not is_library(value.__module__):
             for cell in value.__closure__ or ():
-                holder = _CellHolder(cell)
+                holder = CellHolder(cell)
                 self._add(holder)
                 self._reach(holder.held)
             self._reach_all((*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()))
-            if _has_attributes(value):
-                self._add(_DictHolder(value.__dict__))
+            if has_attributes(value):
+                self._add(DictHolder(value.__dict__))
                 self._reach_all(value.__dict__.values())
 
     def _note_attributes(self, value: Any) -> None:
         held = _dict_of(value)
         if type(held) is dict:  # also an empty one: a class may have the first value of an attribute
-            self._add(_DictHolder(held))
+            self._add(DictHolder(held))
             self._reach_all(held.values())
         if slots := slots_of(type(value)):
             self._note_slots(value, slots)
 
     def _note_slots(self, value: Any, slots: dict[str, Any]) -> None:
-        holder = _SlotsHolder(value, slots)
+        holder = SlotsHolder(value, slots)
         self._add(holder)
         self._reach_all(holder.now().values())
 
@@ -485,479 +454,17 @@ def _put_all(found: list[tuple[Holder, Any]]) -> None:
                 stack.callback(_raise, error)
 
 
+def _put_reached(reached: Any) -> None:
+    """Put back what a recomputation has found as it was in the forward."""
+    if not reached.holds():
+        _put_all([(holder, holder.before()) for holder in reached.holders()])
+
+
 def _raise(error: BaseException) -> None:
     raise error
 
 
-class _DictHolder(Holder):
-    """A dictionary, except for its entries in ``apart``."""
-
-    __slots__ = ("_apart", "_held", "_target")
-
-    def __init__(self, target: dict[Any, Any], apart: frozenset[str] = frozenset()) -> None:
-        self._target = target
-        self._apart = apart
-        self._held = _with_leaves(_entries(target))
-
-    def now(self) -> dict[Any, Any]:
-        return _entries(self._target)
-
-    def before(self) -> dict[Any, Any]:
-        now = self.now()
-        return {key: restored_value(value, now.get(key)) for key, value in self._held.items()}
-
-    def differs(self, now: dict[Any, Any]) -> bool:
-        held, apart = self._held, self._apart
-        if len(now) == len(held) and all(map(is_, now, held)) and all(map(is_, now.values(), held.values())):
-            return False  # the usual case; the rest handles leaves, and names that are equal but not identical
-        if [*now] != [*held]:
-            return True
-        return any(not _is_same(value, now[key]) and key not in apart for key, value in held.items())
-
-    def put(self, wanted: dict[Any, Any]) -> None:
-        target, apart = self._target, self._apart
-        now = _entries(target)
-        if len(now) == len(wanted) and all(map(is_, now, wanted)) and all(map(is_, now.values(), wanted.values())):
-            return
-        if [*now] == [*wanted]:  # the usual case: the same names in the same order
-            changed = {key: value for key, value in wanted.items() if now[key] is not value and key not in apart}
-            for key, value in changed.items():
-                dict.__setitem__(target, key, value)
-            return
-        cls = OrderedDict if isinstance(target, OrderedDict) else dict  # bypasses methods of a user's subclass
-        kept = {key: value for key, value in now.items() if key in apart}
-        cls.clear(target)
-        for key, value in wanted.items():
-            cls.__setitem__(target, key, kept.pop(key) if key in kept else value)
-        for key, value in kept.items():
-            cls.__setitem__(target, key, value)
-
-    def again(self) -> _DictHolder:
-        return _DictHolder(self._target, self._apart)
-
-
-class _OwnAttributesHolder(_DictHolder):
-    """The entries of a module's dict after the standard ones."""
-
-    __slots__ = ()
-
-    def __init__(self, target: dict[str, Any]) -> None:
-        self._target = target
-        self._apart = _STANDARD
-        self._held = _with_leaves(self.now())
-
-    def now(self) -> dict[str, Any]:
-        return dict(islice(self._target.items(), STANDARD_COUNT, None))
-
-    def put(self, wanted: dict[str, Any]) -> None:
-        target = self._target
-        now = self.now()
-        if len(now) == len(wanted) and all(map(is_, now.values(), wanted.values())) and [*now] == [*wanted]:
-            return
-        for name in now.keys() - wanted.keys():
-            del target[name]
-        target.update(wanted)
-
-    def again(self) -> _OwnAttributesHolder:
-        return _OwnAttributesHolder(self._target)
-
-
-class _ManagedAttributesHolder(_OwnAttributesHolder):
-    """The same for a module in a unit of FullyShardedDataParallel, which puts whole parameters into that dict.
-
-    They are views of its flat parameter. FSDP adds them when it gathers and removes them when it frees the parameter.
-    """
-
-    __slots__ = ()
-
-    def now(self) -> dict[str, Any]:
-        return {name: value for name, value in super().now().items() if not _is_of_flat_parameter(value)}
-
-    def again(self) -> _ManagedAttributesHolder:
-        return _ManagedAttributesHolder(self._target)
-
-
-def attributes_of_class(cls: type) -> dict[str, Any]:
-    """Return the attributes of a class, except those whose names start with two underscores."""
-    return {name: value for name, value in vars(cls).items() if name[:2] != "__"}
-
-
-class _ClassesHolder(TablesHolder):
-    """The attributes of classes; see ``_ClassHolder``."""
-
-    __slots__ = ("classes",)
-
-    def __init__(self, classes: list[type]) -> None:
-        self.classes = classes
-        super().__init__([*map(vars, classes)], 0, classes)
-
-    def recorded(self) -> Iterator[dict[str, Any]]:
-        for recorded in super().recorded():
-            yield {name: value for name, value in recorded.items() if name[:2] != "__"}
-
-    def _entries(self, position: int) -> dict[str, Any]:
-        return attributes_of_class(self.classes[position])
-
-    def _put(self, position: int, wanted: dict[str, Any]) -> None:
-        _ClassHolder(self.classes[position]).put(wanted)
-
-
-def _changed(holder: TablesHolder) -> list[Holder]:
-    """Return a record of each table that differs, with its current contents."""
-    if isinstance(holder, _ClassesHolder):
-        return [_ClassHolder(holder.classes[position]) for position in holder.now()]
-    kind = _OwnAttributesHolder if isinstance(holder, AttributesHolder) else _DictHolder
-    return [kind(holder.tables[position]) for position in holder.now()]
-
-
-_HOOKS_AND_FLAGS = (*HOOKS, *HOOK_FLAGS)
-
-HookTables = tuple[dict[int, Any], ...]  # those of a module, in the order of _HOOKS_AND_FLAGS
-_NO_HOOKS: HookTables = tuple({} for _ in _HOOKS_AND_FLAGS)
-
-
-class _HooksHolder(Holder):
-    """The hooks of modules, most of which have none, and those of all modules. A key is used only once in a process.
-
-    What hooks collect is not part of the state: they run again, as in torch. Only what a hook has collected that was
-    removed before the recomputation is put back after it.
-
-    Hooks of torch come and go by themselves, and are left alone: that of a lazy module removes itself when it has done
-    its work.
-    """
-
-    __slots__ = ("_held", "_owners")
-
-    def __init__(self, owners: list[dict[str, Any]]) -> None:
-        self._owners = owners
-        self._held = self.now()
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether there were any."""
-        return bool(self._held)
-
-    def without(self, now: dict[int, HookTables]) -> list[Any]:
-        """Return the recorded hooks that have been removed since, according to ``now``."""
-        return [
-            hook
-            for position, tables in self._held.items()
-            for old, new in zip(tables[: len(HOOKS)], now.get(position, _NO_HOOKS), strict=False)
-            for key, hook in old.items()
-            if key not in new
-        ]
-
-    def now(self) -> dict[int, HookTables]:
-        """Return the tables of those that have hooks, by position."""
-        native: Any = library()
-        has_hooks = None if native is None else native.any_entry(self._owners, HOOKS)
-        if has_hooks is None:
-            has_hooks = any(held[name] for held in self._owners for name in HOOKS if name in held)
-        if not has_hooks:
-            return {}
-        found = {}
-        for position, held in enumerate(self._owners):
-            for name in HOOKS:
-                if held.get(name):
-                    found[position] = tuple({**held[one]} for one in _HOOKS_AND_FLAGS)
-                    break
-        return found
-
-    def before(self) -> dict[int, HookTables]:
-        return self._held
-
-    def differs(self, now: dict[int, HookTables]) -> bool:
-        return bool(self._held or now) and any(
-            [*map(list, _merged(self._held.get(one, _NO_HOOKS), now.get(one, _NO_HOOKS)))]
-            != [*map(list, now.get(one, _NO_HOOKS))]
-            for one in {**self._held, **now}
-        )
-
-    def put(self, wanted: dict[int, HookTables]) -> None:
-        now = self.now()
-        for position in {**wanted, **now}:
-            present = now.get(position, _NO_HOOKS)
-            merged = _merged(wanted.get(position, _NO_HOOKS), present)
-            if [*map(list, merged)] != [*map(list, present)]:
-                held = self._owners[position]
-                for name, table in zip(_HOOKS_AND_FLAGS, merged, strict=True):
-                    held[name].clear()
-                    held[name].update(table)
-
-    def again(self) -> _HooksHolder:
-        return _HooksHolder(self._owners)
-
-
-def _merged(wanted: HookTables, now: HookTables) -> HookTables:
-    """Return ``wanted``, except for hooks of torch, of which those of ``now`` stay."""
-    if [*map(list, wanted)] == [*map(list, now)]:
-        return now
-    count = len(HOOKS)
-    hooks = [
-        {key: hook for key, hook in old.items() if key in new or not _is_of_torch(hook)}
-        | {key: hook for key, hook in new.items() if _is_of_torch(hook)}
-        for old, new in zip(wanted[:count], now[:count], strict=True)
-    ]
-    keys = {key for table in hooks for key in table}
-    flags = [
-        {key: flag for key, flag in {**old, **new}.items() if key in keys}
-        for old, new in zip(wanted[count:], now[count:], strict=True)
-    ]
-    return (*hooks, *flags)
-
-
-def _is_of_torch(hook: Any) -> bool:
-    return is_library(getattr(getattr(hook, "func", hook), "__module__", None))
-
-
-class _SequenceHolder(Holder):
-    """A list or a deque."""
-
-    __slots__ = ("_held", "_target")
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-        self._held = [stand_in(value) for value in target]
-
-    def now(self) -> list[Any]:
-        return [*self._target]
-
-    def before(self) -> list[Any]:
-        now = [*self._target]
-        now += [None] * (len(self._held) - len(now))
-        return [restored_value(value, other) for value, other in zip(self._held, now, strict=False)]
-
-    def differs(self, now: list[Any]) -> bool:
-        held = self._held
-        return len(now) != len(held) or not all(map(_is_same, held, now))
-
-    def put(self, wanted: list[Any]) -> None:
-        target = self._target
-        if isinstance(target, list):
-            list.__setitem__(target, slice(None), wanted)
-        else:
-            deque.clear(target)
-            deque.extend(target, wanted)
-
-    def again(self) -> _SequenceHolder:
-        return _SequenceHolder(self._target)
-
-
-class _SetHolder(Holder):
-    __slots__ = ("_held", "_target")
-
-    def __init__(self, target: set[Any]) -> None:
-        self._target = target
-        self._held = frozenset(target)
-
-    def now(self) -> frozenset[Any]:
-        return frozenset(self._target)
-
-    def before(self) -> frozenset[Any]:
-        return self._held
-
-    def differs(self, now: frozenset[Any]) -> bool:
-        return now != self._held
-
-    def put(self, wanted: frozenset[Any]) -> None:
-        set.clear(self._target)
-        set.update(self._target, wanted)
-
-    def again(self) -> _SetHolder:
-        return _SetHolder(self._target)
-
-
-class _BytesHolder(Holder):
-    """A short array of numbers: a bytearray, an ``array``, or a NumPy array."""
-
-    __slots__ = ("_held", "_target")
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-        self._held = self.now()
-
-    def now(self) -> bytes:
-        return memoryview(self._target).tobytes()
-
-    def before(self) -> bytes:
-        return self._held
-
-    def differs(self, now: bytes) -> bool:
-        return now != self._held
-
-    def put(self, wanted: bytes) -> None:
-        target = self._target
-        if wanted == self.now():
-            return
-        if isinstance(target, bytearray):
-            target[:] = wanted
-        elif isinstance(target, array):
-            target[:] = array(target.typecode, wanted)
-        else:
-            target[...] = type(target)(target.shape, target.dtype, wanted)
-
-    def again(self) -> _BytesHolder:
-        return _BytesHolder(self._target)
-
-
-class _CellHolder(Holder):
-    """A cell of a closure."""
-
-    __slots__ = ("_cell", "held")
-
-    def __init__(self, cell: types.CellType) -> None:
-        self._cell = cell
-        self.held = stand_in(self.now())
-
-    def now(self) -> Any:
-        try:
-            return self._cell.cell_contents
-        except ValueError:  # not bound
-            return MISSING
-
-    def before(self) -> Any:
-        return restored_value(self.held, self.now())
-
-    def differs(self, now: Any) -> bool:
-        return not _is_same(self.held, now)
-
-    def put(self, wanted: Any) -> None:
-        if wanted is MISSING:
-            del self._cell.cell_contents
-        else:
-            self._cell.cell_contents = wanted
-
-    def again(self) -> _CellHolder:
-        return _CellHolder(self._cell)
-
-
-class _NamesHolder(Holder):
-    """Values under names, some of which may be unset."""
-
-    __slots__ = ("_held", "_target")
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-        self._held = _with_leaves(self.now())
-
-    def now(self) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _set(self, name: str, value: Any) -> None:
-        raise NotImplementedError
-
-    def _delete(self, name: str) -> None:
-        raise NotImplementedError
-
-    def before(self) -> dict[str, Any]:
-        now = self.now()
-        return {name: restored_value(value, now.get(name)) for name, value in self._held.items()}
-
-    def differs(self, now: dict[str, Any]) -> bool:
-        held = self._held
-        if len(now) == len(held) and all(map(is_, now, held)) and all(map(is_, now.values(), held.values())):
-            return False  # the usual case
-        return now.keys() != held.keys() or any(not _is_same(value, now[name]) for name, value in held.items())
-
-    def put(self, wanted: dict[str, Any]) -> None:
-        now = self.now()
-        if len(now) == len(wanted) and all(map(is_, now, wanted)) and all(map(is_, now.values(), wanted.values())):
-            return
-        for name in now.keys() - wanted.keys():
-            self._delete(name)
-        for name, value in wanted.items():
-            if now.get(name, MISSING) is not value:
-                self._set(name, value)
-
-
-class _SlotsHolder(_NamesHolder):
-    """The attributes of an object in ``__slots__``."""
-
-    __slots__ = ("_slots",)
-
-    def __init__(self, target: Any, slots: dict[str, Any]) -> None:
-        self._slots = slots
-        super().__init__(target)
-
-    def now(self) -> dict[str, Any]:
-        found = {}
-        for name, slot in self._slots.items():
-            try:
-                found[name] = slot.__get__(self._target)
-            except AttributeError:
-                continue
-        return found
-
-    def _set(self, name: str, value: Any) -> None:
-        self._slots[name].__set__(self._target, value)
-
-    def _delete(self, name: str) -> None:
-        self._slots[name].__delete__(self._target)
-
-    def again(self) -> _SlotsHolder:
-        return _SlotsHolder(self._target, self._slots)
-
-
-class _LocalHolder(_NamesHolder):
-    """The attributes of a ``threading.local``, of the thread that asks: the backward's may be another."""
-
-    __slots__ = ()
-
-    def now(self) -> dict[str, Any]:
-        return dict(self._target.__dict__)
-
-    def _set(self, name: str, value: Any) -> None:
-        self._target.__dict__[name] = value
-
-    def _delete(self, name: str) -> None:
-        del self._target.__dict__[name]
-
-    def again(self) -> _LocalHolder:
-        return _LocalHolder(self._target)
-
-
-class _ClassHolder(_NamesHolder):
-    """The attributes of a class, except those whose names start with two underscores."""
-
-    __slots__ = ()
-
-    def now(self) -> dict[str, Any]:
-        return attributes_of_class(self._target)
-
-    def _set(self, name: str, value: Any) -> None:
-        type.__setattr__(self._target, name, value)
-
-    def _delete(self, name: str) -> None:
-        type.__delattr__(self._target, name)
-
-    def again(self) -> _ClassHolder:
-        return _ClassHolder(self._target)
-
-
-class _EntriesHolder(_NamesHolder):
-    """Some entries of a dictionary, such as the globals of a file."""
-
-    __slots__ = ("_names",)
-
-    def __init__(self, target: dict[str, Any], names: tuple[str, ...]) -> None:
-        self._names = names
-        super().__init__(target)
-
-    def now(self) -> dict[str, Any]:
-        target = self._target
-        return {name: target[name] for name in self._names if name in target}
-
-    def _set(self, name: str, value: Any) -> None:
-        self._target[name] = value
-
-    def _delete(self, name: str) -> None:
-        del self._target[name]
-
-    def again(self) -> _EntriesHolder:
-        return _EntriesHolder(self._target, self._names)
-
-
-def _may_hold(function: types.FunctionType) -> bool:
+def may_hold(function: types.FunctionType) -> bool:
     """Return whether a function may hold anything other than plain values and its class (which `super()` needs)."""
     code = function.__code__
     if function.__closure__ is not None and code.co_freevars != ("__class__",):
@@ -969,19 +476,20 @@ def _may_hold(function: types.FunctionType) -> bool:
     return bool(function.__dict__) or function.__name__ in code.co_names
 
 
-def _values_in_class(cls: type, with_methods: bool) -> list[Any]:
-    """Return the attributes of a class that may hold state. ``with_methods``: also methods."""
+def _values_in_classes(classes: list[type], with_methods: bool) -> list[Any]:
+    """Return the attributes of classes that may hold state. ``with_methods``: also methods."""
     found = []
-    for name, value in vars(cls).items():
+    for name, value in chain.from_iterable(vars(cls).items() for cls in classes):
         kind = type(value)
-        if kind in PLAIN or (kind is types.FunctionType and not (with_methods and _may_hold(value))):
+        if kind in PLAIN or (kind is types.FunctionType and not (with_methods and may_hold(value))):
             continue
         if name[:2] != "__":
             found.append(value)
     return found
 
 
-def _has_attributes(function: types.FunctionType) -> bool:
+def has_attributes(function: types.FunctionType) -> bool:
+    """Return whether a function has attributes, or may set some on itself."""
     return bool(function.__dict__) or function.__name__ in function.__code__.co_names
 
 
@@ -990,33 +498,7 @@ def _is_numpy_array(value: Any) -> bool:
     return numpy is not None and type(value) is getattr(numpy, "ndarray", None) and not value.dtype.hasobject
 
 
-def _entries(target: dict[Any, Any]) -> dict[Any, Any]:
-    """Return a copy of a dictionary, without calling methods of a user's subclass."""
-    if type(target) is dict:
-        return dict(target)
-    if not isinstance(target, dict):  # the modules of a scripted module
-        return dict(target.items())
-    return dict((OrderedDict if isinstance(target, OrderedDict) else dict).items(target))
-
-
-def _with_leaves(held: dict[Any, Any]) -> dict[Any, Any]:
-    for key, value in held.items():
-        if type(value) not in PLAIN and (noted := stand_in(value)) is not value:
-            held[key] = noted
-    return held
-
-
-def stand_in(value: Any) -> Any:
-    """Return what to record for ``value``: the value itself, or a ``_Leaf`` or ``_Iterator`` in its place."""
-    if type(value) in ITERATORS:
-        try:
-            return _Iterator(value)
-        except (TypeError, RuntimeError):  # it cannot be copied, or its container has changed
-            return value
-    return _Leaf(value) if issubclass(type(value), torch.Tensor) and has_graph(value) else value
-
-
-def _user_bases(cls: type) -> Iterable[type]:
+def user_bases(cls: type) -> Iterable[type]:
     """Return a class and its bases, as far as they are from user code."""
     flags = _flags_of_bases(cls)
     return compress(cls.__mro__, flags) if flags else ()
@@ -1027,25 +509,10 @@ def _has_stand_in(value: Any) -> bool:
     return cls in ITERATORS or (issubclass(cls, torch.Tensor) and has_graph(value))
 
 
-def _is_of_flat_parameter(value: Any) -> bool:
-    return type(value) is torch.Tensor and value._is_view() and getattr(value._base, "_is_flat_param", False)
-
-
-def _is_same(held: Any, now: Any) -> bool:
-    return held.is_for(now) if type(held) in _STAND_INS else held is now
-
-
-def restored_value(held: Any, now: Any) -> Any:
-    """Return the value to restore for ``held``."""
-    if type(held) not in _STAND_INS:
-        return held
-    return now if held.is_for(now) else held.made()
-
-
 def holds_state(value: Any) -> bool:
     """Return whether an object may hold user state: a container, or an instance of an open class."""
     return isinstance(value, (list, dict, set, deque)) or (
-        not isinstance(value, (*_IGNORED, *_FUNCTIONS)) and _is_open(type(value))
+        not isinstance(value, (*IGNORED, *FUNCTIONS)) and is_open(type(value))
     )
 
 
@@ -1066,7 +533,7 @@ def _is_open_class(cls: Any) -> bool:
     return issubclass(cls, _PLAIN_HOLDERS) or is_users(cls)
 
 
-_is_open = by_class(_is_open_class)
+is_open = by_class(_is_open_class)
 
 
 class _GlobalsOfClass:
@@ -1106,13 +573,14 @@ _flags_of_bases = by_class(_users_among_bases)
 class _ModuleClass:
     """What is the same for all modules of a class; does not hold the class."""
 
-    __slots__ = ("globals", "is_open", "is_users", "slots")
+    __slots__ = ("globals", "is_open", "slots", "users")
 
     def __init__(self, cls: Any) -> None:
-        self.is_open = _is_open(cls)
-        self.is_users = bool(_flags_of_bases(cls))  # the class or a base is from user code
+        self.is_open = is_open(cls)
+        self.users = _flags_of_bases(cls)  # which of the class and its bases are from user code; () if none is
         self.slots = slots_of(cls)
         self.globals = _GlobalsOfClass()
 
 
-_module_class = by_class(_ModuleClass)
+module_class = by_class(_ModuleClass)
+_IS_OPEN = attrgetter("is_open")

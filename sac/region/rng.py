@@ -346,6 +346,8 @@ class _NumPy:
 
     def __init__(self) -> None:
         self._last: tuple[bytes, dict[str, Any]] = b"", {}
+        self._source: Any = None  # the generator whose words are at the address
+        self._address = 0
 
     def pairs(self) -> list[tuple[Reader, Writer]]:
         """Return functions that read and restore its state; none until ``numpy.random`` is imported."""
@@ -367,9 +369,11 @@ class _NumPy:
     def _words(self, numpy_random: Any) -> bytes:
         get: Any = getattr(numpy_random, "get_bit_generator", None)  # NumPy 1.24
         source: Any = get() if get is not None else None
-        if type(source).__name__ != "MT19937":
-            return b""
-        return ctypes.string_at(source.ctypes.state_address, self._BYTES)
+        if source is not self._source:
+            is_known = type(source).__name__ == "MT19937"
+            self._address = source.ctypes.state_address if is_known else 0
+            self._source = source
+        return ctypes.string_at(self._address, self._BYTES) if self._address else b""
 
 
 _PYTHON, _NUMPY = _Python(), _NumPy()

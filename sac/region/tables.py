@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, compress, islice
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -13,7 +13,11 @@ from sac.native.load import library
 
 # The entries that nn.Module itself puts into a module's dict. They come first, with "training" as the first of them,
 # except where something was set before nn.Module.__init__ ran.
-STANDARD_COUNT = len(vars(nn.Module()))
+STANDARD_NAMES = tuple(vars(nn.Module()))
+STANDARD_COUNT = len(STANDARD_NAMES)
+
+
+FoundEntries = Sequence[Any]  # lengths of the tables, how many entries of each count, and the names and values of these
 
 
 class Holder:
@@ -50,33 +54,38 @@ class TablesHolder(Holder):
     many are of each table. Contents are given as the tables that differ from the record, by position.
     """
 
-    __slots__ = ("_counted", "_first", "_lengths", "_walked", "counts", "names", "tables", "values")
+    __slots__ = ("_first", "_lengths", "_walked", "counts", "names", "tables", "values")
 
-    def __init__(self, tables: list[Any], first: int, walked: list[Any] | None = None) -> None:
-        """``walked``: what the C++ library walks over instead of ``tables``: the classes that these belong to."""
+    def __init__(
+        self, tables: list[Any], first: int, walked: list[Any] | None = None, found: FoundEntries | None = None
+    ) -> None:
+        """``walked``: what the C++ library walks over instead of ``tables``: the classes that these belong to.
+
+        ``found``: the entries, if the library has walked over the tables already.
+        """
         self.tables = tables
         self._first = first
         self._walked = tables if walked is None else walked
-        native: Any = library()
-        found = None if native is None else native.flat_entries(self._walked, first)
-        if found is None:
-            self._lengths = [*map(len, tables)]
-            self.counts = counts = [length - first if length > first else 0 for length in self._lengths]
-            self._counted = [*compress(tables, counts)]
-            self.names, self.values = self._flat_names(), self._flat_values()
-        else:
+        native: Any
+        if found is None and (native := library()) is not None:
+            found = native.flat_entries(self._walked, first)
+        if found is not None:
             self._lengths, self.counts, self.names, self.values = found
-            self._counted = [*compress(tables, self.counts)]
+            return
+        self._lengths = [*map(len, tables)]
+        self.counts = [length - first if length > first else 0 for length in self._lengths]
+        self.names, self.values = self._flat_names(), self._flat_values()
 
     # In tables of modules' dicts from the last entry to the first: the standard entries are not touched.
 
     def _flat_names(self) -> list[str]:
+        tables = compress(self.tables, self.counts)
         if not self._first:
-            return [*chain.from_iterable(self._counted)]
-        return [*chain.from_iterable(map(islice, map(reversed, self._counted), filter(None, self.counts)))]
+            return [*chain.from_iterable(tables)]
+        return [*chain.from_iterable(map(islice, map(reversed, tables), filter(None, self.counts)))]
 
     def _flat_values(self) -> list[Any]:
-        values = [table.values() for table in self._counted]
+        values = [table.values() for table in compress(self.tables, self.counts)]
         if not self._first:
             return [*chain.from_iterable(values)]
         return [*chain.from_iterable(map(islice, map(reversed, values), filter(None, self.counts)))]
@@ -151,9 +160,11 @@ class AttributesHolder(TablesHolder):
 
     __slots__ = ("objects",)
 
-    def __init__(self, helds: list[dict[str, Any]]) -> None:
-        super().__init__(helds, STANDARD_COUNT)
-        self.objects: list[Any] = []
+    def __init__(
+        self, helds: list[dict[str, Any]], found: FoundEntries | None = None, objects: list[Any] | None = None
+    ) -> None:
+        super().__init__(helds, STANDARD_COUNT, found=found)
+        self.objects: list[Any] = [] if objects is None else objects
 
     def are_usual(self) -> bool:
         """Return whether the first entries of these dicts are those of nn.Module."""
@@ -161,6 +172,39 @@ class AttributesHolder(TablesHolder):
         if native is not None and native.all_begin_with(self.tables, "training"):
             return True
         return [*map(next, map(iter, self.tables))] == ["training"] * len(self.tables)
+
+
+class ModuleTables(NamedTuple):
+    """What one walk over a region's modules has recorded of them; only attributes are not None if Python has walked.
+
+    ``classes``: those of the modules, each once. ``buffers``: the modules that have some, with a copy of their table.
+    ``parameters`` and ``buffers`` are None if a module has a table of another kind (a scripted module).
+
+    ``survey``: if the record of the call is to make a survey. ``reached``: what the call can reach, if a survey has
+    found it; then there are no ``attributes``, ``classes`` and ``submodules``. See Note [Surveys].
+    """
+
+    attributes: AttributesHolder | None
+    classes: list[type] | None = None
+    submodules: TablesHolder | None = None
+    parameters: TablesHolder | None = None
+    training: list[bool] | None = None
+    buffers: list[tuple[nn.Module, dict[str, Any]]] | None = None
+    survey: Callable[..., None] | None = None
+    reached: Any = None
+
+
+def module_tables(found: Any) -> ModuleTables:
+    """Return what ``modules_below`` of the C++ library has ``found``."""
+    (helds, *attributes), objects, classes, (tables, *submodules), parameters, training, buffers = found
+    return ModuleTables(
+        AttributesHolder(helds, attributes, objects),
+        classes,
+        TablesHolder(tables, 0, found=submodules),
+        None if parameters is None else TablesHolder(parameters[0], 0, found=parameters[1:]),
+        training,
+        buffers,
+    )
 
 
 def are_identical(one: dict[Any, Any], other: dict[Any, Any]) -> bool:

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -195,7 +196,8 @@ class ContiguousBuffer(InputStore):
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _empty_buffer, (self.num_checkpoints, self.on_host, self._transfers)
+        again = partial(ContiguousBuffer, on_host=self.on_host, transfers=self._transfers)
+        return again, (self.num_checkpoints,)
 
     def put(self, flat: torch.Tensor, name: Callable[[], str]) -> StoredTensor:
         """Copy ``flat`` into a free slot.
@@ -235,15 +237,11 @@ class ContiguousBuffer(InputStore):
         return slots
 
 
-def _empty_buffer(num_checkpoints: int, on_host: bool, transfers: TransfersByDevice) -> ContiguousBuffer:
-    return ContiguousBuffer(num_checkpoints, on_host=on_host, transfers=transfers)
-
-
 def _misfit(slots: Slots, flat: torch.Tensor, name: str) -> Problem:
     return Problem(
         name,
-        f"it has {_kind(flat.numel(), flat.dtype, flat.device)}; the slots of the contiguous buffer have "
-        f"{_kind(slots.size, slots.dtype, slots.device)}, and some are taken",
+        f"it has {_kind(flat.numel(), flat.dtype, flat.device)}, but the slots of the contiguous buffer have "
+        f"{_kind(slots.size, slots.dtype, slots.device)} and cannot be replaced while some are in use",
         fix="choose inputs of one size by `keep`, or another `store`; the size may change while no backward is pending",
     )
 
@@ -251,8 +249,8 @@ def _misfit(slots: Slots, flat: torch.Tensor, name: str) -> Problem:
 def _none_free(count: int, name: str) -> Problem:
     return Problem(
         name,
-        f"the contiguous buffer has {count} slots (num_checkpoints), and each holds the input of a region whose "
-        "backward has not run",
+        f"no slot of the contiguous buffer is free: each of its {count} (num_checkpoints) holds the input of a region "
+        "whose backward has not run",
         fix="let num_checkpoints be the number of regions whose backward is pending at once; of forwards whose "
         "backward will never run, drop the outputs or call reset()",
     )

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from sac.torch_private import FakeTensor, neg_view
+from sac.tensors import lazy_bits, with_lazy_bits
+from sac.torch_private import FakeTensor
 
 # Note [Laid flat]
 #
@@ -32,7 +33,8 @@ class Layout:
 
     ``once`` is the shape without repetition. ``order``: its dimensions with more than one element, outermost first.
     ``extent``: the number of elements from the first to the last, gaps included. ``misalignment``: the address modulo
-    64. ``distributed``: the mesh, placements, shape and strides that turn the local tensor into a DTensor.
+    64. ``bits``: the bits for lazy conjugation and negation. ``distributed``: the mesh, placements, shape and strides
+    that turn the local tensor into a DTensor.
     """
 
     shape: torch.Size
@@ -41,8 +43,7 @@ class Layout:
     order: tuple[int, ...]
     extent: int
     misalignment: int
-    conjugate: bool
-    negative: bool
+    bits: int
     distributed: Distribution | None = None
 
     @staticmethod
@@ -66,17 +67,13 @@ class Layout:
             order=order,
             extent=_extent(once, local.stride(), order),
             misalignment=_misalignment(local),
-            conjugate=local.is_conj(),
-            negative=local.is_neg(),
+            bits=lazy_bits(local),
             distributed=distribution_of(tensor),
         )
         return layout, layout._flatten(local)
 
     def _flatten(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.conjugate:
-            tensor = tensor.conj()
-        if self.negative:
-            tensor = neg_view(tensor)
+        tensor = with_lazy_bits(tensor, self.bits)  # the second time takes them off
         if self.has_gaps:
             tensor = self._ordered(tensor.as_strided(self.once, self.stride)).contiguous()
         return tensor.as_strided((prod(self.once),), (1,))
@@ -94,10 +91,7 @@ class Layout:
             ordered = self._ordered(tensor.as_strided(self.once, self.stride))
             ordered.copy_(flat.view(ordered.shape))
         tensor = tensor.as_strided(self.shape, self.stride)
-        if self.negative:
-            tensor = neg_view(tensor)
-        if self.conjugate:
-            tensor = tensor.conj()
+        tensor = with_lazy_bits(tensor, self.bits)
         return tensor if self.distributed is None else distributed_again(tensor, self.distributed)
 
     def _memory(self, flat: torch.Tensor) -> torch.Tensor:

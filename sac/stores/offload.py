@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,8 +15,8 @@ from sac.stores.layout import distributed_again, distribution_of, local_of
 from sac.stores.prefetch import CallNode
 from sac.stores.saved_tensor import SavedTensor
 from sac.stores.transfers import HostCopy, Transfers, TransfersByDevice
-from sac.tensors import detached, version_of
-from sac.torch_private import FakeTensor, UnseenByModes, neg_view, storage_use_count
+from sac.tensors import Place, detached, lazy_bits, place_of, version_of, with_lazy_bits
+from sac.torch_private import FakeTensor, UnseenByModes, storage_use_count
 
 # Note [Offloaded values]
 #
@@ -27,7 +28,7 @@ from sac.torch_private import FakeTensor, UnseenByModes, neg_view, storage_use_c
 #   start     decides on each storage, and starts the copies (Note [Transfers]); the tensors in it are exchanged for an
 #             `OuterPacked`, as if saved-tensor hooks around the region had packed them
 #
-# A storage is sent only if nobody else holds it: then no one can write to it later, and its memory becomes free. So
+# A storage is sent only if nothing else holds it: then nothing can write to it later, and its memory becomes free. So
 # outputs, inputs, parameters and what a module keeps in an attribute stay. Small storages stay as well. Under
 # saved-tensor hooks around the region, those decide where values wait.
 #
@@ -88,7 +89,7 @@ class Offloading:
         self._transfers = transfers
         self._rules = rules
         self._groups: dict[int, _Group] = {}
-        self.figures: dict[int, OffloadUse] = {}
+        self.figures: defaultdict[int, OffloadUse] = defaultdict(OffloadUse)
 
     def look_at(self, saved: SavedTensor, rule: int | None) -> None:
         """Count what ``saved`` holds on the device. ``rule``: the index of the rule that saved it."""
@@ -106,17 +107,10 @@ class Offloading:
                 # A leaf is held itself: who else holds the same tensor could not be counted.
                 saved.value = saved.watched = tensor = detached(tensor)
         part = tensor if type(tensor) is torch.Tensor else local_of(tensor)
-        kind, group = type(part), None
-        if (
-            part.layout is torch.strided and not (part.is_quantized or part.is_inference())
-            if kind is torch.Tensor
-            else kind is FakeTensor and part.layout is torch.strided  # in a plan's steps
-        ):
-            storage = part.untyped_storage()
-            group = self._groups.get(storage._cdata) or self._new_group(part, storage)
+        group = self._group_of(part)
         if group is None:
             if rule is not None and rule in self._rules and not is_changed:
-                self._figures(rule).hold(OTHER_KIND, tensor.numel() * tensor.element_size())
+                self.figures[rule].hold(OTHER_KIND, tensor.numel() * tensor.element_size())
             return
         group.references.add(id(part))
         if is_changed:  # backward has to see that it was written to
@@ -129,13 +123,22 @@ class Offloading:
             elif group.rule is None or rule < group.rule:
                 group.rule = rule
 
-    def _new_group(self, part: torch.Tensor, storage: torch.UntypedStorage) -> _Group | None:
-        try:
-            if type(part) is torch.Tensor:
-                storage.data_ptr()
-        except RuntimeError:  # the zero tensors of forward mode have no memory
+    def _group_of(self, part: torch.Tensor) -> _Group | None:
+        """Return the group of the storage of ``part``; None if it is of a kind that cannot leave the device."""
+        is_fake = type(part) is FakeTensor  # in a plan's steps
+        if part.layout is not torch.strided or not (is_fake or type(part) is torch.Tensor):
             return None
-        group = self._groups[storage._cdata] = _Group(part, storage)
+        if not is_fake and (part.is_quantized or part.is_inference()):
+            return None
+        storage = part.untyped_storage()
+        group = self._groups.get(storage._cdata)
+        if group is None:
+            try:
+                if not is_fake:
+                    storage.data_ptr()
+            except RuntimeError:  # the zero tensors of forward mode have no memory
+                return None
+            group = self._groups[storage._cdata] = _Group(part, storage)
         return group
 
     def start(self, call: CallNode, *, held: str) -> None:
@@ -148,7 +151,7 @@ class Offloading:
         for group in self._groups.values():
             if group.rule is None:
                 continue
-            figures, size = self._figures(group.rule), group.storage.nbytes()
+            figures, size = self.figures[group.rule], group.storage.nbytes()
             transfers = self._transfers.of(group.one.device)
             if held:
                 figures.hold(held, size)
@@ -174,12 +177,6 @@ class Offloading:
                     saved.exchange(OuterPacked(_place_of(tensor), read))
                     saved.watched = None
 
-    def _figures(self, rule: int) -> OffloadUse:
-        figures = self.figures.get(rule)
-        if figures is None:
-            figures = self.figures[rule] = OffloadUse()
-        return figures
-
 
 def _uses(storage: torch.UntypedStorage) -> int:
     """Return how many hold ``storage``."""
@@ -198,9 +195,8 @@ def _uses_if_alone() -> int | None:
     return uses
 
 
-# What a held tensor is exchanged for: dtype, offset, shape, strides, whether it is conjugated and negated lazily, and
-# how it is distributed.
-_Place = tuple[torch.dtype, int, torch.Size, tuple[int, ...], bool, bool, Any]
+# What a held tensor is exchanged for: dtype, offset, shape, strides, lazy bits, and how it is distributed.
+_Place = tuple[torch.dtype, int, torch.Size, tuple[int, ...], int, Any]
 
 
 def _place_of(tensor: torch.Tensor) -> _Place:
@@ -208,36 +204,30 @@ def _place_of(tensor: torch.Tensor) -> _Place:
     part, distribution = tensor, None
     if type(tensor) is not torch.Tensor:
         part, distribution = local_of(tensor), distribution_of(tensor)
-    offset = int(part.storage_offset())
-    return part.dtype, offset, part.shape, part.stride(), part.is_conj(), part.is_neg(), distribution
+    return part.dtype, *place_of(part), lazy_bits(part), distribution
 
 
 def _read(copy: HostCopy, place: _Place) -> torch.Tensor:
     """Return the tensor in the bytes of ``copy`` on the device; no mode sees how it is made."""
-    dtype, offset, shape, stride, conjugate, negative, distribution = place
+    dtype, offset, shape, stride, bits, distribution = place
     flat = copy.transfers.look(copy)
-    found = _in_storage(flat.untyped_storage(), flat, dtype, offset, shape, stride)
-    if conjugate or negative:
-        guard = UnseenByModes() if UnseenByModes is not None else None
-        try:
-            found = found.conj() if conjugate else found
-            found = neg_view(found) if negative else found
-        finally:
-            del guard
+    found = _in_storage(flat.untyped_storage(), flat, dtype, (offset, shape, stride), bits)
     return found if distribution is None else distributed_again(found, distribution)
 
 
-def _in_storage(storage: torch.UntypedStorage, like: torch.Tensor, dtype: torch.dtype, *place: Any) -> torch.Tensor:
+def _in_storage(
+    storage: torch.UntypedStorage, like: torch.Tensor, dtype: torch.dtype, place: Place | tuple[()] = (), bits: int = 0
+) -> torch.Tensor:
     """Return a new tensor in ``storage``, which is that of ``like``, made unseen by any mode.
 
-    ``place``: offset, shape and strides; without them, all of the storage. Without data if ``like`` has none.
+    Without a ``place`` it is all of the storage. ``bits``: its lazy bits. Without data if ``like`` has none.
     """
     guard = UnseenByModes() if UnseenByModes is not None else None
     try:
         if type(like) is torch.Tensor:
-            return torch.empty(0, dtype=dtype, device=like.device).set_(storage, *place)
+            return with_lazy_bits(torch.empty(0, dtype=dtype, device=like.device).set_(storage, *place), bits)
         assert isinstance(like, FakeTensor)
         made = torch.empty(0, dtype=dtype, device="meta").set_(storage, *place)
-        return FakeTensor(like.fake_mode, made, like.device)
+        return with_lazy_bits(FakeTensor(like.fake_mode, made, like.device), bits)
     finally:
         del guard

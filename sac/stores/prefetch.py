@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from sac.stores.stalls import Stalls
-from sac.torch_private import NO_TASK, current_graph_task_id, gather_into, when_backward_ends, will_execute_node
+from sac.torch_private import NO_TASK, ending_task, gather_into, when_backward_ends, will_execute_node
 
 # Note [Prefetched gathers]
 #
@@ -121,7 +121,7 @@ class CallNode:
 
     def upcoming(self) -> Iterator[CallNode]:
         """Yield the calls that the running backward reaches next, nearest first; none outside of a backward."""
-        if current_graph_task_id() == NO_TASK or will_execute_node is None:
+        if ending_task() == NO_TASK or will_execute_node is None:
             return
         waiting: deque[CallNode] = deque([self])
         seen = {id(self)}
@@ -135,7 +135,7 @@ class CallNode:
     def start_before(self, count: int) -> None:
         """Start the gathers of up to ``count`` calls that backward reaches next."""
         for call in islice(self.upcoming(), count):
-            call._start(current_graph_task_id())
+            call._start(ending_task())
 
     def _needed_before(self) -> list[CallNode]:
         assert will_execute_node is not None
@@ -146,8 +146,7 @@ class CallNode:
         for reference in self._shares:
             share = reference()
             if share is not None and share.fetched_in != task and share.start():
-                when_over = when_backward_ends
-                when_over(partial(_let_go, reference, task))
+                when_backward_ends(partial(_let_go, reference, task))
 
 
 def _let_go(reference: weakref.ref[Gatherable], task: int) -> None:

@@ -15,6 +15,7 @@ from sac.tensors import (
     copy_of,
     detached,
     is_plain,
+    last_offset,
     layout_key,
     placed_on,
     shares_storage,
@@ -57,8 +58,8 @@ class Compacted:
         """Return the tensor in its layout; if it is plain, unseen by any mode."""
         flat = fetch(self.flat)
         # A fake tensor needs its mode, and a DTensor its class.
-        is_plain = type(flat) is torch.Tensor and self.layout.distributed is None
-        guard = UnseenByModes() if UnseenByModes is not None and is_plain else None
+        is_unseen = type(flat) is torch.Tensor and self.layout.distributed is None
+        guard = UnseenByModes() if UnseenByModes is not None and is_unseen else None
         try:
             with torch.no_grad():
                 restored = self.layout.restore(flat)
@@ -148,8 +149,8 @@ class SavedResult(SavedTensor):
 
     __slots__ = ("value", "version", "watched", "written")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.value = detached(tensor)
+    def __init__(self, tensor: torch.Tensor, *, has_graph: bool = True) -> None:
+        self.value = detached(tensor) if has_graph else tensor
         self.watched = None
         self.written = False
 
@@ -232,12 +233,19 @@ def compact(saved: Iterable[SavedTensor]) -> None:
         if isinstance(one.value, torch.Tensor) and not one.written:
             groups[next(iter(one.sizes()))].append(one)
     for group in groups.values():
+        if any(_fills_storage(one.value) for one in group):
+            continue
         views: dict[Any, Any] = {_view_of(one.value): one.value for one in group}
         size = sum(view.numel() * view.element_size() for view in views.values())
         if size < max(map(storage_bytes, views.values())) and not any(one.was_changed for one in group):
             copies = {view: _compacted(tensor) for view, tensor in views.items()}
             for one in group:
                 one.value, one.watched = copies[_view_of(one.value)], None
+
+
+def _fills_storage(tensor: Any) -> bool:
+    """Return whether a tensor is certainly no small part of its storage."""
+    return type(tensor) is torch.Tensor and tensor.numel() * tensor.element_size() >= storage_bytes(tensor)
 
 
 @torch.no_grad()
@@ -249,8 +257,8 @@ def _compacted(tensor: torch.Tensor) -> Any:
         return Compacted(flat, layout) if layout.has_gaps else layout.restore(flat)
     if not is_plain(tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor.clone(memory_format=torch.preserve_format)  # a subclass has a layout of its own
-    steps = zip(tensor.shape, tensor.stride(), strict=True)  # its elements overlap: copy all from the first to the last
-    whole = detached(tensor).as_strided((1 + sum((size - 1) * step for size, step in steps),), (1,))
+    # Its elements overlap: copy all from the first to the last.
+    whole = detached(tensor).as_strided((1 + last_offset(tensor.shape, tensor.stride()),), (1,))
     return _compacted(whole).as_strided(tensor.shape, tensor.stride())
 
 

@@ -31,7 +31,7 @@ def group_problem(group: Any, where: str) -> list[Problem]:
     if group is None:
         fix = "pass tp_group=, the group whose ranks all have this input"
         return [
-            Problem(where, "inputs are to be scattered, and there is no group to scatter them over", LEGAL, fix=fix)
+            Problem(where, "inputs are to be scattered, but there is no group to scatter them over", LEGAL, fix=fix)
         ]
     if not (dist.is_available() and dist.is_initialized()):
         fix = "call torch.distributed.init_process_group first"
@@ -107,7 +107,7 @@ def named_group(name: str | None) -> Any:
 def _not_unpickled(name: str | None, found: str) -> Problem:
     group = "the default group" if name is None else f'the process group "{name}"'
     fix = "make the same groups in the same order before loading, or pickle the model without sac (sac.remove)"
-    return Problem("tp_group", f"what is loaded was scattered over {group}, and {found}", fix=fix)
+    return Problem("tp_group", f"what is loaded scatters its inputs over {group}, and {found}", fix=fix)
 
 
 def reaches(group: Any, device: torch.device) -> bool:
@@ -154,7 +154,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: to
 def check_replicated(flat: torch.Tensor, argument: ArgumentInfo, group: Any) -> None:
     """Raise ``RegionError`` on every rank of ``group`` if shape, strides, dtype or bits differ between its ranks."""
     layout = argument.layout
-    described = repr((tuple(layout.shape), layout.stride, layout.conjugate, layout.negative, str(flat.dtype)))
+    described = repr((tuple(layout.shape), layout.stride, layout.bits, str(flat.dtype)))
     digest = hashlib.blake2b(described.encode(), digest_size=7).digest()
     total = bit_checksum(flat)
     low, high = total & 0xFFFFFFFF, (total >> 32) & 0xFFFFFFFF  # halves, so that negating cannot overflow an int64
@@ -168,7 +168,7 @@ def check_replicated(flat: torch.Tensor, argument: ArgumentInfo, group: Any) -> 
     raise RegionError(
         Problem(
             argument.name(),
-            f"its {what} are not the same on all {group.size()} ranks of the group that it is to be scattered over "
+            f"its {what} differ between the {group.size()} ranks of the group that it is to be scattered over "
             "(is it split between them, as in sequence parallelism?)",
             fix="scatter what all ranks have whole: choose by `keep`, or keep the inputs of this region whole",
         )
@@ -205,17 +205,17 @@ def bit_checksum(flat: torch.Tensor) -> torch.Tensor:
 # times); for them, the first `COMPARED_CALLS` tensors over each group are compared. All ranks have to compare in the
 # same calls.
 
-Place = tuple[Any, str, int]  # process group, path of the region, position of the argument
+ArgumentKey = tuple[Any, str, int]  # process group, path of the region, position of the argument
 COMPARED_CALLS = 256
 
 
 class VerifiedOnce(Protocol):
     """The places whose tensors need no further comparison."""
 
-    def __contains__(self, position: Place, /) -> bool:
+    def __contains__(self, position: ArgumentKey, /) -> bool:
         """Return whether tensors from ``position`` need no further comparison."""
 
-    def add(self, position: Place, /) -> None:
+    def add(self, position: ArgumentKey, /) -> None:
         """Record that a tensor from ``position`` has been compared, or would have been."""
 
 
@@ -225,11 +225,11 @@ class FirstCalls:
     def __init__(self) -> None:
         self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-    def __contains__(self, position: Place) -> bool:
+    def __contains__(self, position: ArgumentKey) -> bool:
         """See ``VerifiedOnce``."""
         return self._counts.get(position[0], 0) >= COMPARED_CALLS
 
-    def add(self, position: Place) -> None:
+    def add(self, position: ArgumentKey) -> None:
         """See ``VerifiedOnce``."""
         self._counts[position[0]] = self._counts.get(position[0], 0) + 1
 

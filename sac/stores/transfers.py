@@ -21,7 +21,7 @@ from sac.policy.read import bytes_text
 from sac.stores.host_limit import default_limit
 from sac.stores.prefetch import CallNode
 from sac.stores.stalls import timed_events
-from sac.torch_private import NO_TASK, current_graph_task_id, when_backward_ends
+from sac.torch_private import NO_TASK, ending_task, when_backward_ends
 
 # Note [Transfers]
 #
@@ -360,10 +360,6 @@ class HostCopy:
         self.task = NO_TASK - 1
         self.tally: Tally | None = None
 
-    def look(self) -> torch.Tensor:
-        """Return the bytes on the device, which others read too; they stay there until the running backward ends."""
-        return self.transfers.look(self)
-
     def take(self) -> torch.Tensor:
         """Return the bytes in new memory on the device, which is the caller's to write to."""
         return self.transfers.take(self)
@@ -402,7 +398,9 @@ class Transfers:
         self._new_event = timed_events(module)  # Note [Stalls]
         share = limits.host if isinstance(limits.host, float) else None
         most = int(limits.host) if share is None else default_limit(share)
-        self._latest: dict[str, Any] = {}  # the last events of both streams: after them, no copy is running
+        self._latest: dict[
+            int, Any
+        ] = {}  # the last events of both streams, by their ids: after them, no copy is running
         self.pool = HostPool(self.host_memory, most, latest=lambda: (*self._latest.values(),))
         self._is_full = False
         self._lock = threading.RLock()
@@ -414,12 +412,11 @@ class Transfers:
         """Return uninitialised host memory of ``size`` bytes, of the kind that is fast to copy."""
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.is_async)
 
-    def copy_down(self, copy: HostCopy) -> None:
-        """Copy the source to the host, on the current stream."""
-        assert copy.source is not None
+    def copy_down(self, copy: HostCopy, source: torch.Tensor) -> None:
+        """Copy ``source`` to the host, on the current stream."""
         pieces = copy.buffer.pieces(copy.size)
         for piece, begin, end in pieces:
-            piece.copy_(copy.source if len(pieces) == 1 else copy.source[begin:end], non_blocking=self.is_async)
+            piece.copy_(source if len(pieces) == 1 else source[begin:end], non_blocking=self.is_async)
 
     def new_target(self, copy: HostCopy) -> torch.Tensor:
         """Return memory of the device for the bytes of ``copy``."""
@@ -432,7 +429,7 @@ class Transfers:
             (target if len(pieces) == 1 else target[begin:end]).copy_(piece, non_blocking=self.is_async)
 
     def put(self, sources: Sequence[torch.Tensor], call: CallNode | None = None) -> list[HostCopy | None]:
-        """Start to copy ``sources``, which nobody else holds, down; free the oldest sources over the limit.
+        """Start to copy ``sources``, which nothing else holds, down; free the oldest sources over the limit.
 
         ``call`` is the region call that reads them in backward. None stands for a source for which the host has no
         room.
@@ -499,7 +496,8 @@ class Transfers:
             raise RegionError(
                 Problem(
                     "offload",
-                    "a CUDA graph is being captured, and its replays would not go through sac's pool of host memory",
+                    "offloading cannot be captured in a CUDA graph: its replays would not use sac's pool of host "
+                    "memory",
                     fix="capture no region that offloads or has store host; save or recompute instead",
                 )
             )
@@ -508,41 +506,50 @@ class Transfers:
         if not copies:
             return
         self._refuse_capture()
-        home = self.current()
-        self._down.wait_stream(home)
-        for used in _last_uses(copies):
-            self._down.wait_event(used)
-        with self._module.stream(self._down):
-            for copy in copies:
-                self.copy_down(copy)
-            event = self._down.record_event()
-        done, used = Done(event), (event,)
+        home, done = self.current(), self._run(self._down, self.copy_down, copies, [copy.source for copy in copies])
         for copy in copies:
-            copy.home, copy.down, copy.buffer.used = home, done, used
-        self._latest["down"] = event
+            copy.home, copy.down = home, done
+
+    def _run(
+        self,
+        stream: Any,
+        run: Callable[[HostCopy, torch.Tensor], None],
+        copies: Sequence[HostCopy],
+        on_device: Sequence[Any],
+    ) -> Done:
+        """Let ``stream`` copy between host memory and tensors ``on_device``, which the current stream has made."""
+        stream.wait_stream(self.current())
+        for used in _last_uses(copies):
+            stream.wait_event(used)
+        with self._module.stream(stream):
+            for copy, tensor in zip(copies, on_device, strict=True):
+                run(copy, tensor)
+            event = stream.record_event()
+        self._latest[id(stream)] = event
+        used = (event,)
+        for copy in copies:
+            copy.buffer.used = used
+        return Done(event)
 
     def settle(self, copy: HostCopy) -> None:
         """See ``HostCopy.settle``.
 
         Takes no lock: as long as the source is there, only the call that has put it uses the copy.
         """
-        current = self.current()
         if copy.source is not None:
-            if current != copy.home and copy.down is not None:
-                self._wait(copy, current, copy.down)
+            self._wait(copy, self.current(), copy.down)
             self._free_source(copy)
 
     def look(self, copy: HostCopy) -> torch.Tensor:
-        """See ``HostCopy.look``."""
+        """Return the bytes on the device, which others read too; they stay there until the running backward ends."""
         with self._lock:
-            task, current = current_graph_task_id(), self.current()
+            task, current = ending_task(), self.current()
             found, home = copy.source, copy.home
             if found is None:
                 if copy.target is None:
                     self._bring_up(self._siblings(copy, task), task)
-                found, home, done = copy.target, copy.target_home, copy.up
-                if done is not None and current not in done.known:
-                    self._wait(copy, current, done)
+                found, home = copy.target, copy.target_home
+                self._wait(copy, current, copy.up)
             assert found is not None
             if current != home and current not in copy.readers:
                 copy.readers = *copy.readers, current
@@ -557,20 +564,17 @@ class Transfers:
                     self.look_ahead(copy.call)
             elif task == NO_TASK:  # no end at which the target could be freed
                 self._free_target(copy)
-            if when_backward_ends is None:
-                self._free_target(copy)
             return found
 
     def take(self, copy: HostCopy) -> torch.Tensor:
         """See ``HostCopy.take``."""
         with self._lock:
-            task, current = current_graph_task_id(), self.current()
+            task, current = ending_task(), self.current()
             if copy.target is not None and current != copy.target_home:
                 self._free_target(copy)  # the caller's memory has to belong to its stream
             if copy.target is None:
                 self._bring_up(self._siblings(copy, task), task)
-            if copy.up is not None and current not in copy.up.known:
-                self._wait(copy, current, copy.up)
+            self._wait(copy, current, copy.up)
             if copy.tally is not None:
                 copy.tally.leave(copy)
             found, copy.target, copy.task = copy.target, None, task
@@ -591,8 +595,8 @@ class Transfers:
 
     def look_ahead(self, call: CallNode) -> None:
         """Backward has come to ``call``: bring up what it reads next, within the limit; once in each backward."""
-        task = current_graph_task_id()
-        if task == NO_TASK or when_backward_ends is None:
+        task = ending_task()
+        if task == NO_TASK:
             return
         with self._lock:
             if call.looked_ahead_in == (self, task):
@@ -607,9 +611,7 @@ class Transfers:
                 batch = []
                 for reference in reversed(upcoming.copies):
                     copy = reference()
-                    if copy is None or copy.source is not None or copy.target is not None or copy.task == task:
-                        continue
-                    if copy.transfers is not self:
+                    if copy is None or not self._is_away(copy) or copy.task == task:
                         continue
                     room -= copy.size
                     if room < 0:
@@ -633,34 +635,26 @@ class Transfers:
     def _siblings(self, copy: HostCopy, task: int) -> list[HostCopy]:
         """Return ``copy`` and, in a backward, those others of its region call that have to come up too."""
         found = [copy]
-        if copy.call is not None and task != NO_TASK and when_backward_ends is not None:  # so they are freed again
+        if copy.call is not None and task != NO_TASK:  # so they are freed again
             for reference in copy.call.copies:
                 one = reference()
-                if one is None or one is copy or one.source is not None or one.target is not None:
-                    continue
-                if one.transfers is self:
+                if one is not None and one is not copy and self._is_away(one):
                     found.append(one)
         return found
+
+    def _is_away(self, copy: HostCopy) -> bool:
+        """Return whether the bytes of ``copy`` are in host memory alone, and these transfers bring them up."""
+        return copy.source is None and copy.target is None and copy.transfers is self
 
     def _bring_up(self, copies: Sequence[HostCopy], task: int) -> None:
         if not copies:
             return
-        home = self.current()
-        targets = [self.new_target(copy) for copy in copies]
-        self._up.wait_stream(home)
-        for used in _last_uses(copies):
-            self._up.wait_event(used)
-        with self._module.stream(self._up):
-            for copy, target in zip(copies, targets, strict=True):
-                self.copy_up(copy, target)
-            event = self._up.record_event()
-        done, used = Done(event), (event,)
+        home, targets = self.current(), [self.new_target(copy) for copy in copies]
+        done = self._run(self._up, self.copy_up, copies, targets)
         for copy, target in zip(copies, targets, strict=True):
-            copy.target, copy.target_home, copy.up, copy.buffer.used = target, home, done, used
-        self._latest["up"] = event
-        if task != NO_TASK and when_backward_ends is not None:
-            register = when_backward_ends
-            register(partial(_free_targets, [weakref.ref(copy) for copy in copies]))
+            copy.target, copy.target_home, copy.up = target, home, done
+        if task != NO_TASK:
+            when_backward_ends(partial(_free_targets, [weakref.ref(copy) for copy in copies]))
 
     def _free_source(self, copy: HostCopy) -> None:
         if copy.source is not None:
@@ -674,16 +668,17 @@ class Transfers:
 
     def _release(self, copy: HostCopy, home: Any, done: Done | None) -> None:
         """Let the stream ``home``, whose memory is about to be freed, wait for a copy and for other streams' reads."""
-        if done is not None and home not in done.known:
-            self._wait(copy, home, done)
+        self._wait(copy, home, done)
         for reader in copy.readers:
             if reader != home:
                 home.wait_stream(reader)
         if copy.tally is not None:
             copy.tally.leave(copy)
 
-    def _wait(self, copy: HostCopy, stream: Any, done: Done) -> None:
-        """Let ``stream``, which does not know of ``done``, wait for ``copy``; see Note [Stalls]."""
+    def _wait(self, copy: HostCopy, stream: Any, done: Done | None) -> None:
+        """Let ``stream`` wait for ``copy``, unless it knows that it is ``done``; see Note [Stalls]."""
+        if done is None or stream in done.known:
+            return
         if self._new_event is None or copy.call is None:
             stream.wait_event(done.event)
         else:

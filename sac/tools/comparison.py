@@ -26,7 +26,7 @@ from sac.memory_timeline import MemoryTimeline, mark, measure_memory
 from sac.ops.flops import added_formulas
 from sac.planner.live_bytes import KernelWorkspace, ledgers_of
 from sac.planner.peak import OPTIMIZER, UNSEEN, AliveRow, PeakBreakdown, with_more
-from sac.planner.search import explained_step
+from sac.planner.planner import explained_step
 from sac.policy.model import Policy
 from sac.policy.read import bytes_text
 from sac.recompute.op_trace import OpTraceRow

@@ -12,7 +12,7 @@ from sac.errors import ConfigError, Problem
 from sac.extras import import_extra
 from sac.planner.peak import CATEGORIES, PeakBreakdown
 from sac.planner.plan_file import Plan
-from sac.planner.search import Point
+from sac.planner.planner import Point
 from sac.policy.read import bytes_text
 from sac.tables import seconds_text
 from sac.tools.comparison import Comparison, ModeResult

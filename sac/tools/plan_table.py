@@ -24,9 +24,9 @@ from sac.planner.link_rates import link_of
 from sac.planner.parallel import Experts, Stage, parallelized, ranks_of, sent, stage_of
 from sac.planner.plan_file import Plan, explained, make_plan, refuse_with_link, with_step_seconds
 from sac.planner.plan_view import heading_of, heading_of_sizes, notes_of, table_of
+from sac.planner.planner import Point, Progress
 from sac.planner.planning import needs_lowering, planned
 from sac.planner.prepare import prepare
-from sac.planner.search import Point, Progress
 from sac.planner.sharding import fake_ranks
 from sac.planner.simplify import read_share, simplified
 from sac.planner.sizes import PlannedSizes, notes_of_sizes, plan_sizes, refuse_share, table_of_sizes
@@ -361,7 +361,7 @@ def _of_experts(request: PlanRequest, ranks: int) -> list[Problem]:
         fix = "give the most that one gets in a step, from all ranks: batch * seq * experts per token * ranks / experts"
         problems.append(Problem("--tokens-per-expert", found, "1, 2, 3, …", fix=f"{fix}, if all get the same"))
     if request.tp is not None:
-        found = "experts and layers are both to be divided, which is not covered"
+        found = "a plan cannot divide both experts and layers"
         problems.append(Problem("--ep", found, "--ep with --fsdp and --pp", fix="plan with one of --ep and --tp"))
     if request.fsdp not in (None, ranks):
         found = f"{request.fsdp} ranks shard the model, so that experts are sharded inside of its blocks"
@@ -379,14 +379,14 @@ def _check_counts(request: PlanRequest) -> None:
     if request.tp is not None and request.tp < 2:
         problems.append(Problem("--tp", f"{request.tp!r} ranks to divide the layers over", "2, 3, 4, …"))
     if request.sp and request.tp is None:
-        found = "the sequence is divided over the ranks of tensor parallelism, and there are none"
+        found = "it divides the sequence over the ranks of --tp, which is not given"
         problems.append(Problem("--sp", found, fix="give --tp too"))
     if request.ep is not None and request.ep < 2:
         problems.append(Problem("--ep", f"{request.ep!r} ranks to divide the experts over", "2, 3, 4, …"))
     elif request.ep is not None:
         problems += _of_experts(request, request.ep)
     elif request.tokens_per_expert is not None:
-        found = "experts are not divided over ranks, and get what the router sends them"
+        found = "it applies to experts that are divided over ranks, and --ep is not given"
         problems.append(Problem("--tokens-per-expert", found, fix="give --ep too"))
     try:
         request.stage  # noqa: B018 (reading it checks it)

@@ -148,7 +148,7 @@ def test_training(given: list[str], text: str, capsys: pytest.CaptureFixture[str
         (["--fsdp", "1"], "ranks: 1 ranks to shard over\n    legal: 2, 3, 4, …"),
         (["--fsdp", "2", "--real"], "--fsdp: ranks that do not exist cannot send data\n    fix: leave --real out"),
         (["--tp", "1"], "--tp: 1 ranks to divide the layers over\n    legal: 2, 3, 4, …"),
-        (["--sp"], "--sp: the sequence is divided over the ranks of tensor parallelism, and there are"),
+        (["--sp"], "--sp: it divides the sequence over the ranks of --tp, which is not given"),
         (["--ep", "1"], "--ep: 1 ranks to divide the experts over\n    legal: 2, 3, 4, …"),
         (
             ["--ep", "8"],
@@ -158,12 +158,12 @@ def test_training(given: list[str], text: str, capsys: pytest.CaptureFixture[str
         ),
         (
             ["--tokens-per-expert", "8"],
-            "--tokens-per-expert: experts are not divided over ranks, and get what the router sends them\n"
+            "--tokens-per-expert: it applies to experts that are divided over ranks, and --ep is not given\n"
             "    fix: give --ep too",
         ),
         (
             ["--ep", "8", "--tp", "2", "--tokens-per-expert", "8"],
-            "--ep: experts and layers are both to be divided, which is not covered\n    legal: --ep with --fsdp and "
+            "--ep: a plan cannot divide both experts and layers\n    legal: --ep with --fsdp and "
             "--pp\n    fix: plan with one of --ep and --tp",
         ),
         (

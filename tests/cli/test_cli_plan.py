@@ -14,11 +14,12 @@ import torch
 import sac
 from sac.planner import link_rates, link_search
 from sac.planner.budget import LEGAL_BUDGET
+from sac.planner.by_hand import ATTENTION_ALTERNATE, ATTENTION_MATMULS, SELECTIVE
 from sac.planner.cost import load_calibration
 from sac.planner.devices import DEVICES
 from sac.planner.fakes import fake_build, fake_mode
 from sac.planner.offloading import EVERYTHING, FULL_ON_HOST
-from sac.planner.write_policy import ATTENTION_ALTERNATE, ATTENTION_MATMULS, EVERY_SECOND_LAYER, SELECTIVE
+from sac.planner.write_policy import EVERY_SECOND_LAYER
 from sac.tools.cli import main
 from sac.tools.models import Scale, load_model
 from tests.unit.planner.plan_models import stack
@@ -302,7 +303,7 @@ def test_inputs_of_the_wrong_shape(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_forward_that_needs_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, "looks", "--budget", "50%") == (
-        "Looks: aten._local_scalar_dense.default needs the data of a tensor, and the plan is made on tensors without "
+        "Looks: aten._local_scalar_dense.default needs the data of a tensor, but a plan is made on tensors without "
         "data\n    fix: plan on real tensors: sac.plan(…, real=True), or --real"
     )
 

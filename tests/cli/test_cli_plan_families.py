@@ -99,7 +99,7 @@ def test_a_backward_that_needs_data_is_refused() -> None:
         with pytest.raises(PlanError) as error:
             run_backward(nn.Linear(1, 1), loss)
     assert str(error.value) == (
-        "Linear: aten.nonzero.default needs the data of a tensor, and the plan is made on tensors without data\n"
+        "Linear: aten.nonzero.default needs the data of a tensor, but a plan is made on tensors without data\n"
         "    fix: plan on real tensors: sac.plan(…, real=True), or --real"
     )
 

@@ -36,7 +36,7 @@ def test_an_argument_is_followed_under_other_names_and_into_other_files(script):
     walk = package.walk("sac.recompute.regions", "Region.run", "args")
     assert walk[0] == "sac.recompute.regions"
     assert {"sac.region.inputs", "sac.stores.store"} <= set(walk)  # RegionInputs(args, …), and its leaves from there
-    assert "sac.planner.search" not in walk
+    assert "sac.planner.planner" not in walk
     assert package.walk("sac.tensors", "describe", "tensor") == ["sac.tensors"]
 
 

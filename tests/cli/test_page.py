@@ -254,13 +254,20 @@ def test_a_page_that_cannot_be_written_is_refused_before_anything_runs(
 
 
 @pytest.fixture(scope="module")
-def opened(written: tuple[Path, Row], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     lacks = browsers.missing()
     if lacks:
         pytest.skip(lacks)
     with browsers.browser(tmp_path_factory.mktemp("browser")) as one:
-        one.open(written[0])
         yield one
+
+
+@pytest.fixture
+def opened(window: Browser, written: tuple[Path, Row]) -> Browser:
+    """The page as it is when it is opened, whatever other tests have done on it."""
+    window.console(), window.requests()  # those of other tests
+    window.open(written[0])
+    return window
 
 
 def text(page: Browser, selector: str) -> str:

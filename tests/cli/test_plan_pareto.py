@@ -1,4 +1,4 @@
-"""scripts/plan_pareto.py at toy size: no plan is slower than what stands beside it, and one that is is told of."""
+"""scripts/plan_pareto.py at toy size: no plan is slower than the baselines, and one that is slower is reported."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from tests.docs.messages import every_text, problem_texts
 from tests.docs.pages import text_of
 
 PAGE = "docs/troubleshooting.md"
-NOT_MET = {  # told of arguments, with what is legal beside them
+NOT_MET = {  # about arguments, with what is legal
     "… is not a torch.nn.Module",
     "… is not known",
     "… is not a part of a model",

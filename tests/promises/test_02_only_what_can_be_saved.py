@@ -14,7 +14,7 @@ from tests.support.training import assert_same_training, built
 
 
 def of_every_kind(block: FunctionBlock, x: Tensor) -> Tensor:
-    """Products beside writes, views, a constant, an empty tensor that is filled, and an op that returns no tensor."""
+    """Products among writes, views, a constant, an empty tensor that is filled, and an op that returns no tensor."""
     h = (x @ block.a).t()
     filled = torch.empty(h.shape).fill_(0.5)
     h = torch.add(h, filled).mul_(2.0)

@@ -1,4 +1,4 @@
-"""Safe beside in-place ops: a saved value that the region writes to later is served as it was saved."""
+"""Safe with in-place ops: a saved value that the region writes to later is served as it was saved."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from sac.errors import RegionError
 from tests.support.blocks import APPLY, FULL, FunctionBlock, Stack, alternate, install, policy, save, selective, square
 from tests.support.pairs import in_pairs
 from tests.support.training import assert_same_training, built
@@ -97,3 +99,29 @@ def test_a_saved_product_that_is_written_to_is_not_computed_again(body: Callable
     with FlopCounterMode(display=False) as backward:
         loss.backward()
     assert backward.get_total_flops() == 2 * forward.get_total_flops()
+
+
+@pytest.mark.parametrize("value", ["everything", "full"])
+def test_hooks_around_are_not_given_a_value_that_was_written_to(value: str) -> None:
+    """Without sac they copy it when autograd saves it; a region passes it to them when its forward is over."""
+
+    def body(block: FunctionBlock, x: Tensor) -> Tensor:
+        h = torch.tanh(x @ block.a)
+        y = h.sin()
+        if block.calls == 4:  # a call without a recorder in `full`, as the first calls need none
+            h.mul_(2)
+            with torch.no_grad():
+                block.b.mul_(0.9)
+        return x + y @ block.b + h
+
+    everything = {"schema": "sac/v1", "name": "everything", "default": "save", "rules": []}
+    model = install(Stack(FunctionBlock(body)), FULL if value == "full" else selective(everything))
+    for step in range(4):
+        x = torch.randn(4, 8, requires_grad=True)
+        with saved_tensors_hooks(torch.clone, lambda kept: kept):
+            loss = model(x).square().sum()
+        if step < 3:
+            loss.backward()
+            continue
+        with pytest.raises(RegionError, match=r"a tensor that backward needs \(.*\) was changed in place"):
+            loss.backward()

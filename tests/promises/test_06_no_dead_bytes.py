@@ -1,6 +1,6 @@
 """Bytes: nothing is kept that backward cannot read, and what is kept, saved-tensor hooks see.
 
-Bytes are counted by weak references to storages, beside and not through our own accounting.
+Bytes are counted by weak references to storages, not through sac's own accounting.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ class Dropped(Block):
 
 
 class Unregistered(Block):
-    """Reads a value in each call, and in every second one runs a layer of which nobody knows: it stands in a list."""
+    """Reads a value in each call, and in every second one runs a layer that is not registered: it stands in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -771,7 +771,7 @@ def test_global_tensor_that_the_loop_writes_to(way: str) -> None:
     assert_same(FromOutside, way, writing_outside)
 
 
-# State beside the modules
+# State outside the modules
 
 CALLS = [0]
 TURN = 0

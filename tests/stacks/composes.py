@@ -40,7 +40,7 @@ def assert_composes(stack: str, mode: str, **options: Any) -> None:
 
 
 def least_kept(of_ranks: list[Outcome]) -> int:
-    """The bytes that ranks with equal parts keep. What gloo's thread is the last to let go of, nobody sees freed."""
+    """The bytes that ranks with equal parts keep. What gloo's thread is the last to release is not seen to be freed."""
     return min(one.kept_bytes for one in of_ranks)
 
 

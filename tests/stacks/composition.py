@@ -84,7 +84,7 @@ def _buffers_freed_here() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _longer(owner: Any, name: str) -> Iterator[None]:
-    """Let a function of `owner` take longer, by as much as gloo's threads need to let go."""
+    """Let a function of `owner` take longer, by as much as gloo's threads need to release it."""
     function = getattr(owner, name)
 
     @functools.wraps(function)

@@ -117,7 +117,7 @@ MODULES: dict[str, Callable[[Any], lightning.LightningModule]] = {
     "callback and configure_model": lambda value: Configured(),
     "callback and fully_shard": lambda value: Sharded(),
 }
-"""The ways to put it on; the last three need a callback beside."""
+"""The ways to apply it; the last three also need a callback."""
 
 
 def _applied(module: Plain, value: Any) -> Plain:

@@ -1,4 +1,4 @@
-"""Stack by mode: whether gradients are those without us, and what a step runs, keeps and sends beside that."""
+"""Stack by mode: whether gradients are those without sac, and what else a step runs, keeps and sends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Cell:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing was recomputed and nothing let go: the mode was put on and did not work."""
+        """Whether nothing was recomputed and nothing released: the mode was applied and had no effect."""
         return self.flops is not None and self.kept is not None and self.flops <= 1 <= self.kept
 
 

@@ -132,7 +132,7 @@ def without_us(plain: tuple[str, ...]) -> Outcome:
 
 
 def compare(orders: Sequence[Sequence[str]], value: Any) -> dict[str, str]:
-    """What came of each order beside the same one without us: `works`, or what is wrong. To be run in ranks too."""
+    """What came of each order, against the same one without sac: `works`, or what is wrong. To be run in ranks too."""
     found = {}
     for order in orders:
         reference = without_us(tuple(name for name in order if name != APPLY))

@@ -1,4 +1,4 @@
-"""What is due of a mode in a model parallel stack, beside equal gradients: FLOPs and collectives to the number.
+"""What a mode owes in a model-parallel stack in addition to equal gradients: exact FLOPs and collectives.
 
 Kept bytes are compared by the rank that saw the fewest: now and then one of gloo's threads frees a buffer, which the
 profiler of the training thread does not see.

@@ -76,7 +76,7 @@ STACKS: tuple[Stack, ...] = (
 
 
 def trained(stack: Stack, mode: str, options: Mapping[str, Any] | None = None) -> list[Outcome]:
-    """Train in `mode` and return the outcome of each rank; `options` are given beside those of the stack."""
+    """Train in `mode` and return the outcome of each rank; `options` are given in addition to those of the stack."""
     given = {**stack.options, **(options or {})}
     if stack.world == 1:
         return [_train(stack.function, MODES[mode], given)]

@@ -1,7 +1,7 @@
 """Context parallel training: torch's `context_parallel`, with its ring attention around the CPU's kernel.
 
 torch 2.13 shards attention over the tokens for the fused kernels of accelerators only: on the CPU it raises that the
-kernel has no sharding strategy. All but the kernel is general, so the CPU's is registered here beside the others, and
+kernel has no sharding strategy. All but the kernel is general, so the CPU's is registered here with the others, and
 what runs is torch's own: the sharded buffers, the patched attention, the ring in forward and backward.
 """
 

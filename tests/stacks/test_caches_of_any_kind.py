@@ -1,4 +1,4 @@
-"""Caches that a model's own file defines: however they hold their state, and without a circle that nobody can free."""
+"""Caches that a model's own file defines: however they hold their state, and without leaking cycles."""
 
 from __future__ import annotations
 

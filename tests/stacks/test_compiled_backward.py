@@ -1,4 +1,4 @@
-"""Backward beside torch.compile: compiled autograd, donated buffers, graph breaks, a memory budget."""
+"""Backward with torch.compile: compiled autograd, donated buffers, graph breaks, a memory budget."""
 
 from __future__ import annotations
 
@@ -149,8 +149,8 @@ def test_a_memory_budget_is_told_and_has_no_say_unless_it_is_zero(budget: float,
     if not budget:
         wins = "at 0 it takes precedence: everything is recomputed, including what sac saves"
     assert {str(one.message) for one in caught if issubclass(one.category, SacWarning)} == {
-        f"torch._functorch.config.activation_memory_budget: it is {budget}, and sac.apply has been called on what is "
-        f"compiled; {wins}\n    fix: leave it at 1, or leave sac.apply out"
+        f"torch._functorch.config.activation_memory_budget: it is {budget} where regions of sac are compiled; "
+        f"{wins}\n    fix: leave it at 1, or leave sac.apply out"
     }
 
 

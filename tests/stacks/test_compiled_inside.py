@@ -72,8 +72,8 @@ def test_rules_that_miss_something_are_told(compile_it: Callable[..., None]) -> 
     with pytest.warns(SacWarning) as caught:
         ours, _ = training(compile_it, ATTENTION_AND_PRODUCTS, backend="aot_eager")
     assert [str(one.message) for one in caught if issubclass(one.category, SacWarning)] == [
-        "blocks.0 and 1 more regions: torch.compile was applied to something inside the region. That is one piece "
-        "here: what rules say of modules and ops inside does not reach it, and it is run again as a whole\n"
+        "blocks.0 and 1 more regions: torch.compile was applied to a part of the region, which sac sees as one "
+        "piece: rules do not apply to modules and ops inside of it, and it runs again as a whole\n"
         "    fix: compile the whole block or model instead, after sac.apply: block.compile() or torch.compile(model)"
     ]
     assert_same(expected, ours)
@@ -92,7 +92,10 @@ def inductor(**options: bool) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_wrong_order_with_rules_that_reach_nothing_is_an_error_with_the_reason() -> None:
-    with pytest.warns(SacWarning, match="torch.compile was applied to something inside"), pytest.raises(RegionError):
+    with (
+        pytest.warns(SacWarning, match="torch.compile was applied to a part of the region"),
+        pytest.raises(RegionError),
+    ):
         training(forwards, selective(policy(save("matmul")), strict=True), **inductor())
 
 

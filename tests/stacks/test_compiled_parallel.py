@@ -1,4 +1,4 @@
-"""torch.compile beside DDP and FSDP2, on two ranks: gradients, FLOPs, kept bytes and collectives of each mode.
+"""torch.compile with DDP and FSDP2, on two ranks: gradients, FLOPs, kept bytes and collectives of each mode.
 
 No order changes any of them, so each mode has another one.
 """

@@ -42,7 +42,7 @@ def ran(value: Any) -> Recorder:
 
 
 def test_products_in_4_bits_are_matmuls_to_a_policy() -> None:
-    """The last of a layer feeds a sum that nobody reads, so that full recomputation stops before it."""
+    """The last of a layer feeds a sum that nothing reads, so that full recomputation stops before it."""
     plain, full, selective = (ran(value).count(PRODUCT) for value in ("none", "full", "selective"))
     each = models.LAYERS * models.LINEARS
     assert (plain, full) == (each, 2 * each - models.LAYERS)

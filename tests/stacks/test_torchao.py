@@ -1,4 +1,4 @@
-"""sac.apply on models in low precision by torchao: float8, microscaling, int8, NF4; and beside its optimizers."""
+"""sac.apply on models in low precision by torchao: float8, microscaling, int8, NF4; and with its optimizers."""
 
 from __future__ import annotations
 

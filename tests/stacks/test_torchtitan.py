@@ -1,4 +1,4 @@
-"""sac as an activation checkpointing policy of torchtitan, beside torchtitan's own.
+"""sac as an activation checkpointing policy of torchtitan, next to torchtitan's own.
 
 What each runs and keeps (three layers; FLOPs of forward and backward, bytes kept at the end of forward):
 
@@ -8,7 +8,7 @@ What each runs and keeps (three layers; FLOPs of forward and backward, bytes kep
     sac full                          32,440,320   72,900   it stops as soon as backward has what it needs
     titan selective                   28,508,160  220,356   its list of ops has no attention of the CPU
     titan selective, with that op     28,114,944  246,468
-    sac, attention and 2nd matmuls    28,114,944  221,892   the last matmul, which nobody reads, is let go
+    sac, attention and 2nd matmuls    28,114,944  221,892   the last matmul, which nothing reads, is freed
     sac selective (llama)             27,328,512  247,236
 """
 

@@ -1,6 +1,6 @@
 """TRL: supervised fine-tuning and preference training give the same losses and weights as without us.
 
-TRL turns gradient checkpointing on by default: refused beside `sac.apply`, carried out by us after `take_over`.
+TRL turns gradient checkpointing on by default: refused together with `sac.apply`, carried out by sac after `take_over`.
 """
 
 from __future__ import annotations

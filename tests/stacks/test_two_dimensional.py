@@ -1,4 +1,4 @@
-"""Four ranks in two dimensions: FSDP2 beside tensor and sequence parallelism, and beside a pipeline."""
+"""Four ranks in two dimensions: FSDP2 with tensor and sequence parallelism, and with a pipeline."""
 
 from __future__ import annotations
 

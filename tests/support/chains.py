@@ -23,7 +23,7 @@ def dropping_chain(layers: int = 5) -> nn.Module:
 
 
 class Between(nn.Module):
-    """A model whose layers stand in a Sequential, with an embedding and a head beside it."""
+    """A model whose layers stand in a Sequential, with an embedding and a head around it."""
 
     def __init__(self, layers: int = 5) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Programs in which a region's output can be let go of until backward, each with its gradients."""
+"""Programs in which a region's output can be released until backward, each with its gradients."""
 
 from __future__ import annotations
 

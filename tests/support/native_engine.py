@@ -1,4 +1,4 @@
-"""The replay engine with the C++ library and without it: what must not differ, and what the library has recorded."""
+"""The engines with the C++ library and without it: what must not differ, and what the library has recorded."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import sac
-from sac.errors import SacWarning
+from sac.errors import RegionError, SacWarning
 from sac.memory_timeline import mark, measure_memory
 from sac.native.load import library, status
-from sac.recompute import regions
+from sac.recompute import regions, torch_checkpoint
 from sac.recompute.native_recorder import NativeReplayRecorder, _mode_type
-from sac.recompute.native_rerun import NativeRerunRecorder, _modes
-from tests.support.blocks import Stack, square
+from sac.recompute.native_rerun import NativeValueIds
+from sac.recompute.rerun import RecomputeMode, RerunState
+from tests.support.blocks import Stack, install, square
 from tests.support.recording import PRODUCTS
-from tests.support.replay_programs import applied
 from tests.support.training import Backward, assert_same, built, plain_backward, summed, train
 
 LIBRARY = library()  # before a test can change where libraries are looked for
@@ -39,7 +39,7 @@ def with_library(used: bool = True) -> Iterator[None]:
     def decided() -> Any:  # not a mock, which would keep each call
         return found
 
-    with mock.patch.object(regions, "library", decided):
+    with mock.patch.object(regions, "library", decided), mock.patch.object(torch_checkpoint, "library", decided):
         yield
 
 
@@ -63,8 +63,7 @@ def recorded() -> Iterator[Recorded]:
     seen = Recorded()
     end, mode = NativeReplayRecorder.end, _mode_type(LIBRARY)
     dispatch = mode.__torch_dispatch__
-    close, recompute = NativeRerunRecorder.close, _modes(LIBRARY).recompute
-    check = recompute.check
+    close, check = RerunState.close, RecomputeMode.check
 
     def noting_end(self: Any, *args: Any) -> None:
         seen.ops.append(self.tape.native.recorded)
@@ -76,16 +75,18 @@ def recorded() -> Iterator[Recorded]:
         return dispatch(self, func, types, args, kwargs)
 
     def noting_close(self: Any, *args: Any) -> bool:
-        seen.ops.append(self.native_ops)
+        if isinstance(self.value_ids, NativeValueIds):
+            seen.ops.append(self.value_ids.native.recorded)
         return close(self, *args)
 
     def noting_check(self: Any, reached: int) -> None:
-        seen.rerun.append(self.value_ids.native.recorded)
+        if isinstance(self.value_ids, NativeValueIds):
+            seen.rerun.append(self.value_ids.native.recorded)
         check(self, reached)
 
     with (
-        mock.patch.object(NativeRerunRecorder, "close", noting_close),
-        mock.patch.object(recompute, "check", noting_check),
+        mock.patch.object(RerunState, "close", noting_close),
+        mock.patch.object(RecomputeMode, "check", noting_check),
         mock.patch.object(NativeReplayRecorder, "end", noting_end),
         mock.patch.object(mode, "__torch_dispatch__", noting_dispatch),
     ):
@@ -128,12 +129,16 @@ def observe(
     value: Any,
     *,
     native: bool,
+    entry: str = "apply",
     steps: int = 3,
     make_input: Callable[[str], tuple[Tensor, ...]] = square,
     backward: Backward = plain_backward,
     **training: Any,
 ) -> Observed:
-    """Train for some steps, some more with a mode around backward, and once more to see what is kept."""
+    """Train for some steps, some more with a mode around backward, and once more to see what is kept.
+
+    ``entry``: how the config value is put on the model, see ``install``.
+    """
     sequences: list[list[str]] = []
     flops: list[int] = []
 
@@ -146,7 +151,7 @@ def observe(
 
     with with_library(native), recorded() as log, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = applied(build, value)
+        model = install(built(build), value, entry)
         training = {"make_input": make_input, **training}
         numbers = train(model, steps=steps, backward=backward, **training)
         report = sac.report(model).to_dict()
@@ -183,7 +188,7 @@ def assert_same_with_library(
     """
     ours, python = (observe(build, value, native=native, **training) for native in (True, False))
     assert_same(python.numbers, ours.numbers)
-    steps = training.pop("steps", 3)
+    steps, _ = training.pop("steps", 3), training.pop("entry", "")
     plain = train(built(build), steps=steps, **{"make_input": square, **training})
     assert_same(plain, {name: one for name, one in ours.numbers.items() if not name.startswith("seen")})
     assert ours.ops_in_backward == python.ops_in_backward
@@ -195,3 +200,18 @@ def assert_same_with_library(
     if ops is not None:
         assert ours.native.ops[-1] >= ops, ours.native
     return ours.native
+
+
+def error_of(make: Callable[[], nn.Module]) -> str:
+    """Return the error in backward of a model on 8 x 8 numbers, which is the same with the library and without it."""
+    said = []
+    for native in (True, False):
+        with with_library(native), recorded() as seen:
+            model = make()
+            for _ in range(2):  # the library takes part from the second call on
+                with pytest.raises(RegionError) as error:
+                    model(torch.randn(8, 8)).sum().backward()
+            said.append(str(error.value))
+        assert (sum(seen.ops) > 0) == native
+    assert said[0] == said[1]
+    return said[0]

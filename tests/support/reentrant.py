@@ -1,4 +1,4 @@
-"""Running programs as reentrant regions, beside the plain run and torch's own reentrant checkpoint."""
+"""Running programs as reentrant regions, next to the plain run and torch's own reentrant checkpoint."""
 
 from __future__ import annotations
 

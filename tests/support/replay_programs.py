@@ -53,12 +53,15 @@ def assert_replayed(build: Callable[[], Stack], value: Any, *, steps: int = 2, *
     assert python_runs(model) == steps * sum(isinstance(m, FunctionBlock) for m in model.modules())
 
 
-def assert_gave_way(build: Callable[[], Stack], value: Any, warning: str, *, steps: int = 2, **training: Any) -> None:
-    """All is as without us, this one warning is given, and each region's Python ran twice."""
+def assert_gave_way(
+    build: Callable[[], Stack], value: Any, warning: str, *, steps: int = 2, once_more: int = 0, **training: Any
+) -> None:
+    """All is as without us, this one warning is given, and each region's Python ran twice, and ``once_more`` times."""
     ours, model, said = _trained(build, value, steps=steps, **training)
     assert_same(train(built(build), steps=steps, **_with_square(training)), ours)
     assert said == [warning], said
-    assert python_runs(model) == 2 * steps * sum(isinstance(m, FunctionBlock) for m in model.modules())
+    expected = 2 * steps * sum(isinstance(m, FunctionBlock) for m in model.modules())
+    assert python_runs(model) == expected + once_more
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -81,7 +81,7 @@ def mlp(width: int, **kinds: Any) -> nn.Module:
 
 
 def bytes_held(recorder: Recorder, besides: Any = ()) -> int:
-    """Live bytes when they fall no more: gloo's own threads let go of what was sent a little later."""
+    """Live bytes when they no longer fall: gloo's own threads release what was sent a little later."""
     held = recorder.live_bytes(besides=besides)
     for _ in range(20):
         time.sleep(0.01)
@@ -90,7 +90,7 @@ def bytes_held(recorder: Recorder, besides: Any = ()) -> int:
 
 
 def bytes_left(recorder: Recorder, besides: Any = ()) -> int:
-    """Live bytes, as soon as gloo's own threads have let go of the gathers that are over."""
+    """Live bytes, as soon as gloo's own threads have released finished gathers."""
     for _ in range(200):
         left = recorder.live_bytes(besides=besides)
         if left == 0:

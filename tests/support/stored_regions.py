@@ -1,4 +1,4 @@
-"""Programs as regions with a store, beside the plain run: what differs."""
+"""Programs as regions with a store, and the plain run: what differs."""
 
 from __future__ import annotations
 
@@ -55,10 +55,6 @@ def compare(name: str, store: str, reentrant: bool, group: Any = None, **more: A
     return wrong
 
 
-def cases_for(store: str) -> list[str]:
-    """One buffer has slots of one size: what happens with others is told in test_contiguous."""
-    return [name for name in CASES if not does_not_fit("", store, name)]
-
-
 def does_not_fit(mode: str, store: str, name: str) -> bool:
+    """One buffer has slots of one size: what happens with others is told in test_contiguous."""
     return "contiguous" in store and name in SEVERAL_SIZES

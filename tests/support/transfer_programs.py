@@ -42,7 +42,7 @@ class Value:
             assert self.held is not None
             program.mine.append(self.held)  # who reads it on another stream has to see to its memory
             return self.held
-        return self.copy.take() if self.is_input else self.copy.look()
+        return self.copy.take() if self.is_input else self.copy.transfers.look(self.copy)
 
 
 class Piece(torch.autograd.Function):

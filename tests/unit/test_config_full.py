@@ -109,7 +109,7 @@ ILLEGAL: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "count without contiguous": (
         {"store": "host", "num_checkpoints": 4},
-        "num_checkpoints: it counts the slots of a contiguous store, and the store is another\n"
+        "num_checkpoints: it counts the slots of a contiguous store, but `store` is not contiguous\n"
         "    fix: choose store contiguous, or leave num_checkpoints out",
     ),
     "verify is a word": (

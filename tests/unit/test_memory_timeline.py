@@ -92,7 +92,7 @@ def test_kept_bytes_of_a_small_network_are_what_autograd_saves():
 
 
 def test_mark_outside_of_a_measurement_does_nothing():
-    mark("nobody listens")
+    mark("no listener")
     assert measure_memory(lambda: block(1)).marks == {}
 
 

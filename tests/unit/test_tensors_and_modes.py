@@ -127,7 +127,7 @@ def test_modes_are_not_compiled() -> None:
 
 
 class BreaksItsGraph(torch.nn.Module):
-    """A block in the middle of which Dynamo has to let go."""
+    """A block in the middle of which Dynamo has to break its graph."""
 
     def __init__(self, block: torch.nn.Module) -> None:
         super().__init__()

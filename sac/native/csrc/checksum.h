@@ -44,7 +44,7 @@ inline uint32_t crc_of(const unsigned char* data, size_t size) {
 inline int64_t checksum_of(const Tensor& tensor, bool in_order) {
   const TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (impl->key_set().has(c10::DispatchKey::Python) || tensor.layout() != at::kStrided || !tensor.is_cpu() ||
-      tensor.is_quantized() || tensor.is_conj() || tensor.is_neg() || !impl->has_storage())
+      tensor.is_quantized() || tensor.is_conj() || tensor.is_neg() || tensor._is_zerotensor() || !impl->has_storage())
     return -1;
   if (!tensor.is_contiguous() && (in_order || !tensor.is_non_overlapping_and_dense())) return -1;
   const size_t size = tensor.nbytes();

@@ -21,19 +21,31 @@ struct FrameHooks {
   PyObject* handle_type;
   PyObject* frame;
   PyObject* recorder;  // None if none sees the region's ops
+  // Inside torch.utils.checkpoint, otherwise nullptr: torch's two hooks, and the indices of what is kept.
+  PyObject* their_pack;
+  PyObject* their_unpack;
+  PyObject* places;
   // Without a recorder, until the forward is over: what autograd has saved, with its version at that time.
   std::vector<std::pair<Tensor, Py_ssize_t>>* packed;
+  unsigned long thread;  // the region's
 };
 
 inline PyObject* frame_hooks_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *handles = nullptr, *handle_type = nullptr, *frame = nullptr, *recorder = nullptr;
-  if (!PyArg_ParseTuple(args, "OOOO", &handles, &handle_type, &frame, &recorder)) return nullptr;
+  PyObject *their_pack = nullptr, *their_unpack = nullptr, *places = nullptr;
+  if (!PyArg_ParseTuple(args, "OOOO|OOO!", &handles, &handle_type, &frame, &recorder, &their_pack, &their_unpack,
+                        &PySet_Type, &places))
+    return nullptr;
   auto* self = reinterpret_cast<FrameHooks*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
   self->handles = reinterpret_cast<Handles*>(Py_NewRef(handles));
   self->handle_type = Py_NewRef(handle_type);
   self->frame = Py_NewRef(frame);
   self->recorder = Py_NewRef(recorder);
+  self->thread = PyThread_get_thread_ident();
+  self->their_pack = Py_XNewRef(their_pack);
+  self->their_unpack = Py_XNewRef(their_unpack);
+  self->places = Py_XNewRef(places);
   if (recorder == Py_None) self->packed = new std::vector<std::pair<Tensor, Py_ssize_t>>();
   return reinterpret_cast<PyObject*>(self);
 }
@@ -43,6 +55,9 @@ inline int frame_hooks_traverse(FrameHooks* self, visitproc visit, void* arg) {
   Py_VISIT(self->handle_type);
   Py_VISIT(self->frame);
   Py_VISIT(self->recorder);
+  Py_VISIT(self->their_pack);
+  Py_VISIT(self->their_unpack);
+  Py_VISIT(self->places);
   return 0;
 }
 
@@ -56,6 +71,9 @@ inline int frame_hooks_clear(FrameHooks* self) {
   Py_CLEAR(self->handle_type);
   Py_CLEAR(self->frame);
   Py_CLEAR(self->recorder);
+  Py_CLEAR(self->their_pack);
+  Py_CLEAR(self->their_unpack);
+  Py_CLEAR(self->places);
   return 0;
 }
 
@@ -89,24 +107,40 @@ inline void note_metadata(Handle* handle, PyObject* object, const Tensor& tensor
   handle->device = checked(PyObject_GetAttrString(object, "device"));
 }
 
+// Let the recorder look at what autograd saves. If this thread was forked inside of the region, which will raise, it may
+// not look into the tables of the region's own thread: the handle keeps the tensor.
+inline void record_packed(FrameHooks* self, PyObject* object, Handle* handle) {
+  if (self->thread != PyThread_get_thread_ident() && torch::autograd::get_current_graph_task_id() == -1) {
+    handle->is_kept = 1;
+    handle->value = Py_NewRef(object);
+  } else if (!pack_in_pass(self->recorder, object, handle)) {
+    Owned(checked(PyObject_CallMethod(self->recorder, "pack", "OO", object, handle)));
+  }
+}
+
 inline PyObject* frame_hooks_pack(FrameHooks* self, PyObject* object) {
   HANDLE_TH_ERRORS
   const Tensor tensor = tensor_from(object);
   THPObjectPtr made = add_handle(self->handles, self->handle_type);
   auto* handle = reinterpret_cast<Handle*>(made.get());
-  note_metadata(handle, object, tensor);
+  if (self->their_pack == nullptr) note_metadata(handle, object, tensor);
   if (self->packed != nullptr) {
     self->packed->emplace_back(tensor, tensor.is_inference() ? 0 : tensor._version());
     handle->storage = reinterpret_cast<unsigned long long>(storage_of(tensor.unsafeGetTensorImpl()));
   }
-  if (self->recorder != Py_None && !pack_in_pass(self->recorder, object, handle))
-    Owned(checked(PyObject_CallMethod(self->recorder, "pack", "OO", object, handle)));
+  if (self->recorder != Py_None) record_packed(self, object, handle);
+  if (self->their_pack == nullptr) return made.release();
+  if (!handle->is_kept) return PyObject_CallOneArg(self->their_pack, object);
+  Owned index(checked(PyLong_FromSsize_t(handle->index)));
+  if (PySet_Add(self->places, index.get()) < 0) return nullptr;
   return made.release();
   END_HANDLE_TH_ERRORS
 }
 
 inline PyObject* frame_hooks_unpack(FrameHooks* self, PyObject* object) {
   HANDLE_TH_ERRORS
+  if (self->their_unpack != nullptr && !PyObject_TypeCheck(object, HandleType))
+    return PyObject_CallOneArg(self->their_unpack, object);
   PyObject* value = read_handle(reinterpret_cast<Handle*>(object));
   return value != nullptr ? value : PyObject_CallMethod(self->frame, "_unpack", "O", object);
   END_HANDLE_TH_ERRORS
@@ -138,7 +172,7 @@ struct Progress {
   Handles* handles;
   PyObject* frame;
   PyObject* verify;
-  PyObject* since_op;
+  std::vector<Tensor>* since_op;  // what autograd has saved since the last op
   Py_ssize_t count;
   Py_ssize_t last_missing;
   Py_ssize_t task;
@@ -161,7 +195,7 @@ inline PyObject* progress_new(PyTypeObject* type, PyObject* args, PyObject* keyw
   if (self == nullptr) return nullptr;
   self->handles = reinterpret_cast<Handles*>(Py_NewRef(handles));
   self->frame = Py_NewRef(frame);
-  self->since_op = PyList_New(0);
+  self->since_op = new std::vector<Tensor>();
   self->last_missing = last_missing;
   self->task = task;
   self->checks = static_cast<char>(checks);
@@ -174,7 +208,6 @@ inline int progress_traverse(Progress* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(self->frame);
   Py_VISIT(self->verify);
-  Py_VISIT(self->since_op);
   return 0;
 }
 
@@ -182,7 +215,6 @@ inline int progress_clear(Progress* self) {
   Py_CLEAR(self->handles);
   Py_CLEAR(self->frame);
   Py_CLEAR(self->verify);
-  Py_CLEAR(self->since_op);
   return 0;
 }
 
@@ -190,6 +222,7 @@ inline void progress_dealloc(Progress* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
   progress_clear(self);
+  delete std::exchange(self->since_op, nullptr);
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -200,26 +233,51 @@ inline PyMemberDef progress_members[] = {
     {"early_stop", T_BOOL, offsetof(Progress, early_stop), READONLY, nullptr},
     {"frame", T_OBJECT, offsetof(Progress, frame), READONLY, nullptr},
     {"last_missing", T_PYSSIZET, offsetof(Progress, last_missing), READONLY, nullptr},
-    {"since_op", T_OBJECT, offsetof(Progress, since_op), 0, nullptr},
     {"verify", T_OBJECT, offsetof(Progress, verify), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 
-// Do what `RecomputeProgress.after_op` does; return false if Python has to.
-inline bool note_op(PyObject* progress) {
-  if (!PyObject_TypeCheck(progress, ProgressType)) return false;
-  PyObject* packed = reinterpret_cast<Progress*>(progress)->since_op;
-  if (PyList_GET_SIZE(packed) > 0 && PyList_SetSlice(packed, 0, PyList_GET_SIZE(packed), nullptr) < 0)
-    throw python_error();
-  return true;
+// Do what `RecomputeProgress.after_op` does. Freeing a tensor may run Python, and autograd then save more.
+inline void note_op(Progress& progress) {
+  if (progress.since_op->empty()) return;
+  std::vector<Tensor> freed;
+  freed.swap(*progress.since_op);
 }
 
-inline PyObject* detached(const Progress* self, PyObject* object, const Tensor& tensor) {
+inline bool is_done(const Progress& progress) { return progress.done; }
+
+inline PyObject* progress_after_op(Progress* self, PyObject*) {
+  note_op(*self);
+  Py_RETURN_NONE;
+}
+
+// What autograd has saved since the last op; with the answer it is forgotten.
+inline PyObject* progress_take_recent(Progress* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  std::vector<Tensor> recent;
+  recent.swap(*self->since_op);
+  Owned list(checked(PyList_New(0)));
+  for (const Tensor& tensor : recent) {
+    Owned wrapped(checked(THPVariable_Wrap(tensor)));
+    if (PyList_Append(list.get(), wrapped.get()) < 0) return nullptr;
+  }
+  return list.release();
+  END_HANDLE_TH_ERRORS
+}
+
+// The tensor without its graph; ``is_seen``: by the modes around.
+inline PyObject* detached(PyObject* object, const Tensor& tensor, bool is_seen) {
   if (!tensor.requires_grad()) return Py_NewRef(object);
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-  if (self->stop_in_pack || !(type == THPVariableClass || type == ParameterClass))
+  if (is_seen || !(type == THPVariableClass || type == ParameterClass))
     return checked(PyObject_CallMethod(object, "detach", nullptr));
   return without_graph(tensor);
+}
+
+// Let `RecomputeMode.verify` compare a tensor, where that is not done here.
+inline void compare(PyObject* verify, Py_ssize_t index, PyObject* object) {
+  if (verify != nullptr && verify != Py_None && !is_as_packed(verify, index, object))
+    Owned(checked(PyObject_CallFunction(verify, "nO", index, object)));
 }
 
 inline bool is_equal(PyObject* one, PyObject* other) {
@@ -250,7 +308,7 @@ inline bool has_metadata_of(const Handle* handle, PyObject* object, const Tensor
 // Do what `RecomputeProgress.pack` does; what is not usual is done by Python.
 inline PyObject* progress_pack(Progress* self, PyObject* object) {
   HANDLE_TH_ERRORS
-  THPObjectPtr saved(detached(self, object, THPVariable_Unpack(object)));
+  THPObjectPtr saved(detached(object, THPVariable_Unpack(object), self->stop_in_pack));
   if (!saved) return nullptr;
   const Tensor tensor = tensor_from(saved.get());
   const Py_ssize_t index = self->count++;
@@ -264,10 +322,9 @@ inline PyObject* progress_pack(Progress* self, PyObject* object) {
     if (self->checks && !has_metadata_of(handle, saved.get(), tensor))
       return PyObject_CallMethod(python, "refuse_other", "OO", alive.get(), saved.get());
     Py_XSETREF(handle->value, Py_NewRef(saved.get()));
-    if (self->verify != nullptr && self->verify != Py_None && !is_as_packed(self->verify, index, saved.get()))
-      Owned(checked(PyObject_CallFunction(self->verify, "nO", index, saved.get())));
+    compare(self->verify, index, saved.get());
   }
-  if (!self->stop_in_pack && PyList_Append(self->since_op, saved.get()) < 0) return nullptr;
+  if (!self->stop_in_pack) self->since_op->push_back(tensor);
   if (index >= self->last_missing) {
     self->done = 1;
     if (self->stop_in_pack && self->early_stop) return PyObject_CallMethod(python, "stop", nullptr);

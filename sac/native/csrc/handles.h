@@ -71,6 +71,34 @@ inline bool waits(const Handle* handle, Py_ssize_t task) {  // see `Handle.waits
   return !has_value && !handle->is_kept && (handle->task != task || task == -1);
 }
 
+// See `Handles.split`. A collection of garbage may drop some while Python's objects are made.
+inline PyObject* handles_split(Handles* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  Owned kept(checked(PyList_New(0))), missing(checked(PyList_New(0)));
+  for (size_t i = 0; i < self->list->size(); i++) {
+    Handle* handle = (*self->list)[i];
+    if (handle == nullptr) continue;
+    Owned added(handle->is_kept ? Py_NewRef(reinterpret_cast<PyObject*>(handle)) : PyLong_FromSize_t(i));
+    if (!added || PyList_Append(handle->is_kept ? kept.get() : missing.get(), added.get()) < 0) return nullptr;
+  }
+  return PyTuple_Pack(2, kept.get(), missing.get());
+  END_HANDLE_TH_ERRORS
+}
+
+inline PyObject* handles_waiting(Handles* self, PyObject* task) {  // see `Handles.waiting`
+  HANDLE_TH_ERRORS
+  const Py_ssize_t number = PyLong_AsSsize_t(task);
+  Owned found(checked(PyDict_New()));
+  for (size_t i = 0; i < self->list->size(); i++) {
+    if ((*self->list)[i] == nullptr || !waits((*self->list)[i], number)) continue;
+    Owned handle(Py_NewRef(reinterpret_cast<PyObject*>((*self->list)[i])));
+    Owned index(checked(PyLong_FromSize_t(i)));
+    if (PyDict_SetItem(found.get(), index.get(), handle.get()) < 0) return nullptr;
+  }
+  return found.release();
+  END_HANDLE_TH_ERRORS
+}
+
 inline PyObject* handles_last_waiting(Handles* self, PyObject* task) {
   const Py_ssize_t number = PyLong_AsSsize_t(task);
   for (size_t i = self->list->size(); i-- > 0;)

@@ -4,11 +4,15 @@
 // and do everything that is not ordinary.
 #include "checksum.h"
 #include "fill.h"
+#include "late.h"
 #include "handles.h"
 #include "interpreter.h"
+#include "marks.h"
 #include "record.h"
 #include "replay.h"
 #include "rerun.h"
+#include "state.h"
+#include "survey.h"
 #include "tape.h"
 #include "walk.h"
 #include "watch.h"
@@ -31,6 +35,7 @@ PyMethodDef tape_methods[] = {
     {"known", as_method(tape_known), METH_O, nullptr},
     {"has_moved", as_method(tape_has_moved), METH_FASTCALL, nullptr},
     {"number", as_method(tape_number), METH_FASTCALL, nullptr},
+    {"arguments", as_method(tape_arguments), METH_FASTCALL, nullptr},
     {"watch", as_method(tape_watch), METH_O, nullptr},
     {"entry_count", as_method(tape_entry_count), METH_NOARGS, nullptr},
     {"value_count", as_method(tape_value_count), METH_NOARGS, nullptr},
@@ -82,6 +87,8 @@ PyType_Spec tape_spec = {"_sac_native.Tape", sizeof(Tape), 0, Py_TPFLAGS_DEFAULT
 PyMethodDef handles_methods[] = {
     {"get", as_method(handles_get), METH_O, nullptr},
     {"alive", as_method(handles_alive), METH_NOARGS, nullptr},
+    {"split", as_method(handles_split), METH_NOARGS, nullptr},
+    {"waiting", as_method(handles_waiting), METH_O, nullptr},
     {"last_waiting", as_method(handles_last_waiting), METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -140,6 +147,8 @@ PyType_Spec frame_hooks_spec = {"_sac_native.FrameHooks", sizeof(FrameHooks), 0,
 
 PyMethodDef progress_methods[] = {
     {"pack", as_method(progress_pack), METH_O, nullptr},
+    {"after_op", as_method(progress_after_op), METH_NOARGS, nullptr},
+    {"take_recent", as_method(progress_take_recent), METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 PyType_Slot progress_slots[] = {
@@ -153,6 +162,24 @@ PyType_Slot progress_slots[] = {
 };
 PyType_Spec progress_spec = {"_sac_native.Progress", sizeof(Progress), 0,
                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, progress_slots};
+
+PyMethodDef late_methods[] = {
+    {"pack", as_method(late_pack), METH_O, nullptr},
+    {"flush", as_method(late_flush), METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot late_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(late_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(late_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(late_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(late_clear)},
+    {Py_tp_members, late_members},
+    {Py_tp_getset, late_getset},
+    {Py_tp_methods, late_methods},
+    {0, nullptr},
+};
+PyType_Spec late_spec = {"_sac_native.LatePacking", sizeof(LatePacking), 0,
+                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, late_slots};
 
 PyMemberDef mode_members[] = {
     {"sites", T_OBJECT_EX, offsetof(Mode, sites), 0, nullptr},
@@ -195,22 +222,57 @@ PyMethodDef ids_methods[] = {
     {"leave", as_method(ids_leave), METH_NOARGS, nullptr},
     {"take", as_method(ids_take), METH_NOARGS, nullptr},
     {"forget", as_method(ids_forget), METH_NOARGS, nullptr},
+    {"views", as_method(ids_views), METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 PyType_Slot ids_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(ids_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(ids_dealloc)},
-    {Py_tp_traverse, reinterpret_cast<void*>(ids_traverse)},
-    {Py_tp_clear, reinterpret_cast<void*>(ids_clear)},
+    {Py_tp_members, ids_members},
     {Py_tp_getset, ids_getset},
     {Py_tp_methods, ids_methods},
     {0, nullptr},
 };
-PyType_Spec ids_spec = {"_sac_native.Ids", sizeof(Ids), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, ids_slots};
+PyType_Spec ids_spec = {"_sac_native.Ids", sizeof(Ids), 0, Py_TPFLAGS_DEFAULT, ids_slots};
+
+PyMethodDef id_view_methods[] = {
+    {"get", as_method(id_view_get), METH_FASTCALL, nullptr},
+    {"setdefault", as_method(id_view_setdefault), METH_FASTCALL, nullptr},
+    {"pop", as_method(id_view_pop), METH_O, nullptr},
+    {"clear", as_method(id_view_clear), METH_NOARGS, nullptr},
+    {"add", as_method(id_view_add), METH_O, nullptr},
+    {"watch", as_method(id_view_watch), METH_O, nullptr},
+    {"isdisjoint", as_method(id_view_isdisjoint), METH_O, nullptr},
+    {"keys", as_method(id_view_keys), METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot id_view_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(id_view_dealloc)},
+    {Py_tp_iter, reinterpret_cast<void*>(id_view_iter)},
+    {Py_mp_length, reinterpret_cast<void*>(id_view_length)},
+    {Py_mp_subscript, reinterpret_cast<void*>(id_view_item)},
+    {Py_mp_ass_subscript, reinterpret_cast<void*>(id_view_put)},
+    {Py_sq_contains, reinterpret_cast<void*>(id_view_contains)},
+    {Py_tp_methods, id_view_methods},
+    {0, nullptr},
+};
+PyType_Spec id_view_spec = {"_sac_native.IdView", sizeof(IdView), 0,
+                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, id_view_slots};
+
+PyMethodDef packs_methods[] = {{"append", as_method(packs_append), METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyType_Slot packs_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(packs_dealloc)},
+    {Py_sq_length, reinterpret_cast<void*>(packs_length)},
+    {Py_sq_item, reinterpret_cast<void*>(packs_item)},
+    {Py_tp_methods, packs_methods},
+    {0, nullptr},
+};
+PyType_Spec packs_spec = {"_sac_native.Packs", sizeof(Packs), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, packs_slots};
 
 PyMethodDef watch_methods[] = {
-    {"enter", as_method(watch_enter), METH_NOARGS, nullptr},
-    {"leave", as_method(watch_leave), METH_NOARGS, nullptr},
+    {"__enter__", as_method(watch_enter), METH_NOARGS, nullptr},
+    {"__exit__", as_method(watch_exit), METH_FASTCALL, nullptr},
     {"found", as_method(watch_found), METH_NOARGS, nullptr},
     {"written", as_method(watch_written), METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -233,6 +295,32 @@ PyType_Slot watched_ops_slots[] = {
 PyType_Spec watched_ops_spec = {"_sac_native.WatchedOps", sizeof(WatchedOps), 0,
                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, watched_ops_slots};
 
+PyMethodDef survey_methods[] = {{"take", as_method(survey_take), METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyType_Slot survey_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(survey_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(survey_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(survey_traverse)},
+    {Py_tp_methods, survey_methods},
+    {0, nullptr},
+};
+PyType_Spec survey_spec = {"_sac_native.Survey", sizeof(Survey), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+                           survey_slots};
+
+PyMethodDef reached_methods[] = {
+    {"holds", as_method(reached_holds), METH_NOARGS, nullptr},
+    {"table", as_method(reached_table), METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot reached_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(reached_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(reached_traverse)},
+    {Py_tp_methods, reached_methods},
+    {0, nullptr},
+};
+PyType_Spec reached_spec = {"_sac_native.Reached", sizeof(Reached), 0,
+                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                            reached_slots};
+
 // -- Call sites
 
 PyObject* sites_new(PyTypeObject* type, PyObject*, PyObject*) {
@@ -251,20 +339,23 @@ void sites_dealloc(Sites* self) {
 }
 
 // The path's dictionary of call sites, the site, the op's name and overload, `Memory`, `Verdict`, the rule or -1,
-// whether the op may draw, whether only rerun runs it here, the argument that it writes to or -1. The table that owns the dictionary owns this too. Of two threads that add a site, the first
+// whether the op may draw, whether only rerun runs it here, the argument that it writes to or -1. The table that owns
+// the dictionary owns this too. Of two threads that add a site, the first decides which object stands for it.
+// whether the op may draw, whether each call of it is another draw, whether its results must be saved, whether only rerun runs it here, the argument that it writes to or -1. The table that owns the dictionary owns this too. Of two threads that add a site, the first
 // decides which object stands for it.
 PyObject* sites_add(Sites* self, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *path = nullptr, *object = nullptr;
   const char *name = nullptr, *overload = nullptr;
-  int memory = 0, verdict = 0, rule = -1, draws = 0, is_only_rerun = 0, written = -1;
-  if (!PyArg_ParseTuple(args, "OOssiiippi", &path, &object, &name, &overload, &memory, &verdict, &rule, &draws,
-                        &is_only_rerun, &written))
+  int memory = 0, verdict = 0, rule = -1, draws = 0, is_random = 0, must_save = 0, is_only_rerun = 0, written = -1;
+  if (!PyArg_ParseTuple(args, "OOssiiippppi", &path, &object, &name, &overload, &memory, &verdict, &rule, &draws,
+                        &is_random, &must_save, &is_only_rerun, &written))
     return nullptr;
   const auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
   if (!handle) Py_RETURN_NONE;
   auto site = std::make_unique<Site>(Site{object, std::make_unique<Op>(*handle), static_cast<Memory>(memory),
-                                          static_cast<Verdict>(verdict), rule, draws != 0, is_only_rerun != 0,
+                                          static_cast<Verdict>(verdict), rule, draws != 0, is_random != 0,
+                                          must_save != 0, is_only_rerun != 0,
                                           written, {}});
   std::unique_lock<std::shared_mutex> writing(sites_lock);
   auto& sites = (*self->paths)[path];
@@ -315,6 +406,7 @@ PyMethodDef methods[] = {
     {"load_parameters", as_method(load_parameters), METH_FASTCALL, nullptr},
     {"find_different", as_method(find_different), METH_FASTCALL, nullptr},
     {"crc32", as_method(crc32), METH_O, nullptr},
+    {"sums_of", as_method(sums_of), METH_O, nullptr},
     {"run", as_method(run_program), METH_FASTCALL, nullptr},
     {"wrap_interpreter", as_method(wrap_interpreter), METH_NOARGS, nullptr},
     {"flat_entries", as_method(flat_entries), METH_FASTCALL, nullptr},
@@ -322,8 +414,14 @@ PyMethodDef methods[] = {
     {"all_begin_with", as_method(all_begin_with), METH_FASTCALL, nullptr},
     {"any_entry", as_method(any_entry), METH_FASTCALL, nullptr},
     {"modules_below", as_method(modules_below), METH_FASTCALL, nullptr},
-    {"add_values", as_method(add_values), METH_FASTCALL, nullptr},
-    {"values_in_class", as_method(values_in_class), METH_FASTCALL, nullptr},
+    {"leaf_marks", as_method(leaf_marks), METH_O, nullptr},
+    {"leaf_contents", as_method(leaf_contents), METH_O, nullptr},
+    {"contents_at", as_method(contents_at), METH_FASTCALL, nullptr},
+    {"entries_of_classes", as_method(entries_of_classes), METH_FASTCALL, nullptr},
+    {"tensor_states", as_method(tensor_states), METH_O, nullptr},
+    {"storages_of", as_method(storages_of), METH_O, nullptr},
+    {"copy_of_storage", as_method(copy_of_storage), METH_O, nullptr},
+    {"other_bytes", as_method(other_bytes), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -341,13 +439,18 @@ PyMODINIT_FUNC PyInit__sac_native() {
       {"Mode", &sac::mode_spec},   {"Sites", &sac::sites_spec},   {"Values", &sac::values_spec},
       {"Program", &sac::program_spec}, {"Ids", &sac::ids_spec}, {"Handles", &sac::handles_spec},
       {"FrameHooks", &sac::frame_hooks_spec}, {"Progress", &sac::progress_spec}, {"Watch", &sac::watch_spec},
-      {"WatchedOps", &sac::watched_ops_spec},
+      {"WatchedOps", &sac::watched_ops_spec}, {"LatePacking", &sac::late_spec}, {"IdView", &sac::id_view_spec},
+      {"Packs", &sac::packs_spec}, {"Survey", &sac::survey_spec}, {"Reached", &sac::reached_spec},
   };
   for (const auto& [name, spec] : types) {
     PyObject* type = PyType_FromSpec(spec);
     if (type == nullptr || PyModule_AddObject(made, name, type) < 0) return nullptr;
     if (spec == &sac::handle_spec) sac::HandleType = reinterpret_cast<PyTypeObject*>(type);
     if (spec == &sac::progress_spec) sac::ProgressType = reinterpret_cast<PyTypeObject*>(type);
+    if (spec == &sac::late_spec) sac::LatePackingType = reinterpret_cast<PyTypeObject*>(type);
+    if (spec == &sac::id_view_spec) sac::IdViewType = reinterpret_cast<PyTypeObject*>(type);
+    if (spec == &sac::packs_spec) sac::PacksType = reinterpret_cast<PyTypeObject*>(type);
+    if (spec == &sac::reached_spec) sac::ReachedType = reinterpret_cast<PyTypeObject*>(type);
   }
   return made;
 }

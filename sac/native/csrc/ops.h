@@ -1,4 +1,4 @@
-// What the recorder knows of an op (from its schema) and of a call site (from the decision table, told by Python).
+// What the recorder knows of an op (from its schema) and of a call site (from the decision table, by way of Python).
 #pragma once
 
 #include <Python.h>
@@ -51,11 +51,18 @@ struct Op {
     for (const auto& argument : op.schema().arguments()) arguments.push_back(kind_of(argument.type()));
     for (const auto& result : op.schema().returns()) results.push_back(kind_of(result.type()));
     returns_one_tensor = results.size() == 1 && results[0] == Kind::TENSOR;
+    returns_tensors = !results.empty();
+    for (const Kind kind : results) returns_tensors = returns_tensors && kind == Kind::TENSOR;
+  }
+
+  // Whether the schema alone says how an op returns `count` tensors; see `structure_of` in fallback.py.
+  bool has_fixed_result(size_t count) const {
+    return returns_tensors ? count == results.size() : results.size() == 1 && results[0] == Kind::TENSORS;
   }
 
   OperatorHandle handle;
   std::vector<Kind> arguments, results;
-  bool returns_one_tensor;
+  bool returns_one_tensor, returns_tensors;
 };
 
 // What becomes of an op's result. ALTERNATE saves every other call that the rule matches.
@@ -72,6 +79,8 @@ struct Site {
   Verdict verdict;
   int rule;  // its index, which counts a hit; -1 if no rule matches
   bool draws;
+  bool is_random;  // two calls with equal arguments are two draws; see `ValueIds.draw`
+  bool must_save;  // whatever the rules say; then no rule depends on the call
   bool is_only_rerun;  // a tape needs Python for it: it makes a tensor from none, or writes to an argument
   int written;         // the argument that the op writes to and returns; -1: none
   std::vector<bool> depends_on_inputs;  // per call: known not to be computed from parameters alone (with the GIL)

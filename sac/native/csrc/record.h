@@ -203,7 +203,7 @@ inline int add_results(Tape& tape, const std::vector<Tensor>& results) {
 inline PyObject* wrapped(const Op& op, const Stack& stack, size_t base) {
   const auto one = [&](const IValue& value) -> PyObject* {
     if (value.isTensor()) return value.toTensor().defined() ? THPVariable_Wrap(value.toTensor()) : Py_NewRef(Py_None);
-    if (!value.isTensorList()) return Py_NewRef(Py_None);
+    if (!value.isTensorList()) return torch::jit::toPyObject(value).release().ptr();
     const auto tensors = value.toTensorVector();
     PyObject* list = PyList_New(static_cast<Py_ssize_t>(tensors.size()));
     for (size_t i = 0; i < tensors.size(); i++)
@@ -277,7 +277,7 @@ inline void decide(Tape& tape, Site& site, const Stack& stack, size_t base, cons
       for (int value = entry.first; value < entry.first + count; value++)
         are_new = are_new && t.values[value].root == value;
       const auto number = static_cast<size_t>(call);
-      if (!are_new || site.depends_on_inputs.size() <= number || !site.depends_on_inputs[number])
+      if (!are_new || !site.op->has_fixed_result(static_cast<size_t>(count)) || site.depends_on_inputs.size() <= number || !site.depends_on_inputs[number])
         return ask_decision(tape, site, stack, base, count, entry, state);
       for (int i = 0; i < count; i++)
         keep(tape, entry.first + i, results.empty() ? stack[base].toTensor() : results[i], site.rule);

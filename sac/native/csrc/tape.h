@@ -6,9 +6,15 @@
 #include <ATen/ScalarOps.h>
 #include <c10/util/flat_hash_map.h>
 #include <structmember.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
+#include <torch/csrc/utils/tensor_memoryformats.h>
+
+namespace torch::jit {
+TORCH_PYTHON_API py::object toPyObject(IValue value);  // its header takes seconds to compile
+}
 
 namespace sac {
 
@@ -182,11 +188,13 @@ PyObject* object_in(const Slot& slot) {
 // The Python object of a tensor, or nullptr; only its address and its type may be read without the GIL.
 inline PyObject* object_of(const TensorImpl* tensor) { return object_in(*const_cast<TensorImpl*>(tensor)->pyobj_slot()); }
 
-inline void count_hit(Tables& t, int rule) {
+inline void count(std::vector<int>& by_rule, int rule) {
   if (rule < 0) return;
-  if (static_cast<size_t>(rule) >= t.hits.size()) t.hits.resize(rule + 1);
-  t.hits[rule]++;
+  if (static_cast<size_t>(rule) >= by_rule.size()) by_rule.resize(rule + 1);
+  by_rule[rule]++;
 }
+
+inline void count_hit(Tables& t, int rule) { count(t.hits, rule); }
 
 inline int& alternations_of(Tables& t, int rule) {
   if (static_cast<size_t>(rule) >= t.alternations.size()) t.alternations.resize(rule + 1);
@@ -368,6 +376,54 @@ inline PyObject* tape_templates(Tape* self, PyObject* list) {  // None for an en
   const auto& entries = self->tables->entries;
   return extend(list, entries.size(),
                 [&](size_t i) { return Py_NewRef(entries[i].rest != nullptr ? entries[i].rest : Py_None); });
+}
+
+// An argument that is no tensor, as Python gets it.
+inline PyObject* plain_argument(const c10::Argument& argument, const IValue& value) {
+  auto type = argument.real_type();
+  if (const auto* optional = type->castRaw<c10::OptionalType>()) type = optional->getElementType();
+  if (value.isInt()) {
+    if (type->kind() == c10::TypeKind::ScalarTypeType)
+      return Py_NewRef(reinterpret_cast<PyObject*>(torch::getTHPDtype(static_cast<at::ScalarType>(value.toInt()))));
+    if (type->kind() == c10::TypeKind::LayoutType)
+      return Py_NewRef(reinterpret_cast<PyObject*>(torch::getTHPLayout(static_cast<at::Layout>(value.toInt()))));
+    if (type->kind() == c10::TypeKind::MemoryFormatType)
+      return Py_NewRef(torch::utils::getTHPMemoryFormat(static_cast<at::MemoryFormat>(value.toInt())));
+  }
+  return torch::jit::toPyObject(value).release().ptr();
+}
+
+// The arguments of an entry, by the schema, with `hole` for each tensor; None if Python has their template.
+inline PyObject* tape_arguments(Tape* self, PyObject* const* args, Py_ssize_t) {  // entry, hole
+  HANDLE_TH_ERRORS
+  const Tables& t = *self->tables;
+  const Entry entry = t.entries.at(PyLong_AsSize_t(args[0]));
+  PyObject* hole = args[1];
+  if (entry.op == nullptr) Py_RETURN_NONE;
+  const auto& schema = entry.op->handle.schema().arguments();
+  const auto& kinds = entry.op->arguments;
+  size_t argument = entry.arguments;
+  Owned found(checked(PyList_New(0)));
+  for (size_t i = 0; i < kinds.size(); i++) {
+    const IValue& held = t.pool.at(argument++);
+    const bool is_list = kinds[i] == Kind::TENSORS || kinds[i] == Kind::OPTIONAL_TENSORS;
+    Owned one;
+    if (is_list && !held.isNone()) {
+      const auto length = static_cast<Py_ssize_t>(held.toInt());
+      one = checked(PyList_New(length));
+      for (Py_ssize_t k = 0; k < length; k++) {
+        const bool is_there = kinds[i] == Kind::TENSORS || t.pool.at(argument++).toBool();
+        PyList_SET_ITEM(one.get(), k, Py_NewRef(is_there ? hole : Py_None));
+      }
+    } else if (kinds[i] == Kind::TENSOR && held.isDevice()) {
+      one = Py_NewRef(hole);
+    } else {
+      one = checked(plain_argument(schema[i], held));
+    }
+    if (PyList_Append(found.get(), one.get()) < 0) return nullptr;
+  }
+  return found.release();
+  END_HANDLE_TH_ERRORS
 }
 
 inline PyObject* tape_first_outputs(Tape* self, PyObject* list) {

@@ -261,7 +261,7 @@ inline PyObject* watch_enter(Watch* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-inline PyObject* watch_leave(Watch* self, PyObject*) {
+inline PyObject* watch_exit(Watch* self, PyObject* const*, Py_ssize_t) {
   HANDLE_TH_ERRORS
   for (Watch** one = &watching; *one != nullptr; one = &(*one)->outer)
     if (*one == self) {

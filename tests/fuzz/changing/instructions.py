@@ -786,7 +786,7 @@ def tensor_in_depths(w: Writer, pick: Random) -> None:
 
 
 def layer_outside_of_modules(w: Writer, pick: Random) -> None:
-    """A module in a list, which is no child: its buffers are in nobody's state dict."""
+    """A module in a list, which is no child: its buffers are in no state dict."""
     name = w.attribute("others", "[nn.BatchNorm1d(4, affine=False)]")
     w.line(f"h = self.{name}[0](h)")
 

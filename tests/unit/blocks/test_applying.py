@@ -72,7 +72,7 @@ def test_second_apply(value: str) -> None:
 def test_apply_on_a_part_of_a_region() -> None:
     model = sac.apply(llama(), "full")
     assert refusal(model.model.layers[0].mlp, "full") == (
-        "LlamaMLP: this module is part of a block that sac is on already\n"
+        "LlamaMLP: this module is inside a block to which sac has been applied\n"
         "    fix: call sac.remove on the whole model first, or leave this part as it is"
     )
 
@@ -212,7 +212,7 @@ def test_their_attention_is_left_alone_in_the_reentrant_mode(family: str, parts:
 
 
 class TwoTowers(nn.Module):
-    """A vision stack beside a language model that shares keys and values."""
+    """A vision stack next to a language model that shares keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,8 +330,8 @@ def test_routing_op_that_a_rule_recomputes() -> None:
     sac.apply(model, with_rules(save("matmul"), recompute))
     [text] = warned(lambda: model(**inputs).loss.backward())
     assert text == (
-        f'{POLICY}.rules[1].do: rule "rule-1" recomputes aten.topk.default, which may answer differently the second '
-        "time: gradients are then wrong, or backward fails"
+        f'{POLICY}.rules[1].do: rule "rule-1" recomputes aten.topk.default, which may return something else the '
+        "second time: gradients are then wrong, or backward fails"
     )
     rules = {use.rule: use for kind in sac.report(model).kinds for use in kind.rules}
     assert rules["rule-1"].hits > 0
@@ -371,6 +371,6 @@ class AttentionOnly(nn.Module):
 
 def test_sharing_blocks_that_hold_nothing_but_attention() -> None:
     assert refusal(AttentionOnly(), {"mode": "full", "blocks": "layers.*.self_attn"}) == (
-        "AttentionOnly: layers of AttentionOnly share keys and values, so that attention cannot be recomputed, and the "
-        "blocks hold nothing else"
+        "AttentionOnly: layers of AttentionOnly share keys and values, so that attention cannot be recomputed, and "
+        "the blocks contain nothing else to recompute"
     )

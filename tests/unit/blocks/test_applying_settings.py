@@ -211,7 +211,7 @@ class ScaledEverywhere(Scaled):
         return EVERYWHERE if name == "scale" else super().__getattr__(name)
 
 
-@pytest.mark.parametrize("held", [True, False], ids=["held by modules", "held by nobody"])
+@pytest.mark.parametrize("held", [True, False], ids=["held by modules", "held by no module"])
 def test_state_of_a_copy_is_what_the_copy_uses(held: bool) -> None:
     EVERYWHERE.value = 1.0
     plain, ours = Scale(), Scale()
@@ -232,7 +232,7 @@ def noise(x: Tensor) -> Tensor:
 
 
 class Noisy(nn.Module):
-    """A block that draws from a generator that it holds, and from one that nobody sees."""
+    """A block that draws from a generator that it holds, and from one that cannot be seen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ def test_scatter_without_a_group(value: dict[str, Any], build: Any, keys: dict[s
     with pytest.raises(ConfigError) as caught:
         sac.apply(model, {**value, **keys})
     assert str(caught.value) == (
-        "sac.apply.tp_group: inputs are to be scattered, and there is no group to scatter them over\n"
+        "sac.apply.tp_group: inputs are to be scattered, but there is no group to scatter them over\n"
         "    legal: a process group that holds this rank, or a mesh of one dimension\n"
         "    fix: pass tp_group=, the group whose ranks all have this input"
     )

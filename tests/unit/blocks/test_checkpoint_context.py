@@ -129,8 +129,8 @@ def test_block_that_does_not_tell_its_layer() -> None:
     with pytest.raises(ModelError) as caught:
         sac.context_fn(policy(save("matmul", layers={"first": 1})), module=llama_stack().blocks[0])
     assert str(caught.value) == (
-        'policy.rules[0].layers: rule "rule-0" selects layers, and LlamaLikeBlock does not tell which one it is '
-        "(layer_idx, layer_id, layer_number, layer_index)\n    fix: use sac.apply on the whole model"
+        'policy.rules[0].layers: rule "rule-0" selects layers, but LlamaLikeBlock has no attribute with its number: '
+        "layer_idx, layer_id, layer_number, layer_index\n    fix: use sac.apply on the whole model"
     )
 
 
@@ -139,8 +139,8 @@ def test_last_layers_cannot_be_told_from_one_block() -> None:
     with pytest.raises(ModelError) as caught:
         sac.context_fn(policy(save("matmul", layers={"last": 1})), module=block)
     assert str(caught.value) == (
-        'policy.rules[0].layers: rule "rule-0" counts from the last layer, and LlamaDecoderLayer does not tell how '
-        "many there are (layer_idx, layer_id, layer_number, layer_index)\n    fix: use sac.apply on the whole model"
+        'policy.rules[0].layers: rule "rule-0" counts from the last layer, but LlamaDecoderLayer does not say how '
+        "many layers there are\n    fix: use sac.apply on the whole model"
     )
 
 
@@ -182,10 +182,10 @@ def test_offloading_is_refused() -> None:
     with pytest.raises(PolicyError) as caught:
         sac.context_fn(policy({"ops": "matmul", "do": "offload"}, default="offload"))
     assert str(caught.value) == (
-        'policy.rules[0].do: rule "rule-0" offloads, and under torch.utils.checkpoint nothing waits on the host\n'
+        'policy.rules[0].do: rule "rule-0" offloads, but torch.utils.checkpoint keeps nothing in host memory\n'
         "    legal: save, recompute, alternate\n"
         "    fix: use sac.apply on the whole model, or save\n"
-        "policy.default: the default offloads, and under torch.utils.checkpoint nothing waits on the host\n"
+        "policy.default: the default offloads, but torch.utils.checkpoint keeps nothing in host memory\n"
         "    legal: save, recompute\n"
         "    fix: use sac.apply on the whole model, or save"
     )
@@ -196,8 +196,8 @@ def test_offloading_in_turns_and_of_inputs_is_refused() -> None:
     with pytest.raises(PolicyError) as caught:
         sac.context_fn({**written, "offload": {"inputs": True}})
     assert [problem.found for problem in caught.value.problems] == [
-        'rule "rule-0" offloads, and under torch.utils.checkpoint nothing waits on the host',
-        "the regions' inputs are offloaded, and under torch.utils.checkpoint nothing waits on the host",
+        'rule "rule-0" offloads, but torch.utils.checkpoint keeps nothing in host memory',
+        "the regions' inputs are offloaded, but torch.utils.checkpoint keeps nothing in host memory",
     ]
     assert sac.context_fn({**policy(), "offload": {"ahead": 1}}) is not None
 

@@ -220,7 +220,7 @@ def test_routing_of_every_layer_in_a_chunk_is_kept() -> None:
 
 
 def bytes_of(layers: int, value: Any) -> tuple[int, int]:
-    """The bytes alive after a forward of equal layers, and at the peak of a step, beside weights and gradients."""
+    """The bytes alive after a forward of equal layers, and at the peak of a step, without weights and gradients."""
     torch.manual_seed(0)
     model = sac.apply(nn.Sequential(*(LlamaLikeBlock() for _ in range(layers))), value)
     (x,) = tokens(batch=4, length=32)

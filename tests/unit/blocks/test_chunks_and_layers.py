@@ -92,8 +92,8 @@ def test_one_block_does_not_tell_how_many_there_are(layers: Any) -> None:
     with pytest.raises(ModelError) as caught:
         sac.context_fn(policy(save("matmul", layers=layers)), module=tiny("llama")[0].model.layers[0])
     assert str(caught.value) == (
-        f'policy.rules[0].layers: rule "rule-0" {reason}, and LlamaDecoderLayer does not tell how many there are '
-        "(layer_idx, layer_id, layer_number, layer_index)\n    fix: use sac.apply on the whole model"
+        f'policy.rules[0].layers: rule "rule-0" {reason}, but LlamaDecoderLayer does not say how many layers there '
+        "are\n    fix: use sac.apply on the whole model"
     )
 
 
@@ -182,7 +182,7 @@ MISPLACED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "submodules": (
         {"mode": "full", "layers": {"uniform": 2}, "granularity": "SubModule"},
-        "a chunk of layers is one region, and granularity submodule makes several of each layer\n"
+        "a chunk of layers is one region, but granularity submodule makes several regions of each layer\n"
         "    fix: leave one of the two out",
     ),
 }

@@ -134,7 +134,8 @@ def test_config_that_cannot_be_written() -> None:
     with pytest.raises(ModelError) as caught:
         turn_off_cache(model)
     assert str(caught.value) == (
-        "Frozen: use_cache is on and this config cannot be written to; a recomputed block would write its cache twice\n"
+        "Frozen: use_cache is on, so a recomputed block would write its cache twice, and this config cannot be "
+        "changed\n"
         "    fix: build the model with use_cache=False"
     )
     assert model[0].config.use_cache is True

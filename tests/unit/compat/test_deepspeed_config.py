@@ -189,8 +189,8 @@ def test_contiguous_buffers_need_a_number_of_layers_and_partitions():
         "    fix: give num_checkpoints (number_checkpoints in a file)"
     )
     partitions = (
-        "deepspeed.configure.contiguous_checkpointing: contiguous buffers hold partitioned activations, and "
-        "activations are not partitioned\n"
+        "deepspeed.configure.contiguous_checkpointing: contiguous buffers hold partitioned activations, but "
+        "partitioning is off\n"
         "    fix: set partition_activations too"
     )
     assert refused(None, partition_activations=True, contiguous_checkpointing=True) == layers
@@ -215,7 +215,7 @@ def test_a_group_that_is_none():
         "deepspeed.configure.mpu_: torch.distributed is not initialised\n"
         "    fix: call torch.distributed.init_process_group first"
     )
-    checkpointing.configure(mpu)  # nothing is partitioned: nobody asks for the group
+    checkpointing.configure(mpu)  # nothing is partitioned: the group is not asked for
 
 
 def test_partitioning_one_by_one_is_checked_too():

@@ -93,7 +93,7 @@ def test_two_arguments_of_which_the_first_is_scattered(release_input):
 
 
 def scattered_where_megatron_is_wrong() -> list[list[str]]:
-    """A residual beside the region, a number of elements that the ranks cannot share, a view, one input in two."""
+    """A residual around the region, a number of elements that the ranks cannot share, a view, one input in two."""
     megatron.set_tensor_model_parallel_group(dist.group.WORLD)
 
     def residual(call: Any) -> dict[str, Tensor]:
@@ -178,7 +178,7 @@ def checkpoint_without_output(x: Tensor) -> Tensor:
     return megatron.CheckpointWithoutOutput().checkpoint(torch.exp, x)
 
 
-# Megatron loaded beside us
+# Megatron loaded together with sac
 
 
 def megatrons_group() -> tuple[int, bool]:

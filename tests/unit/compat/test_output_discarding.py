@@ -1,4 +1,4 @@
-"""Outputs of regions that are let go of until backward: their memory goes, and every gradient is what it would be."""
+"""Outputs of regions that are released until backward: their memory is freed, and all gradients stay the same."""
 
 from __future__ import annotations
 

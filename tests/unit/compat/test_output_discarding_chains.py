@@ -1,4 +1,4 @@
-"""Regions whose outputs are let go of, one after another, in threads, and where something goes wrong."""
+"""Regions whose outputs are released, one after another, in threads, and where something goes wrong."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_the_walk_does_not_go_beyond_the_region():
         h = h.sin()
     before = h.grad_fn
     y, lender = run_discardable(PLAIN, torch.exp, (h,))
-    out = ((y**2) + h).sum()  # h leads there beside the region
+    out = ((y**2) + h).sum()  # h leads there around the region
     seen = list(nodes_between([out], lender.starts))
     assert before not in seen
     assert y.grad_fn in seen

@@ -443,7 +443,7 @@ def test_policy_on_whole_modules() -> None:
     with pytest.raises(ConfigError) as raised:
         sac.apply(built(), within("1GiB", policy=policy))
     assert str(raised.value) == (
-        "activation_checkpointing.policy: a rule that saves whole modules leaves no choice among their ops\n"
+        "activation_checkpointing.policy: a rule saves whole modules, but a budget chooses among ops\n"
         "    fix: add `ops` to the rule, or leave the budget out"
     )
 
@@ -454,8 +454,8 @@ def test_policy_that_offloads(key: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as raised:
         sac.apply(built(), within("1GiB", policy=policy))
     assert str(raised.value) == (
-        "activation_checkpointing.policy: it offloads, and a budget chooses between saving on the device and "
-        "recomputing\n"
+        "activation_checkpointing.policy: it offloads, but with a budget sac only chooses between saving on the "
+        "device and recomputing\n"
         "    fix: plan with `sac plan --budget … --host-memory …` and use that policy, or leave the budget out"
     )
 
@@ -467,6 +467,6 @@ def test_model_without_a_device() -> None:
     with pytest.raises(ModelError) as raised:
         model(X.to("meta"))
     assert str(raised.value) == (
-        "Language: a budget is that of one device, and its parameters are on meta\n"
+        "Language: a budget applies to one device, but the parameters are on meta\n"
         "    fix: move the model to one device, a GPU or the CPU; or plan with `sac plan`"
     )

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from sac.native import load, trial
+from sac.native.load import library
 from sac.native.target import MODULE, this_target
 from tests.support.native_libraries import program_without_torch, small_library
 
-ENGINE = "test_engine"  # such files test the library that this machine has
+OF_THIS_MACHINE = ("test_engine", "test_state", "test_walk")  # such files test the library that this machine has
 
 
 @pytest.fixture(autouse=True)
 def cache(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The directory of libraries, which is empty; no decision has been made. Both are only this test's."""
-    if request.path.name.startswith(ENGINE):
+    if request.path.name.startswith(OF_THIS_MACHINE):
         yield tmp_path
         return
     for name in ("SAC_NATIVE", "CXX"):
@@ -39,11 +40,23 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.fixture(autouse=True)
 def quick_children(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Children run the self-test of small libraries, without torch. Returns the program."""
-    if request.path.name.startswith(ENGINE):
+    if request.path.name.startswith(OF_THIS_MACHINE):
         return tmp_path
     program = program_without_torch(tmp_path / "stub")
     monkeypatch.setattr(trial, "PROGRAM", program)
     return program
+
+
+@pytest.fixture
+def switch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Turn the library on and off in the modules that the test's file lists as ``SWITCHED``."""
+    native = library()
+
+    def to(is_on: bool) -> None:
+        for module in request.module.SWITCHED:
+            monkeypatch.setattr(module, "library", lambda: native if is_on else None)
+
+    return to
 
 
 @pytest.fixture(scope="session")

@@ -207,7 +207,7 @@ def test_a_tape_holds_the_call_sites_of_its_entries() -> None:
     path: dict[int, Any] = {}
     site, sites, tape, mode = Site(), library.Sites(), library.Tape(), Mode()  # type: ignore[no-untyped-call]
     reference = weakref.ref(site)
-    sites.add(path, site, "aten::sin", "", 0, 0, -1, False, False, -1)
+    sites.add(path, site, "aten::sin", "", 0, 0, -1, False, False, False, False, -1)
     mode.sites = path
     x = torch.ones(2)
     tape.number(x, -1, 0)

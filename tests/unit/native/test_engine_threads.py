@@ -100,7 +100,7 @@ def test_backward_on_another_thread(chosen: dict[str, Any]) -> None:
 
 @ON_EACH
 def test_two_backwards_of_one_graph_at_once(chosen: dict[str, Any]) -> None:
-    """The replay lets go of the GIL: a second thread may ask for the same region meanwhile."""
+    """The replay releases the GIL: a second thread may ask for the same region meanwhile."""
     x = torch.randn(8, 8)
     reference = built(stack)
     loss = reference(x).square().sum()

@@ -1,4 +1,4 @@
-"""Libraries are read from directories that nobody else may write to."""
+"""Libraries are read from directories that no other user may write to."""
 
 from __future__ import annotations
 

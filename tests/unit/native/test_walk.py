@@ -15,45 +15,27 @@ import torch
 from torch import nn
 from torch.jit._script import RecursiveScriptModule
 
+import sac
 from sac.native.load import library
-from sac.region import fingerprint, python_state, tables
+from sac.region import fingerprint, holders, python_state, tables
 from sac.region.fingerprint import PLAIN, FunctionFingerprint
+from sac.region.module_state import ModuleState
 from sac.region.python_state import ReachableState
-from sac.region.tables import STANDARD_COUNT, TablesHolder
+from sac.region.tables import STANDARD_COUNT, STANDARD_NAMES, TablesHolder
 from sac.region.undo import UndoStack
+from tests.support.blocks import policy, save
 
 NATIVE: Any = library()
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="the library is off")
+SWITCHED = (tables, fingerprint, holders, python_state)  # see the fixture `switch`
 WALKS = (
     "flat_entries",
     "holds_entries",
     "all_begin_with",
     "any_entry",
     "modules_below",
-    "add_values",
-    "values_in_class",
+    "entries_of_classes",
 )
-
-
-@pytest.fixture(autouse=True)
-def cache() -> None:
-    """Not the empty cache of the other tests here: these need the library of this process."""
-    return None
-
-
-@pytest.fixture(autouse=True)
-def quick_children() -> None:
-    """Nothing is tried here."""
-
-
-@pytest.fixture
-def switch(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    def to(is_on: bool) -> None:
-        found = NATIVE if is_on else None
-        for module in (tables, fingerprint, python_state):
-            monkeypatch.setattr(module, "library", lambda: found)
-
-    return to
 
 
 class Meta(type):
@@ -106,6 +88,18 @@ class EarlyAttribute(nn.Module):
 
 class OddClass(nn.Module, metaclass=Meta):
     pass
+
+
+class OwnParameters(nn.Module):
+    """Its parameters are not those of its dict."""
+
+    @property
+    def _parameters(self) -> Any:
+        return {}
+
+    @_parameters.setter
+    def _parameters(self, value: Any) -> None:
+        self.__dict__["_parameters"] = value
 
 
 class HidesItsDict(nn.Module):
@@ -194,6 +188,12 @@ def with_generator() -> Any:
     return model
 
 
+def installed() -> Any:
+    """Forwards that sac has installed, one of them over a forward of the user's."""
+    model = nn.Sequential(Sized(), nn.Linear(2, 2), nn.BatchNorm1d(2), with_forward())
+    return sac.apply(model, {"mode": "selective", "policy": policy(save("matmul")), "blocks": ["*"]})
+
+
 def raising() -> Any:
     model: Any = nn.Sequential(nn.Linear(2, 2), Raises())
     model[1].is_ready = True
@@ -202,7 +202,7 @@ def raising() -> Any:
 
 MAKERS = (
     *(built_in, with_attributes, with_nones, shared, with_replaced_dict, with_other_tables, with_hooks, with_forward),
-    *(odd_name, with_generator, EarlyAttribute, OddClass, HidesItsDict, Slotted, Sized),
+    *(odd_name, with_generator, installed, EarlyAttribute, OwnParameters, OddClass, HidesItsDict, Slotted, Sized),
     lambda: nn.Sequential(nn.Linear(2, 2), EarlyAttribute(), Slotted(), Sized()),
     lambda: nn.Sequential(nn.Linear(2, 2), OddClass()),
     lambda: nn.Sequential(nn.Linear(2, 2), HidesItsDict()),
@@ -220,7 +220,8 @@ def model(request: pytest.FixtureRequest) -> Any:
 def seen_in(model: Any) -> dict[str, Any]:
     found = FunctionFingerprint()
     found.look_at(model)
-    attributes = found.attributes
+    tables = found.tables
+    attributes = tables.attributes if tables is not None else None
     return {
         "parts": found.parts,
         "is_known": found.is_known,
@@ -231,6 +232,14 @@ def seen_in(model: Any) -> dict[str, Any]:
     }
 
 
+def tables_below(model: Any, seen: dict[int, int], **given: Any) -> Any:
+    """Call the library's walk as a fingerprint does, except for what is ``given``."""
+    return NATIVE.modules_below(
+        *(model, seen, fingerprint._BUILT_IN, {}, given.get("identity", fingerprint.weak_identity), STANDARD_NAMES),
+        *(PLAIN, given.get("parts", []), given.get("owners", []), given.get("add_object", lambda *_: None)),
+    )
+
+
 def recorded(holder: TablesHolder) -> Any:
     return holder.names, [*map(id, holder.values)], holder.counts, [*map(len, holder.tables)], holder._lengths
 
@@ -238,12 +247,15 @@ def recorded(holder: TablesHolder) -> Any:
 def reached_from(model: Any) -> tuple[ReachableState, list[Any]]:
     found = FunctionFingerprint()
     found.look_at(model)
-    state = ReachableState(found.owners, model.forward, attributes=found.attributes)
+    state = ReachableState(found.owners, model.forward, found=found.tables)
     holders = [
         (type(one), recorded(one) if isinstance(one, TablesHolder) else getattr(one, "_held", None))
         for one in state._holders
     ]
-    return state, [holders, sorted(state.tensors), [*map(id, state.generators)]]
+    modules = ModuleState(tuple(found.owners), found=found.tables)
+    bound = [(id(owner), [*held.items()]) for owner, held in modules._buffers]
+    flags = recorded(modules._parameters), modules._training, str(bound)
+    return state, [holders, sorted(state.tensors), [*map(id, state.generators)], flags]
 
 
 def change_attribute(model: Any) -> None:
@@ -372,13 +384,14 @@ def test_what_is_unusual_is_left_to_python() -> None:
     assert NATIVE.flat_entries([Table()], 0) is None
     assert NATIVE.flat_entries([vars(Sized)], 0) is None  # the class itself would do
     assert NATIVE.any_entry([Table()], ("name",)) is None
-    assert NATIVE.values_in_class(SimpleNamespace(), True, PLAIN) is None
+    assert NATIVE.entries_of_classes([SimpleNamespace()], True, PLAIN) is None
     assert not NATIVE.holds_entries([Table()], 0, [0], [], [])
     assert not NATIVE.all_begin_with([{}], "training")
-    assert NATIVE.modules_below(odd, seen, {}, fingerprint.weak_identity) is None
-    assert NATIVE.modules_below(raising(), seen, {}, fingerprint.weak_identity) is None
-    assert NATIVE.modules_below(OddClass(), seen, {}, fingerprint.weak_identity) is None
-    assert not seen
+    for unusual in (odd, raising(), OddClass(), EarlyAttribute(), nn.Sequential(HidesItsDict()), OwnParameters()):
+        parts: list[Any] = []
+        owners: list[Any] = []
+        assert tables_below(unusual, seen, parts=parts, owners=owners) is None
+        assert not [*seen, *parts, *owners]
 
 
 def test_the_library_looks_at_usual_models(switch: Callable[[bool], None]) -> None:
@@ -386,17 +399,22 @@ def test_the_library_looks_at_usual_models(switch: Callable[[bool], None]) -> No
     switch(True)
     for model in (built_in(), with_attributes(), with_nones(), shared(), with_hooks(), Slotted(), Sized()):
         seen: dict[int, int] = {}
-        assert NATIVE.modules_below(model, seen, fingerprint._BUILT_IN, fingerprint.weak_identity) is not None
+        assert tables_below(model, seen) is not None
         assert len(seen) == len({*model.modules()})
-    assert NATIVE.values_in_class(Sized, True, PLAIN) is not None
+    assert NATIVE.entries_of_classes([Sized, Slotted], True, PLAIN) is not None
 
 
 @pytest.mark.parametrize("with_methods", [True, False])
 @pytest.mark.parametrize("cls", [Sized, Slotted, Meta, OddClass, nn.Linear, SimpleNamespace, Table])
-def test_values_in_classes(cls: type, with_methods: bool) -> None:
-    native = NATIVE.values_in_class(cls, with_methods, PLAIN)
-    found = python_state._values_in_class(cls, with_methods)
-    assert native is None or [*map(id, native)] == [*map(id, found)]
+def test_entries_of_classes(cls: type, with_methods: bool, switch: Callable[[bool], None]) -> None:
+    classes = [Slotted, cls, Sized]
+    native = NATIVE.entries_of_classes(classes, with_methods, PLAIN)
+    if native is None:
+        return
+    found = python_state._values_in_classes(classes, with_methods)
+    assert [*map(id, native[0])] == [*map(id, found)]
+    switch(False)
+    assert recorded(holders.ClassesHolder(classes, native[1])) == recorded(holders.ClassesHolder(classes))
 
 
 def test_functions_of_classes() -> None:
@@ -431,7 +449,9 @@ def test_functions_of_classes() -> None:
         has_attribute.calls = 0  # type: ignore[attr-defined]
         _private, __mangled = [1], [2]
 
-    names = [name for name, value in vars(Methods).items() if value in NATIVE.values_in_class(Methods, True, PLAIN)]
+    names = [
+        name for name, value in vars(Methods).items() if value in NATIVE.entries_of_classes([Methods], True, PLAIN)[0]
+    ]
     assert names == [
         *("closes", "has_default", "has_named_default", "names_itself", "has_attribute"),
         *("_private", "_Methods__mangled"),
@@ -446,9 +466,9 @@ def test_interrupts_are_passed_on() -> None:
         raise ValueError
 
     seen: dict[int, int] = {}
-    assert NATIVE.modules_below(built_in(), seen, {}, failing) is None
+    assert tables_below(built_in(), seen, identity=failing) is None
     with pytest.raises(KeyboardInterrupt):
-        NATIVE.modules_below(built_in(), seen, {}, interrupted)
+        tables_below(built_in(), seen, identity=interrupted)
     assert not seen
 
 
@@ -457,7 +477,7 @@ def test_errors_of_attributes_are_passed_on() -> None:
         raise ValueError("here")
 
     with pytest.raises(ValueError, match="here"):
-        NATIVE.add_values(["name"], [[]], [1], [False], PLAIN, [], [], failing)
+        tables_below(with_attributes(), {}, add_object=failing)
 
 
 def test_no_reference_is_lost_or_kept(switch: Callable[[bool], None]) -> None:
@@ -474,8 +494,8 @@ def test_no_reference_is_lost_or_kept(switch: Callable[[bool], None]) -> None:
         with UndoStack() as stack:
             state.enter_on(stack)
         seen_in(odd)
-        python_state._ClassesHolder([Sized]).now()
-        NATIVE.values_in_class(Sized, True, PLAIN)
+        holders.ClassesHolder([Sized]).now()
+        NATIVE.entries_of_classes([Sized], True, PLAIN)
 
     walk()
     gc.collect()
@@ -487,6 +507,6 @@ def test_no_reference_is_lost_or_kept(switch: Callable[[bool], None]) -> None:
 
 
 def test_all_walks_are_used() -> None:
-    sources = "".join(Path(module.__file__ or "").read_text() for module in (tables, fingerprint, python_state))
+    sources = "".join(Path(module.__file__ or "").read_text() for module in SWITCHED)
     for name in WALKS:
         assert f"native.{name}(" in sources

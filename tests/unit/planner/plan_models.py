@@ -58,7 +58,7 @@ class NoBlocks(nn.Module):
 
 @torch.library.custom_op("sac_tests_plan::twice", mutates_args=())
 def twice(x: Tensor) -> Tensor:
-    """An op of a library, which may multiply: nobody has told its FLOPs."""
+    """An op of a library, which may multiply: its FLOPs are not known."""
     return x * 2
 
 

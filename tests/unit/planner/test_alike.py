@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from sac.planner.alike import Gap, expanded, gaps_in
+from sac.planner.planner import Planner
 from sac.planner.prepare import prepare
-from sac.planner.search import Planner
 from sac.planner.sharding import fake_ranks, fsdp_over
 from sac.planner.step import StepRecord
 from tests.support.model_zoo import tiny

@@ -72,7 +72,7 @@ def test_attention_has_an_efficiency_of_its_own():
         entry("aten.empty_like.default", moved_bytes=9),
         entry("aten.new_empty.default", moved_bytes=9),
     ],
-    ids=["an alias nobody saw", "a view", "a wait", "uninitialised", "uninitialised by another"],
+    ids=["an unseen alias", "a view", "a wait", "uninitialised", "uninitialised by another"],
 )
 def test_what_runs_no_kernel_takes_no_time(free):
     assert seconds(free, H100) == 0

@@ -77,7 +77,7 @@ def error_of(model: nn.Module, **given: object) -> str:
 
 def test_it_does_not_tell_for_which_device() -> None:
     assert error_of(Model()) == (
-        "device: the model is on the meta device, which does not tell where it will be trained\n"
+        "device: the model is on the meta device, so sac does not know where it will be trained\n"
         '    fix: name the device: device="h100"'
     )
 

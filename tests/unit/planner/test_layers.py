@@ -110,7 +110,7 @@ def test_layers_that_hold_more_come_last():
 
 
 def test_layers_that_hold_more_come_first_where_only_that_fits():
-    """The last layer's own choice would not fit beside what those before it hold."""
+    """The last layer's own choice would not fit in addition to what those before it hold."""
     rows = [MemoryConstraint(0, 2), MemoryConstraint(0, 1, (0, 100))]
     assert assign(rows, [(0, 10)] * 2, [(1.0, 0.0)] * 2, 50) == (1, 0)
 

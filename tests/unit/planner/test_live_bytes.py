@@ -287,7 +287,7 @@ def test_what_outlives_the_ledger_is_no_trouble(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_view_of_what_nobody_noted_counts_from_then_on() -> None:
-    """A loss function may hold targets, say: they are allocated, but no input, so nobody has told of them."""
+    """A loss function may hold targets, say: they are allocated, but no input, so they are not known."""
     x = torch.zeros(10)
     with Ledger() as ledger:
         y = x + 1

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from sac.planner.choices import policy_for
 from sac.planner.plan_file import make_plan
+from sac.planner.planner import Planner
 from sac.planner.prepare import prepare
-from sac.planner.search import Planner
 from tests.docs.pages import text_of
 from tests.support.script_runs import run_script
 from tests.unit.planner.small_model import DIM, INPUTS, Block, Model

@@ -19,8 +19,8 @@ from sac.planner.live_bytes import Ledger
 from sac.planner.offloading import EVERYTHING, FULL_ON_HOST, OffloadPlanner
 from sac.planner.peak import FETCHED_ACTIVATIONS
 from sac.planner.plan_file import Plan, explained, make_plan, notes_on
+from sac.planner.planner import Planner
 from sac.planner.prepare import prepare
-from sac.planner.search import Planner
 from sac.planner.simplify import simplified
 from sac.planner.step import run_step
 from sac.planner.transfer_clock import Link

@@ -20,18 +20,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 import sac
 from sac.errors import PlanError
 from sac.memory_timeline import measure_memory
+from sac.planner.by_hand import SELECTIVE
 from sac.planner.choices import policy_for
 from sac.planner.parallel import Experts, Stage, parallelized, ranks_of, sent, stage_of, tensor_parallel
+from sac.planner.planner import Planner
 from sac.planner.prepare import prepare
-from sac.planner.search import Planner
 from sac.planner.sharding import fake_ranks
 from sac.planner.step import Sends
-from sac.planner.write_policy import selective
+from sac.planner.write_policy import by_hand
 from sac.policy.model import Policy
 from tests.support.model_zoo import tiny
 from tests.support.pairs import in_pairs
 from tests.support.prompt_collectives import prompt_collectives
 from tests.support.ranks import run_ranks
+from tests.unit.planner.plan_models import Stack
 from tests.unit.planner.truth import put_on
 
 Layout = tuple[int | None, int | None, bool]  # ranks of FSDP, of tensor parallelism, whether the sequence is divided
@@ -41,7 +43,7 @@ LAYOUTS: dict[str, Layout] = {
     "fsdp, tp": (2, 2, False),
     "fsdp, tp, sp": (2, 2, True),
 }
-NONE, LEAST, SELECTIVE, THIRD = "none", "least", "selective", "a third of what can be saved"
+NONE, LEAST, THIRD = "none", "least", "a third of what can be saved"
 
 
 def _model(family: str = "llama", **changes: Any) -> nn.Module:
@@ -88,7 +90,7 @@ def _planned(planner: Planner, policy: str) -> tuple[int, Any]:
     """Return the peak of a step that the planner ran, above what was there before, and the config for a real one."""
     static = planner.run(planner.without_checkpointing).static
     if policy == SELECTIVE:
-        return selective(planner).peak - static, {"mode": "selective", "verify": "never"}
+        return by_hand(planner, SELECTIVE).peak - static, {"mode": "selective", "verify": "never"}
     share = {NONE: -1, LEAST: 0, THIRD: 1 / 3}[policy]
     choice = planner.everywhere(lambda group: round(share * len(planner.choices[group])))
     if policy == NONE:
@@ -174,10 +176,11 @@ def _as_dtensors(kind: str) -> Callable[[nn.Module], None]:
 
         layers: nn.Module = model.layers  # type: ignore[assignment]
         distribute_module(layers, mesh, share)
-        first: nn.Module = model.layers[0]  # type: ignore[index]
+        first, last = model.layers[0], model.layers[-1]  # type: ignore[index]
         first.register_forward_pre_hook(
             lambda module, args: DTensor.from_local(args[0], mesh, [Replicate()]).redistribute(placements=[placed])
         )
+        last.register_forward_hook(lambda module, args, out: out.full_tensor())
 
     return parallelize
 
@@ -193,15 +196,9 @@ class _DenseLayer(nn.Module):
         return x + torch.relu(self.gate(y)) * self.up(y) + self.skip(y)  # gradients of x and y are sums
 
 
-class _Dense(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_DenseLayer() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.full_tensor().square().mean()  # type: ignore[attr-defined,no-any-return]
+class _Dense(Stack):
+    def make(self) -> nn.Module:
+        return _DenseLayer()
 
 
 @pytest.mark.parametrize("kind", ["sequence", "columns", "copies"])
@@ -304,7 +301,7 @@ def test_the_peak_of_a_rank_with_some_experts_is_at_most_what_was_predicted(fami
         (
             "mixtral",
             Experts(2, 63),
-            "--tokens-per-expert: experts get 64 tokens each if all get the same, and 63 at most are given\n"
+            "--tokens-per-expert: divided evenly, each expert gets 64 tokens, but at most 63 are allowed\n"
             "    legal: 64 or more",
         ),
     ],

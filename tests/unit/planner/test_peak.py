@@ -31,8 +31,8 @@ from sac.planner.peak import (
     with_more,
 )
 from sac.planner.plan_file import explained, make_plan
+from sac.planner.planner import Planner
 from sac.planner.prepare import prepare
-from sac.planner.search import Planner
 from sac.planner.sharding import fake_ranks, fsdp_over
 from sac.tools.comparison import Training, compare
 from tests.cli.test_cli_compare import build

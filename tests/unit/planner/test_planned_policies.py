@@ -106,7 +106,7 @@ def test_other_ops_are_told_with_the_place_of_the_entry(engine: str, rule: dict[
     usual = sac.apply(built(llama_stack), selective(policy(rule), engine=engine))
     usual(*tokens())
     model = sac.apply(built(llama_stack), {"mode": "selective", "policy": path, "blocks": "blocks.*", "engine": engine})
-    for _ in range(2):  # in every call: nobody who passes over the first trains with what was not planned
+    for _ in range(2):  # in every call: whoever ignores the first does not train with what was not planned
         with pytest.raises(RegionError) as caught:
             model(*tokens())
         assert str(caught.value) == (
@@ -191,7 +191,7 @@ def test_blocks_that_were_not_planned_for_are_told_of(entries: list[dict[str, An
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = sac.apply(built(llama_stack), value)
-    found = f"{left} not in the plan of this policy: what no rule matches is recomputed there"
+    found = f"{left} not in the plan of this policy: ops there that no rule matches are recomputed"
     said = [str(one.message) for one in caught]
     name = value["policy"]["name"]
     assert said == ([f"{name}: {found}\n    fix: plan again for this model: `sac plan …`"] if left else [])

@@ -19,8 +19,8 @@ from sac.blocks.install import ours_on
 from sac.errors import RegionError
 from sac.planner.budget import optimizer_bytes
 from sac.planner.plan_file import make_plan
+from sac.planner.planner import Planner
 from sac.planner.prepare import prepare
-from sac.planner.search import Planner
 from sac.policy.model import Policy
 from sac.recompute.op_trace import OpTraceRecorder
 from tests.support.model_zoo import tiny
@@ -220,9 +220,12 @@ def test_other_ops_than_those_planned_for_are_refused() -> None:
 
 
 def test_regions_list_no_ops_in_the_steps_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = prepare(Model(), INPUTS)  # lists what `selective` saves
     counted = Mock(side_effect=OpTraceRecorder)
     monkeypatch.setattr("sac.recompute.regions.OpTraceRecorder", counted)
-    made = make_plan(prepare(Model(), INPUTS), "50%")
+    before = len(planner.records)
+    made = make_plan(planner, "50%")
+    assert len(planner.records) > before
     assert not counted.called
     sac.apply(Model(), made.policy)(*INPUTS)
     assert counted.called

@@ -72,7 +72,7 @@ def test_what_is_no_budget_in_words(text: str) -> None:
 
 def test_a_model_that_looks_at_its_data() -> None:
     assert error_of(Model(Block(stops), Block(stops))) == (
-        "Model: aten._local_scalar_dense.default needs the data of a tensor, and the plan is made on tensors without "
+        "Model: aten._local_scalar_dense.default needs the data of a tensor, but a plan is made on tensors without "
         "data\n    fix: plan on real tensors: sac.plan(…, real=True), or --real"
     )
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from sac.planner.cost import OVERHEAD, Overhead
 from sac.planner.devices import DEVICES
 from sac.planner.plan_file import make_plan
+from sac.planner.planner import Planner
 from sac.planner.prepare import prepare
 from sac.planner.pricing import Pricing
 from sac.planner.profile import Entry, Need, RegionProfile
-from sac.planner.search import Planner
 
 COSTS = Overhead(record_s=1.0, rerun_s=10.0, replayed_call_s=100.0, rerun_call_s=1000.0)
 

@@ -13,10 +13,10 @@ from sac.blocks.install import regions_of
 from sac.planner.choices import policy_for, policy_to_try
 from sac.planner.pareto import SaveOption
 from sac.planner.plan_file import make_plan
+from sac.planner.planner import Planner
 from sac.planner.prepare import prepare
 from sac.planner.profile import Entry, RegionProfile
 from sac.planner.rules import PlannedLayer, matches_entry, rules_of
-from sac.planner.search import Planner
 from sac.policy.model import Policy, Rule, limits_of
 from tests.support.model_zoo import tiny
 from tests.unit.planner.plan_models import stack

@@ -195,7 +195,7 @@ def test_a_process_group_that_is_there_is_left_alone():
             pass
         assert dist.get_world_size() == 2
     assert str(error.value) == (
-        "ranks: a process group is there already, and a plan for other ranks needs one that sends nothing\n"
+        "ranks: a process group is already initialized, but a plan for other ranks needs one that sends nothing\n"
         "    fix: plan in a process of its own"
     )
 
@@ -217,7 +217,7 @@ def _plan_beside_training(kind):
 
 def test_one_rank_of_a_training_cannot_plan_for_ranks_that_it_would_send_to():
     assert run_ranks(2, _plan_beside_training, "to be sharded")[0] == (
-        "ranks: a process group is there already, and a plan for other ranks needs one that sends nothing\n"
+        "ranks: a process group is already initialized, but a plan for other ranks needs one that sends nothing\n"
         "    fix: plan in a process of its own"
     )
 

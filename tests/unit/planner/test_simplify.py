@@ -6,8 +6,8 @@ import pytest
 
 import sac
 from sac.planner.plan_file import make_plan
+from sac.planner.planner import Planner
 from sac.planner.prepare import prepare
-from sac.planner.search import Planner
 from sac.planner.simplify import read_share, simplified
 from sac.planner.step_time import plain_step_seconds
 from sac.tools.cli import main

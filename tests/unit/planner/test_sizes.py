@@ -120,7 +120,7 @@ def test_the_time_of_a_step_is_that_of_all_its_ops_and_of_the_optimizer() -> Non
 
 NOT_SIZES = "are not sizes to choose from\n    legal: ascending numbers, such as range(1, 65)"
 A_SHARE = (
-    'budget: "50%" is a share of a range of peaks, and each size has its own range\n    legal: bytes, such as "72GiB"'
+    'budget: "50%" is a share of a range of peaks, but each size has its own range\n    legal: bytes, such as "72GiB"'
 )
 NO_FUNCTION = (
     "inputs: with sizes, a tuple is not a function of a size\n"

@@ -35,7 +35,7 @@ class Region(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         device, copies, seconds = ctx.rest
         ctx.rest = None
-        read = [copy.look() for copy in copies]
+        read = [copy.transfers.look(copy) for copy in copies]
         device.work(seconds)
         del read
         return grad * 1, None, None, None

@@ -15,19 +15,19 @@ from torch import nn
 
 import sac
 from sac.blocks.install import regions_of
+from sac.planner.by_hand import ATTENTION_MATMULS, SELECTIVE
 from sac.planner.choices import policy_for
 from sac.planner.fakes import fake_build, fake_copy, fake_inputs, fake_mode
 from sac.planner.plan_file import Plan, make_plan
+from sac.planner.planner import Planner
 from sac.planner.prepare import prepare
 from sac.planner.rules import matches_entry
-from sac.planner.search import Planner
 from sac.planner.write_policy import (
-    ATTENTION_MATMULS,
     baselines,
+    by_hand,
     curve,
     forward_seconds,
     seconds_text,
-    selective,
     with_alternatives,
     write_policy,
 )
@@ -157,7 +157,7 @@ def test_gradients_under_the_file_are_those_without(made: Plan, tmp_path: Path) 
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))  # type: ignore[arg-type]
 
 
-# What stands beside a plan
+# What is written with a plan
 
 
 def test_predicted_points_are_what_a_step_shows(planner: Planner) -> None:
@@ -175,7 +175,7 @@ def test_no_baseline_is_faster_than_the_plan_for_its_peak(planner: Planner) -> N
 @pytest.mark.parametrize("family", ["bert", "vit", *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)])
 def test_no_shipped_policy_is_faster_than_the_plan_for_its_peak(family: str) -> None:
     one = planner_of(family)
-    point = selective(one)
+    point = by_hand(one, SELECTIVE)
     assert point.is_checked
     budget = max(point.peak, one.least().peak)
     assert make_plan(one, budget).point.seconds <= point.seconds * (1 + 1e-9)
@@ -185,7 +185,7 @@ def test_selective_holds_what_the_regions_themselves_keep() -> None:
     """Its decisions are those of the regions; phi3 chooses by layer, and its layers are of one group."""
     one = prepare(*tiny("phi3"))
     assert len(one.profiles) == 1
-    point = selective(one)
+    point = by_hand(one, SELECTIVE)
     assert len({*point.choice}) == 2
     found = kept_of("phi3", "selective") - kept_of("phi3", "full")
     assert point.kept - one.point("full", one.every_nth(1)).kept == found
@@ -207,12 +207,6 @@ def test_baselines_save_what_their_names_say(small: Planner) -> None:
     full = by_label["full"].flops
     assert by_label["every 2nd layer full"].flops == full * 2 // 3  # of three layers the first and the last
     assert full == 3 * 2 * (4 * 64) * 16 * 64  # replay spares the second product: nothing needs it again
-
-
-def test_baselines_teach_the_planner_nothing(small: Planner) -> None:
-    before = [*small.step.bases], dict(small.step.held), small.choices
-    baselines(small)
-    assert ([*small.step.bases], dict(small.step.held), small.choices) == before
 
 
 def test_the_curve_falls(small: Planner, made: Plan) -> None:

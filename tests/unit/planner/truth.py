@@ -1,4 +1,4 @@
-"""What a step is predicted to take, beside what the allocator saw a real one take."""
+"""What a step is predicted to take, and what the allocator saw a real one take."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-2, dropout": ("gpt2", {"dropout": 0.1}),
     "BERT": ("bert", {}),
     "T5": ("t5", {}),
-    "ViT": ("vit", {"patch_size": 2}),  # else its few tokens are nothing beside its parameters
+    "ViT": ("vit", {"patch_size": 2}),  # else its few tokens are negligible against its parameters
 }
 # Further ones, which scripts/plan_accuracy.py and scripts/plan_trials.py also look at.
 FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,7 +68,7 @@ SHARES = ("30%", "70%")  # of the range, that policies are planned for
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """What a step takes beside parameters and inputs: kept when its forward is over, and at its highest."""
+    """What a step takes in addition to parameters and inputs: kept when its forward is over, and at its highest."""
 
     kept: int
     peak: int

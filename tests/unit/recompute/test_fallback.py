@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import sac
 from sac.errors import SacWarning
 from tests.support.blocks import FunctionBlock, Stack, alternate, install, policy, save, selective, square
+from tests.support.native_engine import with_library
 from tests.support.training import built
 
 RULES = [save("matmul"), save("aten.sin"), alternate("*")]
@@ -107,3 +108,32 @@ def test_a_routing_result_waits_in_the_hands_of_the_hooks_around_the_region(outc
         warnings.simplefilter("ignore", SacWarning)
         assert all(map(torch.equal, expected, gradients(model, run)))
     assert not any(map(any, held)), held
+
+
+ANOTHER_VALUE = """\
+blocks.0: saved tensor 2 was another value in forward than in recomputation, float32[8, 8]
+    fix: the region computed with other tensors than in forward, or in another order: do not exchange between forward \
+and backward what it uses (data of a weight, attributes, globals), or pass it as an argument
+"""
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_python_that_gives_other_values_than_the_forward_is_an_error(native: bool) -> None:
+    """A tensor from outside is gone, so Python runs; it does not find the state that decided what the forward did."""
+    outside: list[Any] = [None] * 5000  # too long to be restored
+
+    def body(block: FunctionBlock, x: Tensor) -> Tensor:
+        scale = outside[0]
+        h = x @ block.a
+        return (h if scale is None else h + scale).sin() @ block.b
+
+    with with_library(native):
+        model = install(stack(body), selective(policy(save("matmul"))) | {"engine": "replay"})
+        outside[0] = torch.randn(8, 8)
+        loss = model.blocks[0](torch.randn(8, 8, requires_grad=True)).sum()
+        outside[0] = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SacWarning)
+            with pytest.raises(sac.SacError) as error:
+                loss.backward()
+    assert str(error.value).strip() == ANOTHER_VALUE.strip()

@@ -428,7 +428,7 @@ def test_graph_capture_is_refused(device, value):
     with pytest.raises(RegionError) as caught:
         model(*tokens())
     assert str(caught.value) == (
-        "offload: a CUDA graph is being captured, and its replays would not go through sac's pool of host memory\n"
+        "offload: offloading cannot be captured in a CUDA graph: its replays would not use sac's pool of host memory\n"
         "    fix: capture no region that offloads or has store host; save or recompute instead"
     )
 

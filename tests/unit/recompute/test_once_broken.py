@@ -177,7 +177,7 @@ def moved_away(tensor: Tensor) -> Any:
 
 @ON_EACH
 def test_values_that_surrounding_hooks_moved_away(value: Any) -> None:
-    """Their storages are gone; what is made at their addresses belongs to nobody."""
+    """Their storages are gone; what is made at their addresses is something else."""
 
     def gradients(put: bool) -> list[Tensor]:
         model = built(lambda: Stack(Dropped(), Dropped(), Dropped()))

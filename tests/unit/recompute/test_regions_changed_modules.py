@@ -26,7 +26,7 @@ class Configuration:
 
 
 class Block(nn.Module):
-    """Draws from a generator, or writes to a tensor that nobody knows of, if told so by an attribute."""
+    """Draws from a generator, or writes to a tensor that sac does not know, if told so by an attribute."""
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         super().__init__()

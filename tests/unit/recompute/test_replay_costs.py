@@ -18,7 +18,7 @@ from tests.support.blocks import FunctionBlock, Stack, llama_stack, policy, save
 from tests.support.recording import Recorder, backward_ops, kept_bytes, without_collector
 from tests.support.replay_programs import ON_EACH, POLICIES, applied, block_of, replay
 
-WIDTH = 128  # a random state of a few kilobytes is nothing beside such tensors
+WIDTH = 128  # a random state of a few kilobytes is negligible against such tensors
 
 
 def chain(block: FunctionBlock, x: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ def test_a_choice_that_is_overwritten_is_made_again_if_it_is_the_same() -> None:
         assert_same(*seen)
 
 
-RUNS = (1 + number for number in range(99))  # a generator is put back by nobody
+RUNS = (1 + number for number in range(99))  # a generator is not put back
 
 
 class Tie(nn.Module):
@@ -221,8 +221,8 @@ def test_a_choice_that_is_overwritten_and_not_the_same_again_is_an_error() -> No
     with pytest.raises(RegionError) as caught:
         out.sum().backward()
     assert str(caught.value) == (
-        "blocks.0: what aten.topk.default returned in forward was overwritten afterwards by something that is not an "
-        "op (NumPy, or a kernel on raw pointers), and the op returns something else in recomputation\n"
+        "blocks.0: the result of aten.topk.default in forward was overwritten, not by an op but by NumPy or a "
+        "kernel on raw pointers, and recomputation returns another result\n"
         "    fix: write to a copy of it"
     )
 

@@ -339,8 +339,8 @@ def test_saved_by_a_rule_on_ops_and_written_in_a_module_unseen_as_never_before()
     with pytest.raises(sac.errors.RegionError) as error:
         model(3 * torch.ones(8, 8, requires_grad=True))
     assert str(error.value) == (
-        "blocks.0.part: this saved module wrote in place to a value (float32[8, 8]) that another rule saves, and not "
-        "by an op that could be seen, so no copy was kept to recompute from\n"
+        "blocks.0.part: this saved module wrote in place to a value (float32[8, 8]) that another rule saves, but "
+        "not by an op that sac could see, so there is no copy to recompute from\n"
         "    fix: clone the value before the module writes to it"
     )
 

@@ -212,7 +212,7 @@ def everything_else_is_put_back(module: nn.Module) -> Iterator[None]:
 
 
 class Counted(nn.Module):
-    """A region with a buffer of its own that counts, beside the providers."""
+    """A region with a buffer of its own that counts, in addition to the providers."""
 
     def __init__(self, *providers: Noting) -> None:
         super().__init__()

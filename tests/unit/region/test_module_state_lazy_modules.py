@@ -90,7 +90,6 @@ def test_torchs_checkpoint_with_our_contexts_is_refused_until_they_are_made() ->
     with pytest.raises(RegionError) as error:
         checkpoint(block, torch.ones(3, 4), use_reentrant=False, context_fn=contexts)
     assert str(error.value) == (
-        "sac.context_fn: a lazy module would make its parameters in this checkpointed call, and its recomputation "
-        "would not\n"
+        "sac.context_fn: a lazy module would create its parameters in this call, which recomputation cannot repeat\n"
         "    fix: run the model once under torch.no_grad() before training"
     )

@@ -14,7 +14,7 @@ from tests.support.training import assert_same, built, train
 
 
 class Block(nn.Module):
-    """Writes from its third call on, by a counter in which nobody looks for a reason to record the call."""
+    """Writes from its third call on, by a counter that gives no reason to record the call."""
 
     seen: Tensor
 

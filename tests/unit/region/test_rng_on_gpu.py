@@ -1,4 +1,4 @@
-"""Random states of CUDA devices: what the tests beside this one hold on the CPU, and what the CPU has not."""
+"""Random states of CUDA devices: what the tests next to this one claim on the CPU, and what the CPU does not have."""
 
 from __future__ import annotations
 

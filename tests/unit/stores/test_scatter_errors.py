@@ -45,7 +45,7 @@ def refused(group: Any) -> str:
 
 def test_without_a_group():
     assert refused(None) == (
-        "sac.checkpoint.tp_group: inputs are to be scattered, and there is no group to scatter them over"
+        "sac.checkpoint.tp_group: inputs are to be scattered, but there is no group to scatter them over"
         f"{LEGAL}\n    fix: pass tp_group=, the group whose ranks all have this input"
     )
 
@@ -62,7 +62,7 @@ def test_apply_leaves_the_model_as_it_was():
     model = nn.Sequential(mlp(5), mlp(5))
     with pytest.raises(ConfigError) as error:
         sac.apply(model, {"mode": "full", "distribute_saved_activations": True})
-    assert str(error.value).startswith("sac.apply.tp_group: inputs are to be scattered, and there is no group")
+    assert str(error.value).startswith("sac.apply.tp_group: inputs are to be scattered, but there is no group")
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
@@ -119,7 +119,7 @@ def split(what: str) -> list[str]:
 def test_an_input_that_is_not_the_same_on_all_ranks(size, what):
     wrong = "shape, strides or dtype" if what in ("shape", "strides", "dtype") else "values"
     told = (
-        f": its {wrong} are not the same on all {size} ranks of the group that it is to be scattered over (is it split "
+        f": its {wrong} differ between the {size} ranks of the group that it is to be scattered over (is it split "
         "between them, as in sequence parallelism?)\n    fix: scatter what all ranks have whole: choose by `keep`, or "
         "keep the inputs of this region whole"
     )
@@ -191,9 +191,10 @@ def test_a_pickle_without_its_group():
         "\n    fix: make the same groups in the same order before loading, or pickle the model without sac (sac.remove)"
     )
     missing = "torch.distributed is not initialised here"
-    assert loaded(over_all) == f"tp_group: what is loaded was scattered over the default group, and {missing}{fix}"
+    found = "tp_group: what is loaded scatters its inputs over the default group"
+    assert loaded(over_all) == f"{found}, and {missing}{fix}"
     assert loaded(over_some) == (
-        f'tp_group: what is loaded was scattered over the process group "{name}", and {missing}{fix}'
+        f'tp_group: what is loaded scatters its inputs over the process group "{name}", and {missing}{fix}'
     )
     fresh = run_ranks(4, loaded, over_some.replace(name.encode(), b"x" * len(name)))[0]
     assert fresh.endswith(f", and there is no such group here{fix}")

@@ -1,4 +1,4 @@
-"""Scattered inputs beside FSDP2: parameters sharded over one dimension of a mesh, inputs scattered over the other."""
+"""Scattered inputs with FSDP2: parameters sharded over one dimension of a mesh, inputs scattered over the other."""
 
 from __future__ import annotations
 

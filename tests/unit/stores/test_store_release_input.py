@@ -1,4 +1,4 @@
-"""`release_input`: the caller's tensor keeps this rank's share until backward, and nobody computes with it unawares."""
+"""`release_input`: the caller's tensor keeps this rank's share until backward, and no op reads it unnoticed."""
 
 from __future__ import annotations
 

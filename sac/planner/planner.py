@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,15 +20,15 @@ from sac.errors import ModelError, SacWarning
 from sac.ops.registry import find_op
 from sac.planner.alike import AlikeLayers, expanded
 from sac.planner.away import HostUse, TransfersWithoutData
+from sac.planner.by_hand import SavedByPath
 from sac.planner.choices import Choice, policy_for, policy_to_try
-from sac.planner.fakes import Inputs, call
+from sac.planner.fakes import Inputs
 from sac.planner.layers import BudgetTooSmallError, assign, assign_alike
 from sac.planner.live_bytes import KernelWorkspace, Ledger
 from sac.planner.memory import StepModel
 from sac.planner.peak import IN_FLIGHT, OPTIMIZER, AliveRow, PeakBreakdown, explain, with_more
 from sac.planner.pricing import Pricing
 from sac.planner.profile import RegionProfile
-from sac.planner.sharding import shard_again
 from sac.planner.step import StepRecord, run_step
 from sac.planner.step_log import StepLog, inputs_among
 from sac.policy.model import Decision, OffloadSection, Policy
@@ -37,12 +37,13 @@ from sac.stores.transfers import TransfersByDevice
 
 # Note [The walk of a plan]
 #
-# model, inputs -> a copy without data (fakes.py) -> a profile of each region group (tracing.py) -> the time of each op
-# (cost.py) -> the Pareto-optimal save options of each group (pareto.py) -> steps of the whole model with as many
-# of them as there are layers, which measure what each option holds and the peak with it (step.py, memory.py) -> the
-# choice per layer with the least time within the budget (layers.py) -> a step with that choice. If its peak is as
-# predicted, or at least within the budget, the choice becomes a policy (choices.py). Otherwise the problem is solved
-# again with the new measurements. Everything before the first step is in prepare.py, everything after in plan_file.py.
+# model, inputs -> a copy without data (fakes.py) -> a profile of each region group (tracing.py) -> the time of each
+# op (cost.py) -> the Pareto-optimal save options of each group (pareto.py) and those by hand (by_hand.py) -> steps of
+# the whole model with as many of them as there are layers, which measure what each option holds and the peak with it
+# (step.py, memory.py) -> the choice per layer with the least time within the budget (layers.py) -> a step with that
+# choice. If its peak is as predicted, or at least within the budget, the choice becomes a policy (choices.py).
+# Otherwise the problem is solved again with the new measurements. Everything before the first step is in prepare.py,
+# everything after in plan_file.py.
 
 _HALVINGS = 16
 _MOST_MEASURED = 300  # regions, over all steps that are run before the first query
@@ -87,6 +88,7 @@ class Planner:
     progress: Progress = lambda done, total, label: None
     workspace: KernelWorkspace | None = None
     alike: AlikeLayers | None = None  # None: run all layers
+    by_hand: Mapping[str, SavedByPath] = field(default_factory=dict)  # label -> what it saves in each region
     records: dict[tuple[int, ...], StepRecord] = field(default_factory=dict)
 
     @property
@@ -235,14 +237,6 @@ class Planner:
             finally:
                 remove(self.model)
 
-    def saved_by(self, policy: Policy) -> dict[str, frozenset[int]]:
-        """Return the entries that ``policy`` saves in each region, by path; runs the copy forward once."""
-        with self.ledger():  # it runs ops that fake tensors refuse
-            alike = None if self.repeats else self.alike
-            found = saved_by(policy, self.model, self.profiles, lambda: call(self.model, self.inputs), alike)
-        shard_again(self.model)
-        return found
-
     def measure(self) -> None:
         """Run steps until each choice of each group has occurred in one; a step measures one choice per layer.
 
@@ -333,6 +327,15 @@ class Planner:
         layers = {path: layer for one in self.profiles for path, layer in zip(one.paths, one.layers, strict=True)}
         both = zip(self.step.paths, self.everywhere(lambda group: 0), self.without_checkpointing, strict=True)
         return tuple(none if layers[path] % count else full for path, full, none in both)
+
+    def choice_by_hand(self, label: str) -> tuple[int, ...]:
+        """Return the choice of saving in each region what people save; see Note [Choices by hand]."""
+        saved = self.by_hand[label]
+        numbers = [
+            {one.keep.saved: number for number, one in enumerate(of_group) if one.keep is not None}
+            for of_group in self.choices
+        ]
+        return tuple(numbers[group][saved[path]] for group, path in zip(self.groups, self.step.paths, strict=True))
 
     def everywhere(self, pick: Callable[[int], int]) -> tuple[int, ...]:
         """Return the choice that gives each region the option that ``pick`` returns for its group."""

@@ -1,0 +1,530 @@
+// Surveys of what a region's Python can reach: Note [Surveys] in sac/region/survey.py, which makes them.
+//
+// A survey is made once and never changes. `survey_take` compares it with what is there now, in one pass, and returns the
+// objects that it has found; `reached_holds` compares these with what is there later. While a table is compared, no
+// Python runs; between two tables, only a class's own `__getattribute__`, if it has one.
+#pragma once
+
+#include "state.h"
+
+namespace sac {
+
+enum class Look : uint8_t {  // what an entry must be; in the order of `Look` in survey.py
+  ANY,
+  PLAIN,       // of a class in `PLAIN`
+  SAME,        // this very object
+  PART,        // the same, or else another one of a class in `PLAIN`: then the function is another one
+  KIND,        // of this class
+  FUNCTION,    // this very function, with the same code and defaults, and without attributes
+  TENSOR,      // of this class, without a graph
+  EMPTY,       // a dict without entries
+  INSTALLED,   // a forward that sac has installed over none of the user's
+  PARAMETERS,  // a plain dict
+  BUFFERS,     // a plain dict
+  LEADS,       // of this class, and it has the table of a row
+  MISSING,     // not there
+  CLOSURE,     // a function of the same code, with its cells in the table of a row
+};
+
+enum class Source : uint8_t { ROOT, DICT_OF, ASKED, ITSELF, CLASS, OWNER, GIVEN };  // of a table; as in survey.py
+enum class Form : uint8_t { ENTRIES, NAMES, ITEMS, CELLS, ORDERED };        // how a table is compared; as there
+
+struct Place {  // an entry of a table
+  Look look;
+  Owned name, known;
+  size_t row = 0;
+  Owned code, defaults, title, file;  // of a function
+  bool has_dict = false;              // whether the dict of a function has a row too
+};
+
+struct SurveyRow {  // a table
+  Source source;
+  Form form;
+  Owned given;
+  size_t place;
+  size_t first, begin, end;  // entries before `first` are not part of the state
+};
+
+struct ClassGuard {  // what must not have changed in a class; null is not compared
+  Owned cls, mro, forward, dict, access, globals, found;
+  bool is_module;
+};
+
+struct SurveyContent {
+  SurveyContent(PyObject* names, PyObject* plain)
+      : names(Py_NewRef(names)), plain(Py_NewRef(plain)), standard(names) {}
+
+  Owned names, plain, root_type;
+  Standard standard;
+  std::vector<SurveyRow> rows;
+  std::vector<Place> places;
+  std::vector<ClassGuard> guards;
+  std::vector<size_t> modules, tensors;  // rows, places
+  size_t parameters = 0, buffers = 0;    // their places in the row of a module
+};
+
+struct References {  // what `Owned` is for one object; null is allowed
+  References() = default;
+  References(References&& other) noexcept : all(std::move(other.all)) {}
+  ~References() {
+    for (PyObject* one : all) Py_XDECREF(one);
+  }
+  std::vector<PyObject*> all;
+};
+
+struct Survey {
+  PyObject_HEAD
+  SurveyContent* content;
+};
+
+struct Reached {
+  PyObject_HEAD
+  Survey* survey;
+  // Of each row its table, and of each place its value, except for those that are not part of the state.
+  References *targets, *values;
+};
+
+inline PyTypeObject* ReachedType = nullptr;
+
+// -- One pass over all tables
+
+inline bool is_empty(PyObject* table) {
+  return (PyDict_CheckExact(table) || PyODict_CheckExact(table)) && PyDict_Size(table) == 0;
+}
+
+inline bool has_code(PyObject* object, Place& place) {
+  auto* function = reinterpret_cast<PyFunctionObject*>(object);
+  return function->func_code == place.code.get() && function->func_name == place.title.get() &&
+         function->func_defaults == place.defaults.get() && function->func_module == place.file.get();
+}
+
+inline bool has_no_attributes(PyObject* function) {
+  PyObject* held = reinterpret_cast<PyFunctionObject*>(function)->func_dict;
+  return held == nullptr || is_empty(held);
+}
+
+inline bool is_unchanged(PyObject* object, Place& place, PyObject* plain) {
+  auto* function = reinterpret_cast<PyFunctionObject*>(object);
+  return has_code(object, place) &&
+         has_no_attributes(object) &&
+         (function->func_kwdefaults == nullptr || may_hold(object, plain) == 0);
+}
+
+inline bool may_have_graph(PyObject* tensor) {
+  try {
+    const at::Tensor& value = THPVariable_Unpack(tensor);
+    return value.requires_grad() && value.grad_fn() != nullptr;
+  } catch (const std::exception&) {  // a view that an in-place write made unusable
+    return true;
+  }
+}
+
+inline bool has_replaced_none(PyObject* method) {
+  Owned before(PyObject_GetAttr(PyMethod_GET_SELF(method), words().before));
+  return before.get() == Py_None;
+}
+
+inline bool is_plain_value(SurveyContent& survey, PyTypeObject* type) {
+  return is_usual_class(type) && PySet_Contains(survey.plain.get(), reinterpret_cast<PyObject*>(type)) == 1;
+}
+
+// `owners`: of each row the object that has led to it. `is_same_function`: set to false if a PART is another one.
+inline bool is_expected(SurveyContent& survey, Place& place, PyObject* value, std::vector<PyObject*>& owners,
+                        bool& is_same_function) {
+  if (value == nullptr) return place.look == Look::MISSING;
+  auto* type = reinterpret_cast<PyObject*>(Py_TYPE(value));
+  switch (place.look) {
+    case Look::ANY:
+      return true;
+    case Look::PLAIN:
+      return type == place.known.get() || is_plain_value(survey, Py_TYPE(value));
+    case Look::PART:
+      if (value == place.known.get()) return true;
+      is_same_function = false;
+      return is_plain_value(survey, Py_TYPE(value));
+    case Look::SAME:
+      return value == place.known.get();
+    case Look::KIND:
+      return type == place.known.get();
+    case Look::FUNCTION:
+      return value == place.known.get() && is_unchanged(value, place, survey.plain.get());
+    case Look::TENSOR:
+      return type == place.known.get() && !may_have_graph(value);
+    case Look::EMPTY:
+      return is_empty(value);
+    case Look::INSTALLED:
+      return PyMethod_Check(value) &&
+             reinterpret_cast<PyObject*>(Py_TYPE(PyMethod_GET_SELF(value))) == place.known.get() &&
+             has_replaced_none(value);
+    case Look::PARAMETERS:
+    case Look::BUFFERS:
+      return PyDict_CheckExact(value);
+    case Look::LEADS:
+      if (type != place.known.get()) return false;
+      if (owners[place.row] == nullptr) owners[place.row] = value;
+      return owners[place.row] == value;
+    case Look::CLOSURE:
+      if (!PyFunction_Check(value) || !has_code(value, place)) return false;
+      if (reinterpret_cast<PyFunctionObject*>(value)->func_kwdefaults != nullptr) return false;
+      if (!place.has_dict && !has_no_attributes(value)) return false;
+      if (owners[place.row] == nullptr) owners[place.row] = value;
+      return owners[place.row] == value;
+    case Look::MISSING:
+      return false;
+  }
+  return false;
+}
+
+// Call `visit` with the place and the value of each entry; false if the names differ, or if `visit` has returned false.
+template <typename Visit>
+bool visit_entries(SurveyContent& survey, SurveyRow& row, PyObject* table, Visit visit) {
+  size_t at = row.begin;
+  if (row.form == Form::NAMES) {
+    for (; at < row.end; ++at) {
+      PyObject* value = PyDict_GetItemWithError(table, survey.places[at].name.get());
+      if ((value == nullptr && PyErr_Occurred()) || !visit(at, value)) return false;
+    }
+    return true;
+  }
+  if (row.form == Form::CELLS) {
+    PyObject* cells = PyFunction_GetClosure(table);
+    if ((cells == nullptr ? 0 : PyTuple_GET_SIZE(cells)) != static_cast<Py_ssize_t>(row.end - row.begin)) return false;
+    for (; at < row.end; ++at)
+      if (!visit(at, PyCell_GET(PyTuple_GET_ITEM(cells, at - row.begin)))) return false;
+    return true;
+  }
+  if (row.form == Form::ITEMS && PySet_CheckExact(table)) return PySet_GET_SIZE(table) == 0;  // only an empty one
+  if (row.form == Form::ITEMS && PyTuple_CheckExact(table)) {
+    if (PyTuple_GET_SIZE(table) != static_cast<Py_ssize_t>(row.end - row.begin)) return false;
+    for (; at < row.end; ++at)
+      if (!visit(at, PyTuple_GET_ITEM(table, at - row.begin))) return false;
+    return true;
+  }
+  if (row.form == Form::ITEMS) {
+    if (!PyList_CheckExact(table) || PyList_GET_SIZE(table) != static_cast<Py_ssize_t>(row.end - row.begin)) return false;
+    for (; at < row.end; ++at)
+      if (!visit(at, PyList_GET_ITEM(table, at - row.begin))) return false;
+    return true;
+  }
+  if (!PyDict_Check(table) || PyDict_Size(table) != static_cast<Py_ssize_t>(row.end - row.begin)) return false;
+  if (row.form == Form::ORDERED) {  // its order is not that of a dict
+    Owned keys(PyODict_Type.tp_iter(table));
+    for (; keys && at < row.end; ++at) {
+      Owned key(PyIter_Next(keys.get()));
+      if (key.get() != survey.places[at].name.get()) return false;
+      PyObject* value = PyDict_GetItemWithError(table, key.get());
+      if (value == nullptr || !visit(at, value)) return false;
+    }
+    return static_cast<bool>(keys);
+  }
+  PyObject *name = nullptr, *value = nullptr;
+  for (Py_ssize_t i = 0; PyDict_Next(table, &i, &name, &value); ++at)
+    if (name != survey.places[at].name.get() || !visit(at, value)) return false;
+  return true;
+}
+
+inline bool is_as_known(SurveyContent& survey, ClassGuard& guard) {
+  auto* type = reinterpret_cast<PyTypeObject*>(guard.cls.get());
+  const Words& w = words();
+  if (type->tp_mro != guard.mro.get()) return false;
+  if (guard.dict.get() != nullptr && (_PyType_Lookup(type, w.dict) != guard.dict.get() ||
+                                        _PyType_Lookup(type, w.access) != guard.access.get()))
+    return false;
+  if (guard.is_module && !has_usual_access(type, survey.standard)) return false;
+  if (guard.forward.get() != nullptr && _PyType_Lookup(type, w.forward) != guard.forward.get()) return false;
+  if (guard.globals.get() == nullptr) return true;
+  Owned found(PyObject_GetAttr(guard.globals.get(), w.found));
+  return found.get() == guard.found.get();
+}
+
+inline Owned referent_of(PyObject* reference) {
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* referent = nullptr;
+  if (PyWeakref_GetRef(reference, &referent) < 0) PyErr_Clear();
+  return Owned(referent);
+#else
+  PyObject* referent = PyWeakref_GetObject(reference);
+  return referent == nullptr || referent == Py_None ? Owned() : Owned(Py_NewRef(referent));
+#endif
+}
+
+inline Owned plain_dict_of(PyObject* object, bool asks) {
+  Owned dict(asks ? PyObject_GetAttr(object, words().dict) : PyObject_GenericGetDict(object, nullptr));
+  return dict && PyDict_CheckExact(dict.get()) ? std::move(dict) : Owned();
+}
+
+// The table of a row; null if there is none any more.
+inline Owned table_of(SurveyRow& row, PyObject* root, const References& values) {
+  switch (row.source) {
+    case Source::ROOT:
+      return plain_dict_of(root, false);
+    case Source::DICT_OF:
+      return plain_dict_of(values.all[row.place], false);
+    case Source::ASKED:  // its class has a `__getattribute__` of its own
+      return plain_dict_of(values.all[row.place], true);
+    case Source::ITSELF:
+      return Owned(Py_NewRef(values.all[row.place]));
+    case Source::CLASS:
+      return dict_of_table(row.given.get());
+    case Source::GIVEN:
+      return Owned(Py_NewRef(row.given.get()));
+    case Source::OWNER: {
+      Owned owner = referent_of(row.given.get());
+      if (!owner) return Owned();
+      if (PyFunction_Check(owner.get())) return Owned(Py_NewRef(PyFunction_GetGlobals(owner)));
+      return PyModule_Check(owner.get()) ? Owned(Py_NewRef(PyModule_GetDict(owner))) : Owned();
+    }
+  }
+  return Owned();
+}
+
+// -- What a pass has found
+
+// Whether the function is the same, what was reached, what `ModuleTables` needs of the modules (themselves, their
+// parameters as `TablesHolder` records them, their flags, and their buffers), and the values of the TENSOR places. Null
+// after an error.
+inline PyObject* given_of(SurveyContent& survey, PyObject* root, PyObject* reached,
+                          const std::vector<PyObject*>& owners, const References& values, bool is_same_function) {
+  const auto count = static_cast<Py_ssize_t>(survey.modules.size());
+  Owned modules(PyTuple_New(count)), training(PyList_New(count)), buffers(PyList_New(0));
+  Owned tensors(PyList_New(static_cast<Py_ssize_t>(survey.tensors.size())));
+  if (!modules || !training || !buffers || !tensors) return nullptr;
+  FoundTables parameters(0);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    SurveyRow& row = survey.rows[survey.modules[i]];
+    PyObject* module = row.source == Source::ROOT ? root : owners[survey.modules[i]];
+    PyTuple_SET_ITEM(modules.get(), i, Py_NewRef(module));
+    PyList_SET_ITEM(training.get(), i, Py_NewRef(values.all[row.begin]));
+    PyObject *held = values.all[row.begin + survey.parameters], *bound = values.all[row.begin + survey.buffers];
+    if (PyDict_Size(held) != 0) parameters.add(held);
+    if (PyDict_Size(bound) != 0) {
+      Owned copy(PyDict_Copy(bound)), pair(copy ? PyTuple_Pack(2, module, copy.get()) : nullptr);
+      if (!pair || PyList_Append(buffers.get(), pair.get()) < 0) return nullptr;
+    }
+  }
+  for (size_t i = 0; i < survey.tensors.size(); ++i)
+    PyList_SET_ITEM(tensors.get(), static_cast<Py_ssize_t>(i), Py_NewRef(values.all[survey.tensors[i]]));
+  Owned held(parameters.given());
+  if (!held) return nullptr;
+  return PyTuple_Pack(7, is_same_function ? Py_True : Py_False, reached, modules.get(), held.get(), training.get(), buffers.get(), tensors.get());
+}
+
+// `Survey.take`: the root. Returns None if something is not as it was; else see `given_of`.
+inline PyObject* survey_take(Survey* self, PyObject* root) {
+  HANDLE_TH_ERRORS
+  SurveyContent& survey = *self->content;
+  if (reinterpret_cast<PyObject*>(Py_TYPE(root)) != survey.root_type.get()) Py_RETURN_NONE;
+  for (ClassGuard& guard : survey.guards)
+    if (!is_as_known(survey, guard)) return left_to_python();
+  References targets, values;
+  targets.all.reserve(survey.rows.size());
+  values.all.reserve(survey.places.size());
+  std::vector<PyObject*> owners(survey.rows.size(), nullptr);
+  owners[0] = root;
+  bool is_same_function = true;
+  for (SurveyRow& row : survey.rows) {
+    Owned table = table_of(row, root, values);
+    if (!table) return left_to_python();
+    const bool is_same = visit_entries(survey, row, table, [&](size_t at, PyObject* value) {
+      Place& place = survey.places[at];
+      const bool is_needed = at - row.begin >= row.first || place.look != Look::ANY;
+      values.all.push_back(is_needed ? Py_XNewRef(value) : nullptr);
+      return is_expected(survey, place, value, owners, is_same_function);
+    });
+    if (!is_same) return left_to_python();
+    targets.all.push_back(table.release());
+  }
+  std::vector<PyObject*> distinct;
+  for (PyObject* owner : owners)
+    if (owner != nullptr) distinct.push_back(owner);
+  std::sort(distinct.begin(), distinct.end());
+  if (std::adjacent_find(distinct.begin(), distinct.end()) != distinct.end()) Py_RETURN_NONE;
+  Owned made(ReachedType->tp_alloc(ReachedType, 0));
+  if (!made) return nullptr;
+  auto* reached = reinterpret_cast<Reached*>(made.get());
+  reached->survey = reinterpret_cast<Survey*>(Py_NewRef(reinterpret_cast<PyObject*>(self)));
+  reached->targets = new References(std::move(targets));
+  reached->values = new References(std::move(values));
+  return given_of(survey, root, made, owners, *reached->values, is_same_function);
+  END_HANDLE_TH_ERRORS
+}
+
+// `Reached.holds`. Returns whether all tables hold these very objects. If not, they may still be the same.
+inline PyObject* reached_holds(Reached* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  SurveyContent& survey = *self->survey->content;
+  for (size_t i = 0; i < survey.rows.size(); ++i) {
+    SurveyRow& row = survey.rows[i];
+    const bool is_same = visit_entries(survey, row, self->targets->all[i], [&](size_t at, PyObject* value) {
+      if (at - row.begin >= row.first) return value == self->values->all[at];
+      return survey.places[at].look != Look::EMPTY || is_empty(value);
+    });
+    if (!is_same) {
+      PyErr_Clear();
+      Py_RETURN_FALSE;
+    }
+  }
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+// `Reached.table`: the number of a row. Returns its table (of a class, the class), and the names and values of the
+// entries that are part of the state.
+inline PyObject* reached_table(Reached* self, PyObject* number) {
+  HANDLE_TH_ERRORS
+  SurveyContent& survey = *self->survey->content;
+  const size_t at = PyLong_AsSize_t(number);
+  if (at >= survey.rows.size()) return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_IndexError, "no row %zu", at);
+  SurveyRow& row = survey.rows[at];
+  Owned names(PyList_New(0)), values(PyList_New(0));
+  if (!names || !values) return nullptr;
+  for (size_t i = row.begin + row.first; i < row.end; ++i) {
+    PyObject *name = survey.places[i].name.get(), *value = self->values->all[i];
+    if (value == nullptr) continue;
+    if (PyList_Append(names.get(), name != nullptr ? name : Py_None) < 0 || PyList_Append(values.get(), value) < 0)
+      return nullptr;
+  }
+  PyObject* table = row.source == Source::CLASS ? row.given.get() : self->targets->all[at];
+  return PyTuple_Pack(3, table, names.get(), values.get());
+  END_HANDLE_TH_ERRORS
+}
+
+// -- The types, for Python
+
+inline Owned owned(PyObject* object) { return Owned(object == Py_None ? nullptr : Py_NewRef(object)); }
+
+// A row: source, what it is given or None, place, form, first, names or None, looks (bytes), known (a tuple).
+inline bool add_row(SurveyContent& survey, PyObject* given) {
+  int source = 0, form = 0;
+  Py_ssize_t place = 0, first = 0;
+  PyObject *what = nullptr, *names = nullptr, *looks = nullptr, *known = nullptr;
+  if (!PyArg_ParseTuple(given, "iOninOSO!", &source, &what, &place, &form, &first, &names, &looks, &PyTuple_Type,
+                        &known))
+    return false;
+  const Py_ssize_t length = PyBytes_GET_SIZE(looks);
+  if (PyTuple_GET_SIZE(known) != length || (names != Py_None && PyTuple_Size(names) != length)) {
+    PyErr_SetString(PyExc_ValueError, "a row of a survey has parts of different lengths");
+    return false;
+  }
+  const size_t begin = survey.places.size();
+  survey.rows.push_back(SurveyRow{static_cast<Source>(source), static_cast<Form>(form), owned(what),
+                                  static_cast<size_t>(place), static_cast<size_t>(first), begin,
+                                  begin + static_cast<size_t>(length)});
+  for (Py_ssize_t i = 0; i < length; ++i) {
+    Place one{static_cast<Look>(PyBytes_AS_STRING(looks)[i])};
+    PyObject* object = PyTuple_GET_ITEM(known, i);
+    if (names != Py_None) one.name = Owned(Py_NewRef(PyTuple_GET_ITEM(names, i)));
+    if (one.look == Look::LEADS || one.look == Look::CLOSURE) {
+      if (one.look == Look::LEADS) one.known = Owned(Py_NewRef(PyTuple_GetItem(object, 0)));
+      one.row = PyLong_AsSize_t(PyTuple_GetItem(object, 1));
+      one.has_dict = one.look == Look::CLOSURE && PyTuple_GetItem(object, 2) == Py_True;
+    } else {
+      one.known = Owned(Py_NewRef(object));
+    }
+    if (one.look == Look::FUNCTION || one.look == Look::CLOSURE) {
+      auto* function =
+          reinterpret_cast<PyFunctionObject*>(one.look == Look::FUNCTION ? object : PyTuple_GetItem(object, 0));
+      one.code = Owned(Py_NewRef(function->func_code));
+      one.defaults = Owned(Py_XNewRef(function->func_defaults));
+      one.title = Owned(Py_NewRef(function->func_name));
+      one.file = Owned(Py_XNewRef(function->func_module));
+    }
+    if (one.look == Look::PARAMETERS) survey.parameters = static_cast<size_t>(i);
+    if (one.look == Look::BUFFERS) survey.buffers = static_cast<size_t>(i);
+    survey.places.push_back(std::move(one));
+  }
+  return !PyErr_Occurred();
+}
+
+// A guard: class, forward or None, whether modules are of it, whether it gives objects their dict, what knows its
+// globals or None, the globals that this has found.
+inline bool add_guard(SurveyContent& survey, PyObject* given) {
+  PyObject *cls = nullptr, *forward = nullptr, *globals = nullptr, *found = nullptr;
+  int is_module = 0, has_dict = 0;
+  if (!PyArg_ParseTuple(given, "O!OppOO", &PyType_Type, &cls, &forward, &is_module, &has_dict, &globals, &found))
+    return false;
+  auto* type = reinterpret_cast<PyTypeObject*>(cls);
+  survey.guards.push_back(ClassGuard{Owned(Py_NewRef(cls)), Owned(Py_XNewRef(type->tp_mro)), owned(forward),
+                                     Owned(has_dict ? Py_XNewRef(_PyType_Lookup(type, words().dict)) : nullptr),
+                                     Owned(has_dict ? Py_XNewRef(_PyType_Lookup(type, words().access)) : nullptr),
+                                     owned(globals), owned(found), is_module != 0});
+  return true;
+}
+
+inline bool add_numbers(std::vector<size_t>& numbers, PyObject* given) {
+  for (Py_ssize_t i = 0; i < PyTuple_Size(given); ++i) numbers.push_back(PyLong_AsSize_t(PyTuple_GET_ITEM(given, i)));
+  return !PyErr_Occurred();
+}
+
+// The class of the root, rows (a place is led to before the row that it leads to), guards, the rows of the modules, the
+// places of tensors, `STANDARD_NAMES`, `PLAIN`.
+inline PyObject* survey_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  HANDLE_TH_ERRORS
+  PyObject *root = nullptr, *rows = nullptr, *guards = nullptr, *modules = nullptr, *tensors = nullptr, *names = nullptr,
+           *plain = nullptr;
+  if (!PyArg_ParseTuple(args, "OO!O!O!O!O!O", &root, &PyTuple_Type, &rows, &PyTuple_Type, &guards, &PyTuple_Type,
+                        &modules, &PyTuple_Type, &tensors, &PyTuple_Type, &names, &plain))
+    return nullptr;
+  auto content = std::make_unique<SurveyContent>(names, plain);
+  content->root_type = Owned(Py_NewRef(root));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(rows); ++i)
+    if (!add_row(*content, PyTuple_GET_ITEM(rows, i))) return nullptr;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(guards); ++i)
+    if (!add_guard(*content, PyTuple_GET_ITEM(guards, i))) return nullptr;
+  if (!add_numbers(content->modules, modules) || !add_numbers(content->tensors, tensors)) return nullptr;
+  auto* self = reinterpret_cast<Survey*>(type->tp_alloc(type, 0));
+  if (self != nullptr) self->content = content.release();
+  return reinterpret_cast<PyObject*>(self);
+  END_HANDLE_TH_ERRORS
+}
+
+inline int survey_traverse(Survey* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (self->content == nullptr) return 0;
+  for (SurveyRow& row : self->content->rows) Py_VISIT(row.given.get());
+  for (Place& place : self->content->places) {
+    Py_VISIT(place.known.get());
+    Py_VISIT(place.defaults.get());
+  }
+  for (ClassGuard& guard : self->content->guards) {
+    Py_VISIT(guard.cls.get());
+    Py_VISIT(guard.mro.get());
+    Py_VISIT(guard.forward.get());
+    Py_VISIT(guard.dict.get());
+    Py_VISIT(guard.access.get());
+    Py_VISIT(guard.globals.get());
+    Py_VISIT(guard.found.get());
+  }
+  Py_VISIT(self->content->root_type.get());
+  return 0;
+}
+
+// No `tp_clear`: it never changes. All cycles that it is part of lead through a dict or a class.
+inline void survey_dealloc(Survey* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  delete self->content;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+inline int reached_traverse(Reached* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(self->survey);
+  for (auto* held : {self->targets, self->values})
+    if (held != nullptr)
+      for (PyObject* one : held->all) Py_VISIT(one);
+  return 0;
+}
+
+inline void reached_dealloc(Reached* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  delete self->targets;
+  delete self->values;
+  Py_CLEAR(self->survey);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+}  // namespace sac
