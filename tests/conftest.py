@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import re
+import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,14 @@ def random_state_is_left_alone() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_rng_state(before)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """A thread that runs on could change the random state of the tests that follow."""
+    before = {*threading.enumerate()}
+    yield
+    assert not [one for one in threading.enumerate() if one not in before and not one.daemon]
 
 
 @pytest.fixture(autouse=True)

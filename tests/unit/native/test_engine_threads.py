@@ -175,6 +175,8 @@ def test_another_thread_waits_until_replayed_values_are_verified(chosen: dict[st
         return pack, unpack
 
     def reading_elsewhere(self: NativeReplayRecorder, values: list[tuple[int, Any]]) -> list[tuple[int, Tensor]]:
+        if len(threads) == len(calls):  # one thread for each forward: it may run the region again, which verifies, too
+            return different(self, values)
         unpack, frame = calls[-1]
         wanted = next(one for one in frame._handles.alive() if torch.allclose(one.value, saved[-1], atol=1e-3))
         threads.append(threading.Thread(target=lambda: found.append(unpack(wanted))))
@@ -194,5 +196,6 @@ def test_another_thread_waits_until_replayed_values_are_verified(chosen: dict[st
         Wobble.sign = -1.0
         with pytest.warns(SacWarning, match="is replayed with other values"):
             loss.backward(retain_graph=True)
-        threads[-1].join()
+        for thread in threads:
+            thread.join()
     assert_same({"h": expected}, {"h": found[-1]})
