@@ -750,6 +750,22 @@ MUTATIONS = (
         "now < -1",
     ),
     Mutation(
+        "numbers-alike",
+        4,
+        "recompute/value_ids.py",
+        "rerun takes two calls for one whose numbers are equal in Python or have the same hash",
+        "    return type(value), repr(value)\n",
+        "    return value\n",
+    ),
+    Mutation(
+        "native-zeros-alike",
+        4,
+        _CPP_IDS,
+        "rerun takes calls with 0.0 and -0.0 for one",
+        "    uint64_t bits = 0;\n    if (value == value)",
+        "    uint64_t bits = 0;\n    if (value != 0 && value == value)",
+    ),
+    Mutation(
         "native-views-alike",
         4,
         _CPP_IDS,

@@ -18,6 +18,7 @@ from sac.recompute.module_tracker import RegionMode
 from sac.recompute.rerun import LIFT_FRESH, overwritten_problem, written_tensors
 from sac.recompute.table import CallSite, DecisionTable, run_op
 from sac.recompute.tape import CAST, TENSOR_HOLE, Ref, Tape, first_address, read_arguments
+from sac.recompute.value_ids import NUMBERS, number_key
 from sac.recompute.whole_modules import SavedModules, ServingPass
 from sac.region.frame import OTHER_KIND, NoEarlyStop, Progress
 from sac.region.rng import States
@@ -57,7 +58,6 @@ from sac.torch_private import OpOverload
 # second time, and autograd saves another `sin`. Then Python runs once more, and the first `mm` too.
 
 _PLAIN = frozenset({type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis)})
-_NUMBERS = frozenset({bool, int, float, complex})
 _TO_COPY = torch.ops.aten._to_copy.default
 _CONSTANT_NUMEL = 16
 
@@ -170,9 +170,8 @@ def _arguments(op: Any, rest: Any, keywords: Any) -> Any:
     given = []
     for position, (name, default) in enumerate(_defaults(op)):
         value = rest[position] if position < len(rest) else keywords.get(name, Ellipsis)
-        if value is not TENSOR_HOLE and type(value) is type(default) and value == default:
-            value = Ellipsis
-        given.append(_plain(value))
+        found = _plain(value)
+        given.append(Ellipsis if value is not TENSOR_HOLE and found == _plain(default) else found)
     return tuple(given)
 
 
@@ -188,8 +187,8 @@ def _plain(value: Any) -> Any:
         return TENSOR_HOLE
     if cls in _PLAIN:
         return value
-    if cls in _NUMBERS:
-        return cls, value if value == value else "nan"
+    if cls in NUMBERS:
+        return number_key(value)
     if isinstance(value, (list, tuple)):
         return tuple(map(_plain, value))
     if cls is dict:

@@ -39,13 +39,20 @@ if TYPE_CHECKING:
 # signature is new. The call number of the mm leads to h, but the ids of the first argument differ and neither is
 # external. So the mm runs, h stays unmatched, and `RecomputeMode.check` raises.
 
-_PLAIN = frozenset(
-    {int, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
-)
+NUMBERS = frozenset({bool, int, float, complex})
+_PLAIN = frozenset({type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size})
 
 _CONSTANT_NUMEL = 16
 
 Description = tuple[Any, ...]
+
+
+def number_key(value: complex) -> tuple[type, str]:
+    """Return what differs for any two numbers that an op can tell apart.
+
+    The numbers themselves do not: -1 and -2 have the same hash, and 1, 1.0 and True are equal, as are 0.0 and -0.0.
+    """
+    return type(value), repr(value)
 
 
 class ValueIds:
@@ -245,10 +252,10 @@ class ValueIds:
                 external = external or value_id in self.external
                 if self._parameter_bytes >= 0:
                     self._parameter_bytes = self.parameter_only.joined(self._parameter_bytes, value_id)
+            elif cls in NUMBERS:
+                parts.append(number_key(value))
             elif cls in _PLAIN:
                 parts.append(value)
-            elif cls is float:
-                parts.append(value if value == value else "nan")
             elif isinstance(value, Tensor):
                 value_id = self.of(value)
                 parts.append((value_id, *self._metadata(value)))
@@ -285,7 +292,8 @@ class ValueIds:
             return value_id, value_id in self.external, self._metadata(value)
         if isinstance(value, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in value):
             return tuple(self._describe_one(part) for part in value)
-        return str(value) if type(value) in _PLAIN or isinstance(value, (float, list, tuple)) else type(value).__name__
+        cls = type(value)
+        return str(value) if cls in NUMBERS or cls in _PLAIN or isinstance(value, (list, tuple)) else cls.__name__
 
     def _name(self, tensor: torch.Tensor, value_id: int) -> None:
         try:

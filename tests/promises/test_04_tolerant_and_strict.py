@@ -35,6 +35,8 @@ from tests.support.blocks import (
     square,
     with_dropout,
 )
+from tests.support.native_engine import needs_library, with_library
+from tests.support.replay_kernels import tanh_into
 from tests.support.stock import install_stock
 from tests.support.training import assert_same, assert_same_training, built, plain_backward, train
 
@@ -201,6 +203,39 @@ def test_swapped_ops_never_silently_get_each_others_value(entry: str, body: Any,
     except sac.SacError as error:
         refused = str(error)
     assert not refused or "aten." in refused, refused
+
+
+ALIKE: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {  # numbers that are equal, or have the same hash, in Python
+    "-1 and -2": (lambda h: h.sum(-1), lambda h: h.sum(-2)),
+    "-1.0 and -2.0": (lambda h: h * -1.0, lambda h: h * -2.0),
+    "0.0 and -0.0": (lambda h: torch.copysign(h, 0.0), lambda h: torch.copysign(h, -0.0)),
+    "1 and 1.0": (lambda h: (h * 9).long() * 1, lambda h: (h * 9).long() * 1.0),
+    "2 and True": (lambda h: h.clamp(max=2), lambda h: h.clamp(max=True)),
+    "1j and 2j": (lambda h: torch.view_as_real(h * 1j), lambda h: torch.view_as_real(h * 2j)),
+}
+
+
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_library)], ids=["Python", "library"])
+@pytest.mark.parametrize("engine", ["rerun", "replay"])
+@pytest.mark.parametrize("calls", ALIKE.values(), ids=ALIKE)
+def test_calls_with_numbers_that_look_alike_in_python_get_their_own_values(
+    calls: tuple[Callable[[Tensor], Tensor], ...], engine: str, native: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Under `replay` a kernel writes where no mode sees it, so that Python runs again."""
+    first, second = calls
+
+    def body(block: FunctionBlock, x: Tensor) -> Tensor:
+        h = tanh_into((x @ block.a).cos(), torch.empty_like)
+        if block.runs % 2:
+            one, other = first(h), second(h)
+        else:
+            other = second(h)
+            one = first(h)
+        return (h.sin().sum() * one.sin() * other.cos().exp()).cos()
+
+    saved = selective(policy(save(["aten.sum", "aten.mul", "aten.copysign", "aten.clamp"])))
+    with with_library(native):
+        assert_same_training(lambda: Stack(FunctionBlock(body)), saved, entry=f"apply, {engine}", make_input=square)
 
 
 def multiplies_something_else(block: FunctionBlock, x: Tensor) -> Tensor:

@@ -102,7 +102,6 @@ struct Signature {
   }
 
   void add_double(double value) {
-    if (value == 0) value = 0;  // -0.0 is equal
     uint64_t bits = 0;
     if (value == value) memcpy(&bits, &value, sizeof bits);
     add(value == value ? bits : 6);
