@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import re
+import sys
 import threading
+import traceback
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 ROOT = Path(__file__).parents[1]
+OWN_CODE = (f"{ROOT / 'sac'}/", f"{ROOT / 'tests'}/")
 RANKS = "tests/support/ranks.py"
 IMPORT = re.compile(r"^\s*(?:from|import) (tests[\w.]*)(?: import ([\w, ]+))?", re.MULTILINE)
 
@@ -34,10 +37,15 @@ def random_state_is_left_alone() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    """A thread that runs on could change the random state of the tests that follow."""
-    before = {*threading.enumerate()}
+    """Fail if a thread still runs code of this repository: it could change the random state of tests that follow.
+
+    Threads of torch's own pools stay.
+    """
     yield
-    assert not [one for one in threading.enumerate() if one not in before and not one.daemon]
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            files = {one.f_code.co_filename for one, _ in traceback.walk_stack(frame)}
+            assert not [file for file in files if file.startswith(OWN_CODE)], files
 
 
 @pytest.fixture(autouse=True)

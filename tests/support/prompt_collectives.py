@@ -1,8 +1,8 @@
 """Collectives that take no memory but their results, so that a measured peak does not depend on gloo or the clock.
 
 gloo copies the input of a reduce-scatter and the result of an all-gather, which NCCL does not, and its threads hold the
-tensors of a collective a little after the wait for it has ended. Inside `prompt_collectives()`, those of tensor
-parallelism make no such copies, and return when the thread has dropped its tensors.
+tensors of a collective a little after the wait for it has ended. Inside `prompt_collectives()`, those of tensor and
+expert parallelism make no such copies, and return when the thread has dropped its tensors.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torch import Tensor
 
 @contextmanager
 def prompt_collectives() -> Iterator[None]:
-    """Replace the functional collectives of tensor parallelism; they end at once, and waits for them do nothing."""
+    """Replace functional collectives; they end at once, and waits for them do nothing."""
     with torch.library._scoped_library("_c10d_functional", "IMPL") as kernels:
         kernels.impl("all_reduce", _all_reduce, "CPU")
         kernels.impl("all_gather_into_tensor", _all_gather, "CPU")
         kernels.impl("reduce_scatter_tensor", _reduce_scatter, "CPU")
+        kernels.impl("all_to_all_single", _all_to_all, "CPU")
         yield
 
 
@@ -49,6 +50,13 @@ def _reduce_scatter(tensor: Tensor, reduce_op: str, group_size: int, group_name:
     scratch = _scratch(tensor.shape, tensor.dtype).copy_(tensor)
     _until_dropped(lambda: dist.all_reduce(scratch, group=group), scratch)
     return scratch.chunk(group_size)[group.rank()].clone()
+
+
+def _all_to_all(tensor: Tensor, received: list[int], sent: list[int], group_name: str) -> Tensor:
+    tensor = tensor.contiguous()
+    result = tensor.new_empty(sum(received), *tensor.shape[1:])
+    collective = partial(dist.all_to_all_single, result, tensor, received, sent, group=_group(group_name))
+    return _until_dropped(lambda: _until_dropped(collective, tensor), result)
 
 
 @cache
