@@ -227,7 +227,8 @@ def outcome(prepared: Prepared, way: str) -> Outcome:
 
 
 def _kind_of(error: Exception, prepared: Prepared, way: str) -> str:
-    written = "weights written between passes" in prepared.features and "was changed in place after" in str(error)
+    writes = {"weights written between passes", "optimizer in backward"}  # a tied weight has two regions' backwards
+    written = not writes.isdisjoint(prepared.features) and "was changed in place after" in str(error)
     if written or (way != "torch" and any(words in str(error) for words in LIMITS)):
         return LIMIT
     return REFUSED if way == "torch" or isinstance(error, (SacError, CheckpointError)) else ERROR
