@@ -56,6 +56,8 @@ def no_copy(address: int) -> torch.UntypedStorage | None:
 class WriteGuard(dict[int, StorageSnapshot]):
     """What a region changes outside of itself, as it was before: storages, by address, and generators passed to it."""
 
+    __slots__ = ("at_start", "generators")
+
     def __init__(self) -> None:
         super().__init__()
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}

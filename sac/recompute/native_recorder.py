@@ -49,15 +49,15 @@ _IN_CPP = (
     *("known", "has_moved", "number", "entry_count", "value_count", "append", "version", "set_version", "root_at"),
     *("record_storage", "sync", "tensor_of", "alive", "layout", "has_layout", "forget_tensors"),
 )
-_methods_in_cpp = attrgetter(*_IN_CPP)
 
 
 class NativeTape(Tape):
     """A tape whose values and entries are in C++; see Note [The native recorder]."""
 
+    __slots__ = ("_factories", "_leaves", "_lists", "native")
+
     def __init__(self, library: Any) -> None:
         self.native: Any = library.Tape()
-        self.__dict__.update(zip(_IN_CPP, _methods_in_cpp(self.native), strict=True))
         super().__init__()
 
     def begin(self) -> None:
@@ -162,8 +162,14 @@ class NativeTape(Tape):
         self.native.needs_attention = value
 
 
+for _name in _IN_CPP:  # so that a tape need not hold them
+    setattr(NativeTape, _name, property(attrgetter(f"native.{_name}")))
+
+
 class _Factories(dict[int, int]):
     """The roots that factories have made, of which the library knows."""
+
+    __slots__ = ("_native",)
 
     def __init__(self, native: Any) -> None:
         super().__init__()
@@ -192,6 +198,8 @@ def _gone() -> None:
 class _Counts(MutableMapping[Any, int]):
     """Counts of the library by call site, or by rule."""
 
+    __slots__ = ("_get", "_put")
+
     def __init__(self, get: Any, put: Any) -> None:
         self._get, self._put = get, put
 
@@ -214,6 +222,7 @@ class _Counts(MutableMapping[Any, int]):
 class NativeReplayRecorder(ReplayRecorder):
     """A recorder of which the library runs the ordinary part."""
 
+    __slots__ = ("library",)
     tape: NativeTape
 
     def __init__(self, library: Any, *args: Any, **more: Any) -> None:
@@ -271,6 +280,10 @@ class NativeReplayRecorder(ReplayRecorder):
         found, others = self.library.find_different(values, self.checksums, self._in_order)
         return found + super().different(others) if others else found  # type: ignore[no-any-return]
 
+    def look_at_kept(self, held: dict[int, Any], loose: list[Handle]) -> tuple[Any, list[Handle]] | None:
+        """See ``ReplayRecorder``."""
+        return self.library.look_at_kept(self.tape.kept, held, loose)  # type: ignore[no-any-return]
+
     def end(self, kept: list[Handle], missing: list[int]) -> None:
         """See ``ReplayRecorder``."""
         for rule, count in self.tape.native.hits().items():
@@ -287,7 +300,7 @@ class NativeReplayFrame(WithNativeHandles, ReplayFrame):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.runner = _NativeRunner(self._library)
+        self.runner = _runner(self._library)
 
     def _saved_tensor_hooks(self) -> tuple[Any, Any]:
         recorder, tape = self.recorder, self.recorder.tape
@@ -313,6 +326,10 @@ class _NativeRunner:
 
     def __init__(self, library: Any) -> None:
         self._library = library
+
+    def below(self) -> Any:
+        """See ``Runner``."""
+        return self._library.Below()
 
     def new_values(self, count: int) -> Any:
         """See ``Runner``."""
@@ -346,6 +363,9 @@ class _NativeRunner:
         filled += run(unusual, partial(wait, works), set_states)
         wait(works)
         return filled
+
+
+_runner = cache(_NativeRunner)
 
 
 _Memory = {"new": 0, "view": 1, "unsure": 2}

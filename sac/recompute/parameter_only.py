@@ -117,6 +117,8 @@ def _carried(value: Any, depth: int) -> Iterator[torch.Tensor]:
 class ParameterOnlyValues:
     """Answers on demand for one tape: most values are never asked about."""
 
+    __slots__ = ("_known", "_origins", "_tape")
+
     def __init__(self, tape: Tape, owners: tuple[nn.Module, ...]) -> None:
         self._tape = tape
         self._origins = ParameterOnlyIds(owners)

@@ -396,12 +396,47 @@ UNSEEN_WRITE = "the forward wrote to a tensor that an op reads in a way that no 
 class TapeRecorder:
     """The recorder's interface to ``TapeMode``; see Note [The tape]. ``ReplayRecorder`` adds that to the frame."""
 
-    path = ""  # of the region
-    modules: SavedModules | None = None  # that are saved as a whole
+    __slots__ = (
+        "_being_written",
+        "_gathered",
+        "_in_order",
+        "_inputs",
+        "_kept_in",
+        "_left",
+        "_parameter_only",
+        "_parts",
+        "_places",
+        "_routing",
+        "_routing_sums",
+        "_rules",
+        "_settings",
+        "_structures",
+        "_written_parameters",
+        "_wrote_late",
+        "alternations",
+        "calls",
+        "checksums",
+        "compares_python",
+        "evidence",
+        "hits",
+        "may_save",
+        "maybe_modified",
+        "modules",
+        "path",
+        "paused",
+        "random_states",
+        "reads_values",
+        "recent",
+        "snapshots",
+        "table",
+        "tape",
+        "wrote_inputs",
+    )
 
     def __init__(
         self,
         table: DecisionTable,
+        path: str,
         owners: tuple[nn.Module, ...],
         settings: Settings,
         evidence: GroupEvidence,
@@ -409,6 +444,8 @@ class TapeRecorder:
         verifies: bool,
     ) -> None:
         self.table = table
+        self.path = path  # of the region
+        self.modules: SavedModules | None = None  # that are saved as a whole
         self.evidence = evidence
         self.tape = self.new_tape()
         self.paused = False  # True while a replay runs inside the region's own forward, which is not recorded
@@ -772,7 +809,31 @@ def _is_constant(tape: Tape, entry: int, tensor: Tensor, evidence: GroupEvidence
 class ReplayRecorder(TapeRecorder, Recorder):
     """Applies a decision table to one region call that is replayed in backward; the ``Recorder`` of ``ReplayFrame``."""
 
-    native_ops = 0  # recorded by the C++ library
+    __slots__ = (
+        "_buffers",
+        "_external",
+        "_forgotten",
+        "_found",
+        "_keeps_persistent",
+        "_maybe_external",
+        "_owners",
+        "_persistent_roots",
+        "_routed",
+        "_routing_results",
+        "_rule_at",
+        "_served",
+        "external_handles",
+        "figures",
+        "layout",
+        "may_fall_back",
+        "modified_after_save",
+        "native_ops",
+        "needs_mode",
+        "offloads",
+        "op_trace",
+        "schedule",
+        "serves",
+    )
 
     def __init__(
         self,
@@ -786,9 +847,9 @@ class ReplayRecorder(TapeRecorder, Recorder):
         layout: TapeLayout | None = None,
         evidence: GroupEvidence | None = None,
     ) -> None:
-        super().__init__(table, owners, settings, evidence or GroupEvidence(), verifies=verifies)
-        self.path = path
+        super().__init__(table, path, owners, settings, evidence or GroupEvidence(), verifies=verifies)
         self.op_trace = op_trace
+        self.native_ops = 0  # recorded by the C++ library
         self.needs_mode = False
         self.figures: SavedFigures | None = None
         self.schedule: ReplaySchedule | None = None  # after the forward
@@ -938,11 +999,14 @@ class ReplayRecorder(TapeRecorder, Recorder):
     def end(self, kept: list[Handle], missing: list[int]) -> None:
         """End the forward: compute the replay schedule, and release everything that it does not need."""
         tape = self.tape
-        self.resolve_maybe_modified()
         self.recent = []
-        self.check_left()
-        self._left = {}
-        self.snapshots.forget_freed()
+        if self.maybe_modified:
+            self.resolve_maybe_modified()
+        if self._left:
+            self.check_left()
+            self._left = {}
+        if self.snapshots:
+            self.snapshots.forget_freed()
         self.needs_mode = self.may_save or bool(
             self.snapshots or self.snapshots.generators or self._wrote_late or self.wrote_inputs
         )
@@ -1232,14 +1296,22 @@ class ReplayRecorder(TapeRecorder, Recorder):
             kept_values = self.schedule.kept
         held: dict[int, Any] = {value: tape.kept[value] for value in kept_values}
         loose = [handle for handle in kept if not handle.is_external]
-        parts = {value: SavedResult(held[value]) for value in held if tape.roots[value] in self._parts}
+        parts: dict[int, SavedResult] = {}
+        if self._parts:
+            parts = {value: SavedResult(held[value]) for value in held if tape.roots[value] in self._parts}
         sizes: Any = None
-        if layout is not None:
-            sizes = _sizes_of(tape.kept, loose, held)
-        if loose or parts:
+        alone: Iterable[Handle]  # handles in whose storage no value stays
+        found = self.look_at_kept(held, loose) if layout is not None and not parts else None
+        if found is not None:
+            sizes, alone = found
+        else:
+            if layout is not None:
+                sizes = _sizes_of(tape.kept, loose, held)
             whole = (tensor for value, tensor in held.items() if value not in parts)
-            addresses = {storage_address(part) for tensor in whole for part in tensor_parts(tensor)}
-            compact([*parts.values(), *(handle for handle in loose if handle.storage not in addresses)])
+            addresses = {storage_address(part) for tensor in whole for part in tensor_parts(tensor)} if loose else ()
+            alone = (handle for handle in loose if handle.storage not in addresses)
+        if small := [*parts.values(), *alone]:
+            compact(small)
             tape.kept.update((value, one.on_device) for value, one in parts.items() if one.on_device is not None)
         if layout is not None and sizes is not None and layout.sizes == sizes:
             self.figures = layout.figures
@@ -1254,3 +1326,10 @@ class ReplayRecorder(TapeRecorder, Recorder):
             {step.number for step in self.schedule.steps} if self.schedule is not None and tape.states else set(),
             {*served},
         )
+
+    def look_at_kept(self, held: dict[int, Any], loose: list[Handle]) -> tuple[Any, list[Handle]] | None:
+        """Return what ``_sizes_of`` does, and the handles in whose storage no value of ``held`` lies.
+
+        None: it is not known; the C++ library knows it for plain tensors.
+        """
+        return None

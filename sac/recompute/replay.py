@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -61,6 +62,9 @@ Before = dict[int, torch.UntypedStorage]
 class Runner(Protocol):
     """Runs the steps of a schedule."""
 
+    def below(self) -> AbstractContextManager[Any]:
+        """Return a context with grad enabled, below autograd and without autocast."""
+
     def new_values(self, count: int) -> Any:
         """Return a sequence for ``count`` values, all None."""
 
@@ -80,13 +84,14 @@ def run_schedule(
     since, by the address of their storage. Raises ``CannotReplay`` and ``ExternalChangeError`` before any op runs.
     """
     values = runner.new_values(tape.value_count())
+    kept = tape.kept
     for value in schedule.kept:  # above autograd: fetching a value may recompute an outer region
-        values[value] = fetch(tape.kept[value])
+        values[value] = fetch(kept[value])
     generators: dict[int, torch.Generator] = {}
     if tape.states:
         generators = {id(g): g for step in schedule.steps for g, _ in tape.states.get(step.number, ())}
     # Active dispatch modes see the ops, as they would inside a mode's handler; autograd and autocast do not.
-    with torch.enable_grad(), BelowAutograd(), WithoutAutocast(), UndoStack() as stack:
+    with runner.below(), UndoStack() as stack:
         _load(schedule, runner.load(schedule, tape, before, values), tape, inputs, before, values)
         for generator in generators.values():
             stack.callback(generator.set_state, state_of(generator))
@@ -124,13 +129,19 @@ def _load(
         if not leaf.is_persistent and version_of(tensor) != leaf.version:
             raise ExternalChangeError(tensor, leaf.version)
         values[value] = tensor
-    for value in schedule.kept:
+    for value in schedule.kept if schedule.written else ():
         if tape.roots[value] in schedule.written:
             values[value] = values[value].clone()
 
 
 class PythonRunner:
     """Runs all steps from Python."""
+
+    @contextmanager
+    def below(self) -> Iterator[None]:
+        """See ``Runner``."""
+        with torch.enable_grad(), BelowAutograd(), WithoutAutocast():
+            yield
 
     def new_values(self, count: int) -> list[Any]:
         """See ``Runner``."""
@@ -322,6 +333,30 @@ class ReadAgain(CannotReplay):
         super().__init__(_CHANGED)
 
 
+class _LeafIds(Collection[int]):
+    """The ids of the tensors of some leaves, found when they are first asked for, which is seldom."""
+
+    __slots__ = ("_found", "_leaves", "_tape")
+
+    def __init__(self, tape: Tape, leaves: Sequence[int]) -> None:
+        self._tape, self._leaves = tape, leaves
+        self._found: frozenset[int] | None = None
+
+    def _ids(self) -> frozenset[int]:
+        if self._found is None:
+            self._found = self._tape.leaf_ids(self._leaves)
+        return self._found
+
+    def __contains__(self, one: object) -> bool:
+        return one in self._ids()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids())
+
+    def __len__(self) -> int:
+        return len(self._ids())
+
+
 class ReplayFrame(Frame):
     """The frame of a region that is replayed; see Note [Replay].
 
@@ -448,15 +483,18 @@ class ReplayFrame(Frame):
             schedule = recorder.schedule_of(sorted(asked))
         self._check_unseen_writes(schedule)
         if self.settings.checks_metadata:
-            read = recorder.tape.leaf_ids(schedule.leaves)
+            read = _LeafIds(recorder.tape, schedule.leaves)
             if (problem := module_state.changed_parameter(self.path, read)) is not None:
                 raise RegionError(problem)
         was_paused, recorder.paused = recorder.paused, not self._forward_over
         recorder.tape.needs_attention = recorder.tape.needs_attention or recorder.paused
         try:
-            self._rebuilt = rebuilt = self._rebuild()
+            inputs = self.inputs.unchanged()
+            if inputs is None:
+                self._rebuilt = rebuilt = self._rebuild()
+                inputs = dict(rebuilt[2])
             with self.ambient.process_flags():
-                filled = run_schedule(schedule, recorder.tape, dict(rebuilt[2]), before, self.runner)
+                filled = run_schedule(schedule, recorder.tape, inputs, before, self.runner)
         except ExternalChangeError as change:
             problem = self._problem(
                 f"a tensor from outside the region ({describe(change.tensor)}) was changed in place after the "

@@ -383,6 +383,18 @@ class RegionInputs(SavedLeaves):
             stored.tensor.prefetch()
         return args, kwargs, [(kept.position, again[kept]) for kept in self.tensors]
 
+    def unchanged(self) -> dict[int, torch.Tensor] | None:
+        """Return the data of the tensors, by position, if nothing has to be done to rebuild them; None otherwise."""
+        found: dict[int, torch.Tensor] = {}
+        for kept in self.tensors:
+            value = kept.value
+            if type(value) is not torch.Tensor or kept.stored is not None or kept.written:
+                return None
+            if kept.was_changed or (kept.spare is not None and kept.spare.was_changed):
+                return None
+            found[kept.position] = value
+        return found
+
     def unflatten(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return ``(args, kwargs)`` with these leaves."""
         if self._spec is not None:

@@ -386,6 +386,18 @@ PyType_Slot values_slots[] = {
 };
 PyType_Spec values_spec = {"_sac_native.Values", sizeof(Values), 0, Py_TPFLAGS_DEFAULT, values_slots};
 
+PyMethodDef below_methods[] = {
+    {"__enter__", as_method(below_enter), METH_NOARGS, nullptr},
+    {"__exit__", as_method(below_exit), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot below_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(below_dealloc)},
+    {Py_tp_methods, below_methods},
+    {0, nullptr},
+};
+PyType_Spec below_spec = {"_sac_native.Below", sizeof(Below), 0, Py_TPFLAGS_DEFAULT, below_slots};
+
 PyType_Slot program_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(program_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(program_dealloc)},
@@ -404,6 +416,7 @@ PyMethodDef methods[] = {
     {"start", as_method(start), METH_FASTCALL, nullptr},
     {"stop", as_method(stop), METH_O, nullptr},
     {"load_parameters", as_method(load_parameters), METH_FASTCALL, nullptr},
+    {"look_at_kept", as_method(look_at_kept), METH_FASTCALL, nullptr},
     {"find_different", as_method(find_different), METH_FASTCALL, nullptr},
     {"crc32", as_method(crc32), METH_O, nullptr},
     {"sums_of", as_method(sums_of), METH_O, nullptr},
@@ -441,6 +454,7 @@ PyMODINIT_FUNC PyInit__sac_native() {
       {"FrameHooks", &sac::frame_hooks_spec}, {"Progress", &sac::progress_spec}, {"Watch", &sac::watch_spec},
       {"WatchedOps", &sac::watched_ops_spec}, {"LatePacking", &sac::late_spec}, {"IdView", &sac::id_view_spec},
       {"Packs", &sac::packs_spec}, {"Survey", &sac::survey_spec}, {"Reached", &sac::reached_spec},
+      {"Below", &sac::below_spec},
   };
   for (const auto& [name, spec] : types) {
     PyObject* type = PyType_FromSpec(spec);

@@ -1,9 +1,44 @@
 // Runs the steps of a replay schedule: ordinary ones here, without the GIL, the others through Python.
 #pragma once
 
+#include "handles.h"
 #include "record.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <utility>
+
 namespace sac {
+
+// The context in which a replay runs ops: below autograd, with grad enabled and without autocast.
+struct Below {
+  PyObject_HEAD
+  struct Guards {
+    c10::AutoGradMode grad{true};
+    at::AutoDispatchBelowADInplaceOrView below;
+    c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
+  };
+  Guards* guards;
+};
+
+inline PyObject* below_enter(Below* self, PyObject*) {
+  if (self->guards == nullptr) self->guards = new Below::Guards();
+  return Py_NewRef(reinterpret_cast<PyObject*>(self));
+}
+
+inline PyObject* below_exit(Below* self, PyObject* const*, Py_ssize_t) {
+  delete std::exchange(self->guards, nullptr);
+  Py_RETURN_NONE;
+}
+
+inline void below_dealloc(Below* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  delete self->guards;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
 
 // The values of one replay, by number; None where there is none.
 struct Values {
@@ -204,6 +239,59 @@ inline PyObject* load_parameters(PyObject*, PyObject* const* args, Py_ssize_t) {
   }
   Py_XDECREF(all);
   return found;
+  END_HANDLE_TH_ERRORS
+}
+
+// What the figures of calls with one tape layout depend on, and what such a call has to copy; see `_sizes_of` and
+// `ReplayRecorder._release`. Kept values (number -> tensor), those of them that stay, handles that hold a value.
+//
+// Return two lists. The first has the bytes of each kept value's storage, and for each handle the first value in its
+// storage if that value stays, else its own bytes, negated. The second has the handles in whose storage no value stays.
+// None if a tensor is unusual.
+inline PyObject* look_at_kept(PyObject*, PyObject* const* args, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  PyObject *kept = args[0], *held = args[1], *handles = args[2];
+  struct Place {
+    unsigned long long storage;
+    PyObject* value;  // borrowed from `kept`
+    bool stays;
+  };
+  std::vector<Place> places;
+  Owned sizes(checked(PyList_New(0))), alone(checked(PyList_New(0)));
+  const auto add = [](PyObject* list, PyObject* one) {
+    Owned added(checked(one));
+    if (PyList_Append(list, one) < 0) throw python_error();
+  };
+  PyObject *number = nullptr, *tensor = nullptr;
+  Py_ssize_t position = 0;
+  while (PyDict_Next(kept, &position, &number, &tensor)) {
+    if (reinterpret_cast<PyObject*>(Py_TYPE(tensor)) != THPVariableClass) Py_RETURN_NONE;
+    StorageImpl* storage = storage_of(THPVariable_Unpack(tensor).unsafeGetTensorImpl());
+    if (storage == nullptr || !is_plain(THPVariable_Unpack(tensor).unsafeGetTensorImpl())) Py_RETURN_NONE;
+    const int stays = PyDict_Contains(held, number);
+    if (stays < 0) return nullptr;
+    places.push_back(Place{reinterpret_cast<unsigned long long>(storage), number, stays == 1});
+    add(sizes.get(), PyLong_FromSize_t(storage->nbytes()));
+  }
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(handles); i++) {
+    if (!PyObject_TypeCheck(PyList_GET_ITEM(handles, i), HandleType)) Py_RETURN_NONE;
+    auto* handle = reinterpret_cast<Handle*>(PyList_GET_ITEM(handles, i));
+    if (!is_tensor(handle->value) || !is_plain(THPVariable_Unpack(handle->value).unsafeGetTensorImpl())) Py_RETURN_NONE;
+    const Place* first = nullptr;
+    bool stays = false;
+    for (const Place& one : places)
+      if (one.storage == handle->storage) {
+        first = first != nullptr ? first : &one;
+        stays = stays || one.stays;
+      }
+    if (first == nullptr) Py_RETURN_NONE;
+    if (first->stays)
+      add(sizes.get(), Py_NewRef(first->value));
+    else
+      add(sizes.get(), PyLong_FromLongLong(-static_cast<long long>(THPVariable_Unpack(handle->value).nbytes())));
+    if (!stays) add(alone.get(), Py_NewRef(reinterpret_cast<PyObject*>(handle)));
+  }
+  return PyTuple_Pack(2, sizes.get(), alone.get());
   END_HANDLE_TH_ERRORS
 }
 
