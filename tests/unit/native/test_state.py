@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sac import tensors
 from sac.native.load import library
+from sac.recompute.recorder import _sizes_of
 from sac.region import module_state
 from sac.region.module_state import other_bytes
+from sac.region.native_frame import native_types
 from sac.tensors import copy_of, storages_of
 
 NATIVE: Any = library()
@@ -105,3 +109,73 @@ def test_a_copy_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "STORAGE_WATCHERS", [made.append])
     copy = copy_of(torch.ones(3).untyped_storage())
     assert [one._cdata for one in made] == [copy._cdata]
+
+
+# -- Replay
+
+
+def test_checksums_are_those_of_zlib() -> None:
+    chosen = random.Random(0)
+    for size in (*range(300), 511, 512, 513, 1024, 4095, 65521, 65536):
+        data = chosen.randbytes(size)
+        assert NATIVE.crc32(data) == zlib.crc32(data), f"of {size} bytes"
+
+
+def test_each_bit_counts_in_a_checksum() -> None:
+    data = bytearray(random.Random(1).randbytes(160))
+    before = NATIVE.crc32(bytes(data))
+    for bit in range(8 * len(data)):
+        data[bit // 8] ^= 1 << bit % 8
+        assert NATIVE.crc32(bytes(data)) != before, f"bit {bit}"
+        data[bit // 8] ^= 1 << bit % 8
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_kept_values_are_looked_at_as_in_python(seed: int) -> None:
+    chosen = random.Random(seed)
+    handle_type = native_types(NATIVE).handle
+    handles = NATIVE.Handles()
+    memory = [torch.randn(chosen.randrange(1, 9)) for _ in range(4)]
+    kept = {value: chosen.choice(memory)[chosen.randrange(2) :] for value in chosen.sample(range(50), 5)}
+    if seed % 5 == 4:
+        kept[60] = chosen.choice([UNUSUAL[0], UNUSUAL[1], WITHOUT_STORAGE[0]])()
+    held = {value: tensor for value, tensor in kept.items() if chosen.random() < 0.5}
+    hooks = NATIVE.FrameHooks(handles, handle_type, None, None)
+    loose = []
+    for _ in range(4):
+        handle = hooks.pack(chosen.choice([*kept.values()] if seed % 3 else [*kept.values(), torch.ones(2)]))
+        if type(handle.value) is not Tensor:
+            handle.keep(hooks[handle.index][0])
+        handle.storage = tensors.storage_address(handle.value)
+        loose.append(handle)
+    found = NATIVE.look_at_kept(kept, held, loose)
+    expected = _sizes_of(kept, loose, held)
+    if {Tensor} != {*map(type, kept.values())} or any(one.layout is not torch.strided for one in kept.values()):
+        assert found is None, "an unusual tensor"
+        return
+    addresses = {tensors.storage_address(tensor) for tensor in held.values()}
+    if found is None:
+        assert expected is None, "a handle on another storage"
+        return
+    assert found[0] == expected, "figures of another call would be taken"
+    assert found[1] == [one for one in loose if one.storage not in addresses], "others would be copied"
+
+
+def autograd_here() -> tuple[Any, ...]:
+    """How ops run here."""
+    weight = torch.ones(2, 2, requires_grad=True)
+    product = weight @ weight
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), product.requires_grad, product.dtype
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_a_replay_leaves_autograd_and_autocast_as_they_were(grad: bool, autocast: bool) -> None:
+    with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        before = autograd_here()
+        found: list[Any] = []
+        with contextlib.suppress(KeyError), NATIVE.Below(), NATIVE.Below():
+            found += autograd_here()
+            raise KeyError
+        assert found == [True, False, False, torch.float32], "a replay has grad off, autograd or autocast"
+        assert autograd_here() == before, "something is left behind"

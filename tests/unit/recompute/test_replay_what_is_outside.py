@@ -222,3 +222,37 @@ def test_engine_rerun_is_the_same_without_a_tape() -> None:
     model = applied(with_buffers, selective(POLICIES["matmuls"], engine="rerun"))
     assert_same(three_forwards_first(built(with_buffers)), three_forwards_first(model))
     assert python_runs(model) == 12
+
+
+# Inputs
+
+
+def reads_its_input_before_a_product(block: FunctionBlock, x: Tensor) -> Tensor:
+    return (x.cos() @ block.a).sin()
+
+
+@pytest.mark.parametrize("engine", ["replay", "auto"])
+@pytest.mark.parametrize("is_detached", [False, True], ids=["of the caller", "with a graph"])
+def test_large_input_that_is_written_to_after_the_forward(engine: str, is_detached: bool) -> None:
+    model = applied(block_of(reads_its_input_before_a_product), {**replay(POLICIES["matmuls"]), "engine": engine})
+    x = torch.randn(64, 8)
+    given = x.requires_grad_() * 1 if is_detached else x
+    out = model(given)
+    given.detach().add_(1)
+    with pytest.raises(RegionError, match=r"input 0 \(float32\[64, 8\]\) was changed in place after the forward"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: x.numpy().fill(3)], ids=["op", "NumPy"])
+@pytest.mark.parametrize("engine", ["replay", "auto"])
+def test_small_input_that_is_written_to_after_the_forward(engine: str, write: Callable[[Tensor], Any]) -> None:
+    found = []
+    for is_changed in (False, True):
+        model = applied(block_of(reads_its_input_before_a_product), {**replay(POLICIES["matmuls"]), "engine": engine})
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+        out = model(x)
+        if is_changed:
+            write(x)
+        out.sum().backward()
+        found.append(gradients(model))
+    assert_same(*found)
