@@ -144,6 +144,11 @@ def _is_same(held: Any, now: Any) -> bool:
     return held.is_for(now) if type(held) in _STAND_INS else held is now
 
 
+def _are_same_names(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Return whether two dictionaries have the same names in the same order; 1 and True are different ones."""
+    return [*one] == [*other] and all(map(is_, map(type, one), map(type, other)))
+
+
 def restored_value(held: Any, now: Any) -> Any:
     """Return the value to restore for ``held``."""
     if type(held) not in _STAND_INS:
@@ -182,7 +187,7 @@ class DictHolder(Holder):
         held, apart = self._held, self.apart
         if len(now) == len(held) and all(map(is_, now, held)) and all(map(is_, now.values(), held.values())):
             return False  # the usual case; the rest handles leaves, and names that are equal but not identical
-        if [*now] != [*held]:
+        if not _are_same_names(now, held):
             return True
         return any(not _is_same(value, now[key]) and key not in apart for key, value in held.items())
 
@@ -191,7 +196,7 @@ class DictHolder(Holder):
         now = entries_of(target)
         if len(now) == len(wanted) and all(map(is_, now, wanted)) and all(map(is_, now.values(), wanted.values())):
             return
-        if [*now] == [*wanted]:  # the usual case: the same names in the same order
+        if _are_same_names(now, wanted):  # the usual case: in the same order
             changed = {key: value for key, value in wanted.items() if now[key] is not value and key not in apart}
             for key, value in changed.items():
                 dict.__setitem__(target, key, value)
@@ -430,7 +435,7 @@ class SetHolder(Holder):
         return self._held
 
     def differs(self, now: frozenset[Any]) -> bool:
-        return now != self._held
+        return {*map(id, now)} != {*map(id, self._held)}  # 1 is not True
 
     def put(self, wanted: frozenset[Any]) -> None:
         set.clear(self.target)

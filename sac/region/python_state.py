@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextvars
 import enum
 import sys
@@ -9,7 +10,7 @@ import threading
 import types
 import weakref
 from array import array
-from collections import UserDict, UserList, deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -22,7 +23,15 @@ from torch import nn
 
 from sac.native.load import library
 from sac.region.fingerprint import PLAIN, by_class, slots_of, without_installed
-from sac.region.globals_in_code import Globals, globals_of_class, globals_of_code, is_library, is_users
+from sac.region.globals_in_code import (
+    Globals,
+    NamesInCode,
+    functions_in,
+    globals_of_class,
+    globals_of_code,
+    is_library,
+    is_users,
+)
 from sac.region.holders import (
     ITERATORS,
     STANDARD,
@@ -85,7 +94,7 @@ _WITHOUT_STATE = PLAIN | {type, types.ModuleType, property}  # common types, che
 IGNORED = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, weakref.ref, property, enum.Enum)
 _OF_CLASSES = (property, classmethod, staticmethod)
 # Classes of the standard library whose attributes belong to the user; the state of all others must not be exchanged.
-_PLAIN_HOLDERS = (types.SimpleNamespace, UserDict, UserList)
+_PLAIN_HOLDERS = (types.SimpleNamespace, argparse.Namespace, ChainMap, UserDict, UserList)
 
 
 class ReachableState:
@@ -205,7 +214,7 @@ class ReachableState:
             self._reach_values([type(root)])
             root = next((vars(base)["__call__"] for base in type(root).__mro__ if "__call__" in vars(base)), None)
         if type(root) is types.FunctionType:
-            self._note_globals(globals_of_code(root))
+            self._note_globals(globals_of_code(root).found)
 
     def _note_modules(
         self,
@@ -323,6 +332,8 @@ class ReachableState:
                     named = [base for base in user_bases(value) if id(base) not in self._seen]
                     if named:
                         self._note_classes(named, with_methods=False)
+            elif cls in _OF_CLASSES:
+                self._reach_values(functions_in(value))
             elif not issubclass(cls, _OF_CLASSES):
                 self._reach(value)
 
@@ -385,7 +396,9 @@ class ReachableState:
         if isinstance(value, dict):
             if len(value) <= _LONGEST:
                 self._add(DictHolder(value))
-                self._reach_all(entries_of(value).values())
+                entries = entries_of(value)
+                self._reach_all(entries)
+                self._reach_all(entries.values())
         elif isinstance(value, (list, deque)):
             if len(value) <= _LONGEST:
                 self._add(SequenceHolder(value))
@@ -393,10 +406,13 @@ class ReachableState:
         elif isinstance(value, set):
             if len(value) <= _LONGEST:
                 self._add(SetHolder(value))
-            return
+                self._reach_all(value)
         elif isinstance(value, (tuple, frozenset)):
             if len(value) <= _LONGEST:
                 self._reach_all(value)
+        elif cls is types.MappingProxyType:
+            if len(value) <= _LONGEST:
+                self._reach_all(value.values())
         elif isinstance(value, FUNCTIONS):
             self._look_into_function(value)
             return
@@ -490,7 +506,8 @@ def _values_in_classes(classes: list[type], with_methods: bool) -> list[Any]:
 
 def has_attributes(function: types.FunctionType) -> bool:
     """Return whether a function has attributes, or may set some on itself."""
-    return bool(function.__dict__) or function.__name__ in function.__code__.co_names
+    code = function.__code__
+    return bool(function.__dict__) or function.__name__ in code.co_names or function.__name__ in code.co_freevars
 
 
 def _is_numpy_array(value: Any) -> bool:
@@ -537,28 +554,18 @@ is_open = by_class(_is_open_class)
 
 
 class _GlobalsOfClass:
-    """What ``globals_of_class`` has returned, and the ``forward`` that the class had; holds neither alive."""
+    """What ``globals_of_class`` has found, until what it has followed is exchanged; holds nothing alive."""
 
-    __slots__ = ("_forward", "_found")
+    __slots__ = ("_found", "_search")
 
     def __init__(self) -> None:
-        self._forward: Any = None
-        self._found: tuple[Globals, ...] | None = None
+        self._search: NamesInCode | None = None
+        self._found: tuple[Globals, ...] = ()  # the C++ library compares it: another one if it was looked for again
 
     def of(self, cls: Any) -> tuple[Globals, ...]:
-        forward = getattr(cls, "forward", None)
-        is_function = type(forward) is types.FunctionType
-        found = self._found
-        if found is None or (is_function and (self._forward is None or self._forward() is not forward)):
-            return self._find(cls, forward if is_function else None)
-        for owner, _ in found:
-            if owner() is None:
-                return self._find(cls, forward if is_function else None)
-        return found
-
-    def _find(self, cls: Any, forward: Any) -> tuple[Globals, ...]:
-        self._forward = weakref.ref(forward) if forward is not None else None
-        self._found = globals_of_class(cls)
+        if self._search is None or not self._search.holds():
+            self._search = globals_of_class(cls)
+            self._found = self._search.found
         return self._found
 
 

@@ -63,10 +63,10 @@ from sac.torch_private import HOOKS, HOOKS_OF_ALL_MODULES
 # of Note [Python state] only if something differs.
 #
 # An entry must be
-#   the same object     classes; functions, with the same code and defaults; plain values of modules, or else the
-#                       function key is looked up by the fingerprint, of which they are parts
-#   of the same kind    objects that are not examined, such as properties; tensors, which must not have a graph; other
-#                       plain values
+#   the same object     classes and properties; functions, with the same code and defaults; plain values of modules, or
+#                       else the function key is looked up by the fingerprint, of which they are parts
+#   of the same kind    objects that are not examined, such as weak references; tensors, which must not have a graph;
+#                       other plain values
 #   a way to a table    submodules, lists, dicts, objects, and functions with a closure: of the same class or code, and
 #                       the same object wherever a table is reached twice. They may be other objects than before if
 #                       their contents are as they were
@@ -305,7 +305,7 @@ class _Draft:
             if source == _CLASS and name[:2] == "__":
                 looks.append((_ANY, None))
             elif source == _CLASS and type(value) is types.FunctionType and what not in self.users:
-                looks.append((_KIND, types.FunctionType))
+                looks.append((_SAME, value))  # it names the same globals
             else:
                 looks.append(look(at, name, value))
         self.place = begin + len(looks)
@@ -341,7 +341,9 @@ class _Draft:
             if cls is tuple:  # the record of what it holds is all that there is of it
                 self.tables[id(value)] = value
                 return _LEADS, (cls, self._led_to(_ITSELF, value, _ITEMS))
-        elif issubclass(cls, (*IGNORED, classmethod, staticmethod)):
+        elif issubclass(cls, (property, classmethod, staticmethod)):
+            return _SAME, value  # with the same functions
+        elif issubclass(cls, IGNORED):
             return _KIND, cls
         elif not isinstance(value, (*_LOOKED_INTO, *FUNCTIONS, torch.Generator)) and cls not in ITERATORS:
             return self._look_at_object(value)

@@ -5,6 +5,7 @@ The oracle is that of test_exact_when_programs_change.py: the same model without
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextvars
 import functools
@@ -170,6 +171,152 @@ class UnusualAttributes(Block):
         return self.mlp(x * Config.table.scale * self.table.scale)
 
 
+class Meter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def counted(self) -> int:
+        self.count += 1
+        return self.count
+
+
+HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Meter]]] = {
+    "set": (lambda: {Meter()}, lambda held: next(iter(held))),
+    "key": (lambda: {Meter(): 1}, lambda held: next(iter(held))),
+    "read-only view": (lambda: types.MappingProxyType({"a": Meter()}), lambda held: held["a"]),
+    "chain": (lambda: collections.ChainMap({"a": Meter()}), lambda held: held["a"]),
+    "namespace": (lambda: argparse.Namespace(meter=Meter()), lambda held: held.meter),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_an_object_in_an_unusual_holder(kind: str, way: str) -> None:
+    make_held, find = HOLDERS[kind]
+
+    def make() -> Block:
+        held = make_held()
+
+        class Holding(Block):
+            def forward(self, x: Tensor) -> Tensor:
+                return self.mlp(x * find(held).counted())
+
+        return Holding()
+
+    assert_same(make, way)
+
+
+class CommandLine(Block):
+    """The arguments of a command line, an attribute of which the forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.args = argparse.Namespace(scale=1.0)
+        self.chain = collections.ChainMap({"scale": 1.0})
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.args.scale += 0.5
+        self.chain["scale"] += 0.5
+        return self.mlp(x * self.args.scale * self.chain["scale"])
+
+
+class EqualElement(Block):
+    """A set and a dict whose only element is exchanged for one that is equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen: set[Any] = {1}
+        self.table: dict[Any, Any] = {1: 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for held in (self.chosen, self.table):
+            (one,) = held
+            held.clear()
+            other = 1 if one is True else True
+            held.add(other) if isinstance(held, set) else held.update({other: 0})
+            x = x.sin() * (2.0 if one is True else 3.0)
+        return self.mlp(x)
+
+
+class ImportsInside(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        import tests.promises.outside as held
+        from tests.promises import outside as other
+        from tests.promises.outside import counted
+
+        held.factor += 0.5
+        other.factor += 0.25
+        return self.mlp(x * held.factor * counted())
+
+
+def counted_calls(function: Callable[..., Any]) -> Callable[..., Any]:
+    calls = [0]
+
+    def call(*args: Any) -> Any:
+        calls[0] += 1
+        return function(*args) * calls[0]
+
+    call.calls = calls  # type: ignore[attr-defined]
+    return call
+
+
+def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: function(*args)
+
+
+class DecoratedTwice(Block):
+    """Two methods with one decorator, the later of which looks up a global."""
+
+    @wrapped
+    def first(self, x: Tensor) -> Tensor:
+        return x.cos()
+
+    @wrapped
+    def second(self, x: Tensor) -> Tensor:
+        global COUNT
+        COUNT += 1
+        return x * COUNT
+
+    @wrapped
+    def third(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.third(self.second(self.first(x))))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_function_inside_a_function_that_counts_in_its_own_attribute(way: str) -> None:
+    def make() -> Block:
+        def scaled(x: Tensor) -> Tensor:
+            scaled.calls = getattr(scaled, "calls", 0) + 1  # type: ignore[attr-defined]
+            return x * scaled.calls  # type: ignore[attr-defined]
+
+        class Calling(Block):
+            def forward(self, x: Tensor) -> Tensor:
+                return self.mlp(scaled(x))
+
+        return Calling()
+
+    assert_same(make, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [staticmethod, classmethod, property])
+def test_a_decorated_method_that_is_no_plain_function(kind: Any, way: str) -> None:
+    def make() -> Block:
+        class Decorated(Block):
+            scale = kind(counted_calls(lambda *_: 0.5))
+
+            def forward(self, x: Tensor) -> Tensor:
+                found = self.scale
+                return self.mlp(x * (found() if callable(found) else found))
+
+        return Decorated()
+
+    assert_same(make, way)
+
+
 def made(block: type[Block]) -> Callable[[], Block]:
     """Return what makes a block of a class; the state that is not its own begins anew."""
 
@@ -177,6 +324,7 @@ def made(block: type[Block]) -> Callable[[], Block]:
         global COUNT
         COUNT = 0
         outside.factor = 1.0
+        outside.count = 0
         outside.__dict__.pop("memory", None)
         CURRENT.set(Counter())
         Config.table["scale"] = 2.0
@@ -190,7 +338,8 @@ def made(block: type[Block]) -> Callable[[], Block]:
     "block",
     [
         *(TwoClasses, FirstSetLater, ByWholePath, Decorated, ByTorchDecorated, Crowded),
-        *(InAContextVariable, Slotted, ByProperty, UnusualAttributes),
+        *(InAContextVariable, Slotted, ByProperty, UnusualAttributes, CommandLine, EqualElement, ImportsInside),
+        DecoratedTwice,
     ],
 )
 def test_state_in_unusual_places(block: type[Block], way: str) -> None:
@@ -270,6 +419,71 @@ class Unregistered(Block):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_hook_beside_one_of_torch(way: str) -> None:
     assert_same(Unregistered, way, with_a_tracker)
+
+
+def plain_scale(x: Tensor) -> Tensor:
+    return x
+
+
+def counting_scale(x: Tensor) -> Tensor:
+    global COUNT
+    COUNT += 1
+    return x * COUNT
+
+
+SCALE = plain_scale
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("where", ["method", "method of another class", "global", "code", "cell"])
+def test_a_function_that_is_replaced_later(where: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the new function changes is put back, too: which globals code looks up is not known once and for all."""
+
+    def make() -> Block:
+        monkeypatch.setitem(globals(), "COUNT", 0)
+        monkeypatch.setitem(globals(), "SCALE", plain_scale)
+        monkeypatch.setattr(plain_scale, "__code__", CODE)
+        chosen = plain_scale
+
+        class Replaced(Block):
+            def method(self, x: Tensor) -> Tensor:
+                return x
+
+            def cell(self, x: Tensor) -> Tensor:
+                return chosen(x)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.mlp(SCALE(self.cell(self.method(OtherClass.method(x)))))
+
+        return Replaced()
+
+    def loop(model: Model, x: Tensor, step: int) -> Tensor:
+        if step == 3:
+            cls: Any = type(model.layers[0])
+            if where == "method":
+                cls.method = lambda self, x: counting_scale(x)
+            elif where == "method of another class":
+                monkeypatch.setattr(OtherClass, "method", staticmethod(counting_scale))
+            elif where == "global":
+                monkeypatch.setitem(globals(), "SCALE", counting_scale)
+            elif where == "code":
+                plain_scale.__code__ = counting_scale.__code__
+            else:
+                cls.cell.__closure__[0].cell_contents = counting_scale
+        loss = model(x).square().mean()
+        loss.backward()
+        if step == 5:
+            monkeypatch.setattr(OtherClass, "method", staticmethod(plain_scale))
+        return loss
+
+    assert_same(make, way, loop)
+
+
+CODE = plain_scale.__code__
+
+
+class OtherClass:
+    method = staticmethod(plain_scale)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -94,6 +94,10 @@ class Part(nn.Module):
         self.fc = nn.Linear(width, width)
         self.scale = 0.5
 
+    @staticmethod
+    def halved_twice(x: Tensor) -> Tensor:
+        return halved(halved(x))
+
     @counting
     def scaled(self, x: Tensor) -> Tensor:
         return x * self.scale
@@ -297,6 +301,7 @@ CHANGES: dict[str, tuple[bool | None, Callable[[Block, pytest.MonkeyPatch], Any]
     "a hook that is removed": (True, lambda block, patch: block.first.register_forward_hook(lambda *_: None).remove()),
     "a hook of backward": (False, lambda block, patch: block.first.register_full_backward_hook(lambda *_: None)),
     "a hook of all modules": (False, lambda block, patch: register_module_forward_hook(lambda *_: None)),
+    "a static method": (False, lambda block, patch: patch.setattr(Part, "halved_twice", staticmethod(torch.sin))),
     "a plain class attribute": (True, lambda block, patch: patch.setattr(Part, "gain", 3.0)),
     "a new class attribute": (False, lambda block, patch: patch.setattr(Part, "more", 3.0, raising=False)),
     "a list of a class": (False, lambda block, patch: patch.setattr(Part, "memory", [3, 4])),
