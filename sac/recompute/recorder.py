@@ -120,6 +120,9 @@ class RandomOpStates:
         ``running``: the entries of a replay; ``served``: those that Python, if it runs again, will not run.
         """
         tape, every = self._tape, self._tape.states
+        if not (every or tape.states_after):  # nothing was drawn
+            self.drop()
+            return
         tape.states = {}
         tape.states_after = {one: left if one in served else None for one, left in tape.states_after.items()}
         for entry, states in every.items():
@@ -1031,15 +1034,10 @@ class ReplayRecorder(TapeRecorder, Recorder):
                 self.forget_external(kept)
                 kept[:] = [handle for handle in kept if handle.is_kept]
                 served = self._needed_by_python(kept, missing)
-        self._routed = [
-            SavedCall(
-                site,
-                [self._saved_routing(value) for value in values],
-                self._structure_of(site, values),
-                sums=tuple(total for value in values for total in self._routing_sums.get(value, ())),
-            )
-            for site, values in self._routing
-        ]
+        for site, values in self._routing:
+            results = [self._saved_routing(value) for value in values]
+            sums = tuple(total for value in values for total in self._routing_sums.get(value, ()))
+            self._routed.append(SavedCall(site, results, self._structure_of(site, values), sums=sums))
         if self.offloads:
             self._rule_at = {
                 storage_address(part): self._rules[value]

@@ -472,11 +472,8 @@ class ReplayFrame(Frame):
         before = module_state.copies()
         if before is None:
             raise CannotReplay("the data of a buffer or parameter has moved")
-        before = {
-            **recorder.changed_external(),
-            **before,
-            **{address: image.copy for address, image in recorder.snapshots.items()},
-        }
+        before = {**recorder.changed_external(), **before}
+        before.update((address, image.copy) for address, image in recorder.snapshots.items())
         schedule = recorder.schedule
         asked = frozenset(waiting) - recorder.modified_after_save.keys()
         if schedule is None or schedule.handles != asked:

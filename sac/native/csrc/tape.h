@@ -648,7 +648,15 @@ inline PyObject* tape_drop(Tape* self, PyObject*) {
 
 inline PyObject* tape_new(PyTypeObject* type, PyObject*, PyObject*) {
   auto* self = reinterpret_cast<Tape*>(type->tp_alloc(type, 0));
-  if (self != nullptr) self->tables = new Tables();
+  if (self == nullptr) return nullptr;
+  Tables& t = *(self->tables = new Tables());
+  // As many as a small region has, so that its first ops do not move them again and again.
+  t.entries.reserve(32);
+  t.values.reserve(64);
+  t.reads.reserve(64);
+  t.pool.reserve(128);
+  t.ids.reserve(64);
+  t.unsynced.reserve(32);
   return reinterpret_cast<PyObject*>(self);
 }
 
