@@ -862,6 +862,22 @@ MUTATIONS = (
         ") Py_RETURN_FALSE;",
     ),
     Mutation(
+        "native-generator-unseen",
+        3,
+        "native/csrc/surroundings.h",
+        "a recomputation draws other numbers than its forward: the state of the generator counts as the same",
+        "look(GENERATOR, [](auto& one) { return Engine::now() == one.engine; });",
+        "look(GENERATOR, [](auto&) { return true; });",
+    ),
+    Mutation(
+        "native-hook-twice",
+        3,
+        "native/csrc/state.h",
+        "a hook that a recomputation registers on a leaf stays",
+        "if (!has_no_hooks(held->backward_hooks) || !has_no_hooks(held->post_accumulate_grad_hooks)) Py_RETURN_FALSE;",
+        "(void)held;",
+    ),
+    Mutation(
         "native-copy-unseen",
         3,
         "native/csrc/state.h",

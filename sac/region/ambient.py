@@ -17,15 +17,16 @@ from torch import nn
 from torch.nn import functional
 
 from sac.config_keys import StateProvider
+from sac.native.load import library
 from sac.region.fp8_state import fp8_state_of
 from sac.region.holders import restored_value, stand_in
 from sac.region.module_state import ModuleState, UnseenWriteError
 from sac.region.python_state import ReachableState
-from sac.region.rng import HostRandomState, RngSnapshot
+from sac.region.rng import HostRandomState, RngSnapshot, places, state_of
 from sac.region.settings import Settings
 from sac.region.tables import ModuleTables
 from sac.region.undo import UndoStack
-from sac.tensors import storage_address
+from sac.tensors import STORAGE_WATCHERS, storage_address
 from sac.torch_private import (
     FUNCTIONS_ON,
     HAS_FUNCTION_MODES,
@@ -223,8 +224,16 @@ def _flags() -> Iterator[Flag]:
     yield _attention, _put_attention
     yield attention_choice, _put_attention_choice
     if HAS_PRECISIONS:
-        yield _precision(("cuda", "matmul"), ("mkldnn", "matmul"), _MATMUL_WORDS, set_matmul_precision)
-        yield _precision(("cuda", "conv"), ("cuda", "rnn"), _CUDNN_WORDS, set_cudnn_tf32)
+        yield _precision(*_PRODUCTS, _MATMUL_WORDS, set_matmul_precision)
+        yield _precision(*_CONVOLUTIONS, _CUDNN_WORDS, set_cudnn_tf32)
+
+
+def _questions() -> Iterator[tuple[Any, ...]]:
+    """Yield the functions of torch that read the flags, with arguments; the rest is ``_attention`` and TE's choice."""
+    yield from ((read,) for read, _ in process_flags())
+    yield (torch.get_default_dtype,)
+    if HAS_PRECISIONS:
+        yield from ((get_precision, *one) for one in (*_PRODUCTS, *_CONVOLUTIONS))
 
 
 def _attention() -> Any:
@@ -280,6 +289,8 @@ def _put_attention_choice(wanted: AttentionChoice | None) -> None:
 # too. torch raises if the older one is read while the two differ (2.13). sac reads the newer one, and updates the older
 # one if it can express both the current value and the wanted value.
 _Precisions = tuple[str, str]
+_PRODUCTS = ("cuda", "matmul"), ("mkldnn", "matmul")
+_CONVOLUTIONS = ("cuda", "conv"), ("cuda", "rnn")
 _UNSET = ("none", "ieee")
 _MATMUL_WORDS: dict[_Precisions, str] = {
     **{(cuda, cpu): "highest" for cuda in _UNSET for cpu in _UNSET},
@@ -336,18 +347,26 @@ _lock = threading.Lock()
 class BackendFlags:
     """The flags as they were in the forward; see Note [Flags of the process]."""
 
-    __slots__ = ("_forward",)
+    __slots__ = ("_forward", "_record")
 
-    def __init__(self) -> None:
+    def __init__(self, record: Any = None) -> None:
+        """``record``: one of the C++ library that has been made just now."""
+        self._record = record
         self._forward = _read()
 
     def have_changed(self) -> bool:
         """Return whether a flag is not as recorded."""
-        return _read() != self._forward
+        return not self._are_known() and _read() != self._forward
+
+    def _are_known(self) -> bool:
+        """Return whether the library says that all flags are as recorded."""
+        return self._record is not None and not self._record.differences(FLAGS)
 
     def enter_on(self, stack: UndoStack) -> None:
         """Set the flags as recorded; restore the current ones when ``stack`` is left."""
         with _lock:
+            if not _changes and self._are_known():
+                return
             found = _read()
             if found == self._forward and not _changes:
                 return
@@ -411,6 +430,98 @@ def provider_parts(providers: Iterable[StateProvider]) -> list[Part]:
     return [Part(one.snapshot, one.restore, one.restore, lambda now, forward: False) for one in providers]
 
 
+# -- What the C++ library compares
+
+# Note [Surroundings]
+#
+# Most regions draw no random numbers, and most steps change no flag. So the surroundings of a region's forward are
+# mostly those of the region before, and its recomputation has nothing to restore. With the C++ library one record has
+# what shows that: the words of the default generator of the CPU, of Python's and of NumPy's; what torch's functions say
+# of the flags; autocast, and that there are no torch-function modes. `differences` compares the record with what is
+# there now, part by part. It is asked
+#
+#   when a forward begins      what is as in the last record is not read again: both calls hold the same values
+#   before a recomputation     what is as in the forward is not restored
+#   after it                   the generators that are still in the state of the forward are not set back
+#
+# All that shows a change is compared each time, so the record saves time only: the classes above read, restore and undo
+# what differs, and what the library does not know. Of that kind are torch-function modes, another attention function
+# than torch's, TransformerEngine, NumPy's second number of a pair (`has_gauss`), and other generators than these three.
+# Records never change. While a plan counts storages (`STORAGE_WATCHERS`) there are none, so that its figures are the
+# same with and without the library.
+#
+# Example. A step of 32 blocks without dropout reads a random state once: all 32 calls hold that tensor. Their
+# recomputations find the generator in that state, set nothing, and look once more when they end. If the batch of the
+# next step is drawn from the same generator, that step's first block reads the state anew.
+
+GENERATOR, HOST, FLAGS, THREAD = 1, 2, 4, 8  # `Part` in surroundings.h
+_EVERY = GENERATOR | HOST | FLAGS | THREAD
+_USUAL_ATTENTION = _attention()
+_QUESTIONS = tuple(_questions())
+
+
+class Surroundings:
+    """A record of the C++ library, with the values that it stands for: all of them never change.
+
+    ``before``: the record before this one, from which it ``differs`` in these parts.
+    """
+
+    __slots__ = ("flags", "generator", "host", "parts", "record", "thread")
+
+    def __init__(self, native: Any, before: Surroundings | None, differs: int) -> None:
+        types = tuple(_usual_types())
+        earlier: Any = before.record if before is not None else None
+        self.record: Any = native.Surroundings(
+            earlier, *places(), _QUESTIONS, functional, _USUAL_ATTENTION, _TRANSFORMER_ENGINE, types
+        )
+        record = self.record
+        self.generator: torch.Tensor = (
+            state_of(torch.default_generator) if before is None or differs & GENERATOR else before.generator
+        )
+        self.host: HostRandomState = HostRandomState() if before is None or differs & HOST else before.host
+        self.flags: BackendFlags = BackendFlags(record) if before is None or differs & FLAGS else before.flags
+        self.parts = _thread_parts(types)
+        self.thread: Snapshot = Snapshot(self.parts) if before is None or differs & THREAD else before.thread
+        record.forget(record.differences(_EVERY))  # it has changed meanwhile
+        if self.host.is_hidden:
+            record.forget(HOST)
+        if type(self.generator) is not torch.Tensor or self.generator.is_inference():
+            record.forget(GENERATOR)
+
+    def same(self, parts: int) -> int:
+        """Return those of ``parts`` that are as recorded."""
+        return parts & ~self.record.differences(parts) if parts else 0
+
+    def put_back(self, parts: int) -> None:
+        """Restore those of the random states in ``parts`` that have changed since they were ``same``."""
+        changed = self.record.differences(parts)
+        if changed & GENERATOR:
+            torch.default_generator.set_state(self.generator)
+        if changed & HOST:
+            self.host.put_back_moved()
+
+
+class _Latest:
+    """The last surroundings of a region of any thread."""
+
+    def __init__(self) -> None:
+        self._found: Surroundings | None = None
+
+    def now(self) -> Surroundings | None:
+        """Return the surroundings; None without the library."""
+        native: Any = library()
+        if native is None or STORAGE_WATCHERS:
+            return None
+        found = self._found
+        differs = _EVERY if found is None else found.record.differences(_EVERY)
+        if found is None or differs:
+            self._found = found = Surroundings(native, found, differs)
+        return found
+
+
+_LATEST = _Latest()
+
+
 # -- The whole ambient state of a region call
 
 # It does not include dispatch modes: the modes of backward stay on in recomputation, as in torch's own checkpoint, so
@@ -427,6 +538,7 @@ class AmbientState:
     """
 
     __slots__ = (
+        "_known",
         "_recorded",
         "flags",
         "fp8",
@@ -457,11 +569,15 @@ class AmbientState:
         self._recorded = recorded
         self.reachable = reachable = ReachableState(owners, function, *shared, found=found)
         self.provided: Snapshot | None = Snapshot(provider_parts(settings.providers)) if settings.providers else None
-        self.rng = self.host_rng = None
+        self._known = known = _LATEST.now()
+        self.rng: RngSnapshot | None = None
+        self.host_rng: HostRandomState | None = None
         if settings.preserve_rng_state and not under_torch:
-            self.rng = RngSnapshot(tensors, settings, reachable.generators)
+            default = known.generator if known is not None else None
+            self.rng = RngSnapshot(tensors, settings, reachable.generators, default=default)
         if settings.preserve_rng_state:
-            self.host_rng = HostRandomState(reachable.others)
+            is_known = known is not None and not reachable.others
+            self.host_rng = known.host if known is not None and is_known else HostRandomState(reachable.others)
         self.fp8 = fp8 = fp8_state_of(owners, where)
         others: Iterable[torch.Tensor] = (*reachable.tensors.values(), *held)
         if fp8 is not None and fp8.addresses:
@@ -476,8 +592,9 @@ class AmbientState:
             not_recomputed=not_recomputed,
             found=None if settings.providers or settings.trackers else found,  # they are the user's code
         )
-        self.flags = BackendFlags()
-        self.thread = Snapshot(thread_parts(tensors))
+        self.flags = BackendFlags() if known is None else known.flags
+        parts = thread_parts(tensors)
+        self.thread = Snapshot(parts) if known is None or parts is not known.parts else known.thread
         self.variables = ContextVariables()
         keep_graphs_in_order_of_making()
 
@@ -497,12 +614,25 @@ class AmbientState:
 
         Torch-function modes come last, so that they see the region's calls and not those of sac.
         """
-        for state in (
-            *(self.rng, self.host_rng, self.provided, self.reachable, self.module_state),
-            *(self.fp8, self.flags, self.variables, self.thread),
-        ):
+        self._enter_random_states_on(stack)
+        known, thread = self._known, self.thread
+        for state in (self.provided, self.reachable, self.module_state, self.fp8, self.flags, self.variables):
             if state is not None:
                 state.enter_on(stack)
+        if known is None or thread is not known.thread or not known.same(THREAD):
+            thread.enter_on(stack)
+
+    def _enter_random_states_on(self, stack: UndoStack) -> None:
+        known, same = self._known, 0
+        if known is not None:
+            of_host = HOST if self.host_rng is known.host else 0
+            same = known.same((GENERATOR if self.rng is not None else 0) | of_host)
+            if same:
+                stack.callback(known.put_back, same)
+        if self.rng is not None:
+            self.rng.enter_on(stack, with_default=not same & GENERATOR)
+        if self.host_rng is not None and not same & HOST:
+            self.host_rng.enter_on(stack)
 
     def process_flags(self) -> UndoStack:
         """Return a context in which the flags of the process are those of the forward: all that single ops read."""
@@ -512,7 +642,7 @@ class AmbientState:
 
     def drop(self) -> None:
         """No recomputation will come: release everything large."""
-        self.rng = self.host_rng = self.provided = None
+        self.rng = self.host_rng = self.provided = self._known = None
         self.reachable.drop()
         self.module_state.drop()
         if self.fp8 is not None:

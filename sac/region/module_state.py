@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -293,13 +293,20 @@ class ModuleState:
     def enter_on(self, stack: UndoStack) -> None:
         """Restore names, data and flags of the forward; restore the current ones when ``stack`` is left."""
         # This includes values that are the same now: the recomputation may change them, as the forward may have.
-        training = _training_of(self._owners)
-        stack.callback(_put_training, self._owners, training)
-        if training != self._training:
-            _put_training(self._owners, self._training)
-        for owner, before in self._buffers:
-            stack.callback(bind, owner._buffers, dict(owner._buffers))
-            bind(owner._buffers, before)
+        native: Any = library()
+        leaves = [*self._marked, *(one.tensor for one in self._watched if one.tensor.requires_grad)]
+        wanted = _Wanted(self._owners, self._training, self._buffers, self._held, self._need_grad, leaves)
+        is_same = native is not None and native.modules_are_as(*wanted)
+        if is_same:
+            stack.callback(_put_wanted, wanted)
+        else:
+            training = _training_of(self._owners)
+            stack.callback(_put_training, self._owners, training)
+            if training != self._training:
+                _put_training(self._owners, self._training)
+            for owner, before in self._buffers:
+                stack.callback(bind, owner._buffers, dict(owner._buffers))
+                bind(owner._buffers, before)
         parameters = self._parameters
         if exchanged := parameters.now():
             recorded = [*parameters.recorded()]
@@ -310,12 +317,12 @@ class ModuleState:
                 bound = parameters.tables[position]
                 stack.callback(bound.update, {name: now[name] for name in other})
                 bound.update(other)
-        need_grad = _states_of(self._held)[1]
-        stack.callback(_put_needs, self._held, need_grad)
-        if need_grad != self._need_grad:
-            _put_needs(self._held, self._need_grad)
-        leaves = [*self._marked, *(one.tensor for one in self._watched if one.tensor.requires_grad)]
-        stack.callback(put_hooks, leaves, hooks_of(leaves))
+        if not is_same:
+            need_grad = _states_of(self._held)[1]
+            stack.callback(_put_needs, self._held, need_grad)
+            if need_grad != self._need_grad:
+                _put_needs(self._held, self._need_grad)
+            stack.callback(put_hooks, leaves, hooks_of(leaves))
         for parameter, name, before in self._exchanged:
             stack.callback(setattr, parameter, name, detached(parameter) if name == "data" else parameter.grad)
             setattr(parameter, name, before)
@@ -446,6 +453,29 @@ class _Watched(Spare):
             self.tensor.data = self.placed_on(storage)
         if copy is not None and storage is self._storage and not self.was_resized:
             stack.overwrite(storage, copy)
+
+
+class _Wanted(NamedTuple):
+    """What the library compares in one pass: modules, and whether they train; buffers; parameters, and whether they
+    need gradients; leaves, which have no hooks."""
+
+    owners: tuple[nn.Module, ...]
+    training: list[bool]
+    buffers: list[tuple[nn.Module, Bound]]
+    parameters: list[torch.Tensor]
+    needs: list[bool]
+    leaves: list[torch.Tensor]
+
+
+def _put_wanted(wanted: _Wanted) -> None:
+    native: Any = library()
+    if native is not None and native.modules_are_as(*wanted):
+        return
+    put_hooks(wanted.leaves, [None] * (2 * len(wanted.leaves)))
+    _put_needs(wanted.parameters, wanted.needs)
+    for owner, before in wanted.buffers:
+        bind(owner._buffers, before)
+    _put_training(wanted.owners, wanted.training)
 
 
 def _training_of(owners: Iterable[nn.Module]) -> list[bool]:

@@ -132,7 +132,8 @@ class RngSnapshot:
     """States of the generators that a region may draw from. See Note [Random states].
 
     ``tensors``: the default generators of their devices are included, in addition to those of the CPU and of the
-    current device. ``also``: generators that the region's modules and arguments hold.
+    current device. ``also``: generators that the region's modules and arguments hold. ``default``: the state of the
+    CPU's default generator, if it is known.
 
     Raises ``ConfigError`` if a function in ``settings.trackers`` returns no tracker, and ``RegionError`` while a CUDA
     graph is captured: torch does not allow reading or setting a generator's state then.
@@ -141,7 +142,12 @@ class RngSnapshot:
     __slots__ = ("_accelerators", "_states", "_trackers")
 
     def __init__(
-        self, tensors: Iterable[torch.Tensor], settings: Settings, also: Sequence[torch.Generator] = ()
+        self,
+        tensors: Iterable[torch.Tensor],
+        settings: Settings,
+        also: Sequence[torch.Generator] = (),
+        *,
+        default: torch.Tensor | None = None,
     ) -> None:
         self._accelerators = _accelerator_generators(tensors)
         generators = [torch.default_generator, *self._accelerators]
@@ -152,7 +158,11 @@ class RngSnapshot:
                 others.pop(one._cdata, None)  # type: ignore[attr-defined]
             generators += others.values()
         try:
-            self._states = states_of(generators)
+            self._states = (
+                states_of(generators)
+                if default is None
+                else [(torch.default_generator, default), *states_of(generators[1:])]
+            )
             self._trackers = [
                 (getter, NamedStates(tracker_of(getter), self._accelerators)) for getter in settings.trackers
             ]
@@ -171,16 +181,22 @@ class RngSnapshot:
             self.enter_on(stack)
             stack.pop_all()
 
-    def enter_on(self, stack: UndoStack) -> None:
-        """Restore the captured states; restore the current ones when ``stack`` is left."""
+    def enter_on(self, stack: UndoStack, *, with_default: bool = True) -> None:
+        """Restore the captured states; restore the current ones when ``stack`` is left.
+
+        ``with_default``: also that of the CPU's default generator.
+        """
+        own = self._states if with_default else self._states[1:]
+        if not own and not self._trackers:
+            return
         try:
-            stack.callback(put_back, states_of([generator for generator, _ in self._states]))
+            stack.callback(put_back, states_of([generator for generator, _ in own]))
             for getter, states in self._trackers:
                 tracker = tracker_of(getter)
                 stack.callback(put_back, states_of([generator for generator, _ in states.generators]))
                 stack.callback(NamedStates(tracker, states.defaults).put_on, tracker)
                 states.put_on(tracker)
-            put_back(self._states)
+            put_back(own)
         except RuntimeError as error:
             _blame_capture(error)
             raise
@@ -280,10 +296,20 @@ class HostRandomState:
         found._states = [(read, write, read()) for read, write, _ in self._states]
         return found
 
+    @property
+    def is_hidden(self) -> bool:
+        """Whether a generator may change, with nothing to show it in the memory that ``places`` gives."""
+        return any(isinstance(state, dict) and state["has_gauss"] for _, _, state in self._states)
+
     def put_back(self) -> None:
         """Restore the captured states of all generators permanently."""
         for _, write, state in self._states:
             write(state)
+
+    def put_back_moved(self) -> None:
+        """Restore the captured states of the generators that have moved permanently."""
+        for read, write, state in self._states:
+            _set_to(read, write, state)
 
     def enter_on(self, stack: UndoStack) -> None:
         """Restore the captured states; restore the current ones when ``stack`` is left."""
@@ -317,6 +343,10 @@ class _Python:
     def pairs(self) -> list[tuple[Reader, Writer]]:
         """Return functions that read and restore its state."""
         return [(self._read if self._generator is not None else random.getstate, random.setstate)]
+
+    def place(self) -> tuple[Any, int]:
+        """Return the generator, and the address of its words; 0 if that is not known."""
+        return self._generator, self._address if self._generator is not None else 0
 
     def _has_layout(self) -> bool:
         sample = random.Random(5)
@@ -354,6 +384,12 @@ class _NumPy:
         module = sys.modules.get("numpy.random")
         return [(self._read, module.set_state)] if module is not None and hasattr(module, "set_state") else []
 
+    def place(self) -> tuple[Any, Any, int]:
+        """Return the module ``numpy.random``, its generator, and the address of its words; 0 if that is not known."""
+        module: Any = sys.modules.get("numpy.random")
+        is_known = bool(self.pairs()) and bool(self._words(module))
+        return module, *((self._source, self._address) if is_known else (None, 0))
+
     def _read(self) -> dict[str, Any]:
         numpy_random: Any = sys.modules["numpy.random"]
         words = self._words(numpy_random)
@@ -377,6 +413,11 @@ class _NumPy:
 
 
 _PYTHON, _NUMPY = _Python(), _NumPy()
+
+
+def places() -> tuple[Any, int, Any, Any, int]:
+    """Return where the states are of Python's own generator and of NumPy's, as the C++ library reads them."""
+    return *_PYTHON.place(), *_NUMPY.place()
 
 
 def is_random_source(value: Any) -> bool:

@@ -12,6 +12,7 @@
 #include "replay.h"
 #include "rerun.h"
 #include "state.h"
+#include "surroundings.h"
 #include "survey.h"
 #include "tape.h"
 #include "walk.h"
@@ -321,6 +322,20 @@ PyType_Spec reached_spec = {"_sac_native.Reached", sizeof(Reached), 0,
                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                             reached_slots};
 
+PyMethodDef surroundings_methods[] = {
+    {"differences", as_method(surroundings_differences), METH_O, nullptr},
+    {"forget", as_method(surroundings_forget), METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot surroundings_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(surroundings_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(surroundings_dealloc)},
+    {Py_tp_methods, surroundings_methods},
+    {0, nullptr},
+};
+PyType_Spec surroundings_spec = {"_sac_native.Surroundings", sizeof(Surroundings), 0, Py_TPFLAGS_DEFAULT,
+                                 surroundings_slots};
+
 // -- Call sites
 
 PyObject* sites_new(PyTypeObject* type, PyObject*, PyObject*) {
@@ -435,6 +450,7 @@ PyMethodDef methods[] = {
     {"storages_of", as_method(storages_of), METH_O, nullptr},
     {"copy_of_storage", as_method(copy_of_storage), METH_O, nullptr},
     {"other_bytes", as_method(other_bytes), METH_FASTCALL, nullptr},
+    {"modules_are_as", as_method(modules_are_as), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -455,6 +471,7 @@ PyMODINIT_FUNC PyInit__sac_native() {
       {"WatchedOps", &sac::watched_ops_spec}, {"LatePacking", &sac::late_spec}, {"IdView", &sac::id_view_spec},
       {"Packs", &sac::packs_spec}, {"Survey", &sac::survey_spec}, {"Reached", &sac::reached_spec},
       {"Below", &sac::below_spec},
+      {"Surroundings", &sac::surroundings_spec},
   };
   for (const auto& [name, spec] : types) {
     PyObject* type = PyType_FromSpec(spec);
@@ -464,6 +481,7 @@ PyMODINIT_FUNC PyInit__sac_native() {
     if (spec == &sac::late_spec) sac::LatePackingType = reinterpret_cast<PyTypeObject*>(type);
     if (spec == &sac::id_view_spec) sac::IdViewType = reinterpret_cast<PyTypeObject*>(type);
     if (spec == &sac::packs_spec) sac::PacksType = reinterpret_cast<PyTypeObject*>(type);
+    if (spec == &sac::surroundings_spec) sac::SurroundingsType = reinterpret_cast<PyTypeObject*>(type);
     if (spec == &sac::reached_spec) sac::ReachedType = reinterpret_cast<PyTypeObject*>(type);
   }
   return made;

@@ -58,6 +58,57 @@ inline PyObject* storages_of(PyObject*, PyObject* tensors) {
   END_HANDLE_TH_ERRORS
 }
 
+// Whether no hook is registered in a table of a tensor.
+inline bool has_no_hooks(PyObject* table) {
+  return table == nullptr || table == Py_None || (PyDict_Check(table) && PyDict_Size(table) == 0);
+}
+
+inline bool is_bound(PyObject* bound, PyObject* wanted) {  // see module_state.py
+  if (!PyDict_CheckExact(bound) || !PyDict_CheckExact(wanted) || PyDict_Size(bound) != PyDict_Size(wanted)) return false;
+  PyObject *name = nullptr, *value = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(wanted, &at, &name, &value);)
+    if (PyDict_GetItemWithError(bound, name) != value) return false;
+  return true;
+}
+
+// `ModuleState.enter_on`: modules, whether each trains, pairs of a module and its buffers, tensors, whether each needs a
+// gradient, leaves. Returns whether all of this is so, and the leaves have no hooks.
+inline PyObject* modules_are_as(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
+  HANDLE_TH_ERRORS
+  static PyObject* const table_name = PyUnicode_InternFromString("_buffers");
+  if (!has_count(nargs, 6)) return nullptr;
+  const Py_ssize_t modules = PyTuple_Size(args[0]), tables = PyList_Size(args[2]), tensors = PyList_Size(args[3]),
+                   leaves = PyList_Size(args[5]);
+  if (PyErr_Occurred() || PyList_Size(args[1]) != modules || PyList_Size(args[4]) != tensors)
+    return PyErr_Occurred() ? nullptr : Py_NewRef(Py_False);
+  for (Py_ssize_t i = 0; i < tensors; ++i) {
+    const TensorImpl* impl = plain_tensor(PyList_GET_ITEM(args[3], i));
+    if (impl == nullptr || impl->requires_grad() != (PyList_GET_ITEM(args[4], i) == Py_True)) Py_RETURN_FALSE;
+  }
+  for (Py_ssize_t i = 0; i < leaves; ++i) {
+    PyObject* leaf = PyList_GET_ITEM(args[5], i);
+    if (plain_tensor(leaf) == nullptr) Py_RETURN_FALSE;
+    const auto* held = reinterpret_cast<THPVariable*>(leaf);
+    if (!has_no_hooks(held->backward_hooks) || !has_no_hooks(held->post_accumulate_grad_hooks)) Py_RETURN_FALSE;
+  }
+  bool is_same = true;
+  for (Py_ssize_t i = 0; is_same && i < modules; ++i) {
+    Owned training(PyObject_GetAttr(PyTuple_GET_ITEM(args[0], i), words().training));
+    is_same = training && training.get() == PyList_GET_ITEM(args[1], i);
+  }
+  for (Py_ssize_t i = 0; is_same && i < tables; ++i) {
+    PyObject* pair = PyList_GET_ITEM(args[2], i);
+    Owned bound(PyTuple_CheckExact(pair) ? PyObject_GetAttr(PyTuple_GET_ITEM(pair, 0), table_name) : nullptr);
+    is_same = bound && is_bound(bound.get(), PyTuple_GET_ITEM(pair, 1));
+  }
+  if (PyErr_Occurred()) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
+    PyErr_Clear();
+  }
+  return PyBool_FromLong(is_same);
+  END_HANDLE_TH_ERRORS
+}
+
 inline bool is_in_memory(const StorageImpl& storage) {
   return storage.device_type() == c10::DeviceType::CPU && storage.nbytes() != 0 && storage.data() != nullptr;
 }
