@@ -8,6 +8,7 @@ import functools
 import operator
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -466,7 +467,7 @@ class Surroundings:
     ``before``: the record before this one, from which it ``differs`` in these parts.
     """
 
-    __slots__ = ("flags", "generator", "host", "parts", "record", "thread")
+    __slots__ = ("_state", "flags", "host", "parts", "record", "thread")
 
     def __init__(self, native: Any, before: Surroundings | None, differs: int) -> None:
         types = tuple(_usual_types())
@@ -475,9 +476,10 @@ class Surroundings:
             earlier, *places(), _QUESTIONS, functional, _USUAL_ATTENTION, _TRANSFORMER_ENGINE, types
         )
         record = self.record
-        self.generator: torch.Tensor = (
-            state_of(torch.default_generator) if before is None or differs & GENERATOR else before.generator
-        )
+        # Only calls hold the state: no bytes are live between steps.
+        self._state: Callable[[], torch.Tensor | None] = _nothing
+        if before is not None and not differs & GENERATOR:
+            self._state = before._state
         self.host: HostRandomState = HostRandomState() if before is None or differs & HOST else before.host
         self.flags: BackendFlags = BackendFlags(record) if before is None or differs & FLAGS else before.flags
         self.parts = _thread_parts(types)
@@ -485,20 +487,37 @@ class Surroundings:
         record.forget(record.differences(_EVERY))  # it has changed meanwhile
         if self.host.is_hidden:
             record.forget(HOST)
-        if type(self.generator) is not torch.Tensor or self.generator.is_inference():
-            record.forget(GENERATOR)
+
+    def state(self) -> torch.Tensor:
+        """Return the state of the CPU's default generator, which must be as recorded."""
+        found = self._state()
+        if found is None:
+            found = state_of(torch.default_generator)
+            if type(found) is torch.Tensor and not found.is_inference() and self.same(GENERATOR):
+                self._state = weakref.ref(found)
+            else:  # another thread has drawn meanwhile, or a transform is active
+                self.record.forget(GENERATOR)
+        return found
 
     def same(self, parts: int) -> int:
         """Return those of ``parts`` that are as recorded."""
         return parts & ~self.record.differences(parts) if parts else 0
 
-    def put_back(self, parts: int) -> None:
-        """Restore those of the random states in ``parts`` that have changed since they were ``same``."""
+    def put_back(self, parts: int, state: torch.Tensor | None) -> None:
+        """Restore those of the random states in ``parts`` that have changed since they were ``same``.
+
+        ``state``: what the method of this name has returned; not needed if the default generator is not in ``parts``.
+        """
         changed = self.record.differences(parts)
         if changed & GENERATOR:
-            torch.default_generator.set_state(self.generator)
+            assert state is not None
+            torch.default_generator.set_state(state)
         if changed & HOST:
             self.host.put_back_moved()
+
+
+def _nothing() -> None:
+    return None
 
 
 class _Latest:
@@ -573,7 +592,7 @@ class AmbientState:
         self.rng: RngSnapshot | None = None
         self.host_rng: HostRandomState | None = None
         if settings.preserve_rng_state and not under_torch:
-            default = known.generator if known is not None else None
+            default = known.state() if known is not None else None
             self.rng = RngSnapshot(tensors, settings, reachable.generators, default=default)
         if settings.preserve_rng_state:
             is_known = known is not None and not reachable.others
@@ -628,7 +647,8 @@ class AmbientState:
             of_host = HOST if self.host_rng is known.host else 0
             same = known.same((GENERATOR if self.rng is not None else 0) | of_host)
             if same:
-                stack.callback(known.put_back, same)
+                state = self.rng.states[0][1] if self.rng is not None and same & GENERATOR else None
+                stack.callback(known.put_back, same, state)
         if self.rng is not None:
             self.rng.enter_on(stack, with_default=not same & GENERATOR)
         if self.host_rng is not None and not same & HOST:

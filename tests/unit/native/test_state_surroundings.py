@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -73,16 +74,17 @@ DRAWS: dict[str, tuple[Callable[[], Any], int]] = {
 def test_a_draw_is_seen_and_taken_back(name: str) -> None:
     draw, part = DRAWS[name]
     before = now()
+    state = before.state()
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     draw()
     assert before.same(EVERY) == EVERY & ~part
     after = now()
     assert after is not before
-    assert (after.generator is before.generator) == (part != GENERATOR)
+    assert (after.state() is state) == (part != GENERATOR)
     assert (after.host is before.host) == (part != HOST)
     assert after.flags is before.flags
     assert after.thread is before.thread
-    before.put_back(GENERATOR | HOST)
+    before.put_back(GENERATOR | HOST, state)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert (random.getstate(), numpy.random.get_state()[1].tolist()) == states[1:]
     assert before.same(EVERY) == EVERY
@@ -177,10 +179,19 @@ class Mode(TorchFunctionMode):
 )
 def test_what_belongs_to_the_thread_is_seen(entered: Callable[[], Any]) -> None:
     before = now()
+    state = before.state()
     with entered():
         assert before.same(EVERY) == EVERY & ~THREAD
-        assert now().generator is before.generator
+        assert now().state() is state
     assert before.same(EVERY) == EVERY
+
+
+def test_no_record_holds_the_state_of_the_generator() -> None:
+    record = now()
+    held = weakref.ref(record.state())
+    assert held() is None
+    torch.rand(1)
+    assert torch.equal(now().state(), torch.get_rng_state())
 
 
 def test_a_plan_has_no_records() -> None:
@@ -204,6 +215,16 @@ def test_a_record_of_an_earlier_state_is_not_taken_for_a_later_one_that_draws_me
             return record
 
     assert Surroundings(Drawing(), None, EVERY).same(EVERY) == EVERY & ~GENERATOR
+
+
+def test_a_record_is_not_taken_for_a_state_that_was_read_after_a_draw() -> None:
+    """Another thread may draw between the two."""
+    before = torch.get_rng_state()
+    record = now()
+    torch.rand(1)
+    assert torch.equal(record.state(), torch.get_rng_state())
+    torch.set_rng_state(before)
+    assert record.same(GENERATOR) == 0
 
 
 # Modules
