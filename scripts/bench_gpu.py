@@ -31,7 +31,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for the same bits
 
 import torch
 from bench_blocks import Case, build
-from bench_rounds import CPU_TIME, CudaClock, Runner, quartiles, ratio, threads, time_rounds, warmed_up
+from bench_rounds import CPU_TIME, CudaClock, Runner, quartiles, ratio, shared_runner, threads, time_rounds, warmed_up
 from bench_terminal import Progress, counting, environment, hardware, print_skipped, print_table, shown_progress
 from overhead_ways import BASELINE, CONTEXT_FN, EMPTY, TORCH_FULL, WAYS, cannot_run
 
@@ -90,7 +90,7 @@ def measure(case: Case, modes: list[str], device: str, advance: Callable[[str], 
     """Verify, warm up, time and weigh every way of one case."""
     blocks, x, weights = build(case, device, DTYPE)
     clock = CudaClock() if device == "cuda" else CPU_TIME
-    runners = {mode: Runner(mode, blocks, x, weights, clock) for mode in modes}
+    runners = {mode: shared_runner(mode, blocks, x, weights, clock) for mode in modes}
     counted, equal = {}, {}
     reference = None
     with deterministic():

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from bench_blocks import Case, build
-from bench_rounds import CPU_TIME, WALL_TIME, Counted, Runner, Times, quartiles, ratio, threads, time_rounds, warmed_up
+from bench_rounds import CPU_TIME, WALL_TIME, Counted, Times, quartiles, ratio, shared_runner, threads, time_rounds, warmed_up
 from bench_terminal import Progress, counting, environment, print_skipped, print_table, shown_progress
 from overhead_ways import BASELINE, EMPTY, STOCK, TORCH_FULL, WAYS, cannot_run
 from overhead_where import print_where, where
@@ -74,7 +74,7 @@ def measure(case: Case, modes: list[str], advance: Callable[[str], None]) -> Res
     """Verify, count, warm up and time every way of one case."""
     alone = torch.get_num_threads() == 1
     blocks, x, weights = build(case)
-    runners = {mode: Runner(mode, blocks, x, weights, CPU_TIME if alone else WALL_TIME) for mode in modes}
+    runners = {mode: shared_runner(mode, blocks, x, weights, CPU_TIME if alone else WALL_TIME) for mode in modes}
     counted: dict[str, Counted] = {}
     equal = {}
     reference = None

@@ -6,14 +6,15 @@ import contextlib
 import copy
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from overhead_ways import AROUND_BOTH_PASSES, MATMULS, WAYS
+from overhead_ways import AROUND_BOTH_PASSES, MATMULS, WAYS, Step
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DETACH = torch.ops.aten.detach.default
@@ -77,16 +78,20 @@ class Count(TorchDispatchMode):
 
 
 class Runner:
-    """One way, on modules of its own with everybody's parameters: gradients are those of who ran last."""
+    """A step of a model on one input; a round of several runs them in turns."""
 
-    def __init__(self, mode: str, blocks: nn.Sequential, x: Tensor, weights: Tensor, clock: Clock) -> None:
-        self.parameters = list(blocks.parameters())
-        own = copy.deepcopy(blocks, {id(parameter): parameter for parameter in self.parameters})
-        self.step = WAYS[mode](own)
-        self.around = AROUND_BOTH_PASSES.get(mode, contextlib.nullcontext)
+    def __init__(
+        self,
+        step: Step,
+        parameters: Iterable[Tensor],
+        x: Tensor,
+        weights: Tensor,
+        clock: Clock,
+        around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self.step, self.parameters = step, list(parameters)
         self.x = x.clone().requires_grad_()
-        self.weights = weights
-        self.clock = clock
+        self.weights, self.clock, self.around = weights, clock, around
 
     def pass_through(self, between: Callable[[], object]) -> None:
         """One forward and backward, which adds to the gradients that are there; `between` is called in between."""
@@ -121,8 +126,21 @@ class Runner:
         return Counted(forward_ops, counted.ops - forward_ops, counted.matmuls)
 
     def gradients(self) -> list[Tensor]:
-        """Those of the last step; the next one, whoever's, makes others."""
-        return [tensor.grad for tensor in (self.x, *self.parameters) if tensor.grad is not None]
+        """Those of the last step; the next one, whoever's, makes others. Of a DTensor, this rank's share."""
+        return [local(tensor.grad) for tensor in (self.x, *self.parameters) if tensor.grad is not None]
+
+
+def shared_runner(mode: str, blocks: nn.Sequential, x: Tensor, weights: Tensor, clock: Clock) -> Runner:
+    """One way, on modules of its own with everybody's parameters: gradients are those of who ran last."""
+    parameters = list(blocks.parameters())
+    own = copy.deepcopy(blocks, {id(parameter): parameter for parameter in parameters})
+    around = AROUND_BOTH_PASSES.get(mode, contextlib.nullcontext)
+    return Runner(WAYS[mode](own), parameters, x, weights, clock, around)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's share of a DTensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True, slots=True)

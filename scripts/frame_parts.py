@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from bench_blocks import Case, build
 from bench_overhead import SMALL
-from bench_rounds import HostClock, Runner, Times, ratio, threads, time_rounds, warmed_up
+from bench_rounds import HostClock, Runner, Times, ratio, shared_runner, threads, time_rounds, warmed_up
 from bench_terminal import environment, print_table
 from overhead_ways import BASELINE, REPLAY, SAC_FULL, TORCH_FULL
 
@@ -168,7 +168,7 @@ def main() -> int:
 def measure(case: Case) -> None:
     blocks, x, weights = build(case)
     clock = HostClock(time.thread_time)
-    runners = {way: Runner(way, blocks, x, weights, clock) for way in (BASELINE, TORCH_FULL, *WAYS_SHOWN)}
+    runners = {way: shared_runner(way, blocks, x, weights, clock) for way in (BASELINE, TORCH_FULL, *WAYS_SHOWN)}
     for runner in runners.values():
         warmed_up(runner, case.warm_up, None)
     times = time_rounds(case, runners, lambda _: None)

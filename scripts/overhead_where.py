@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from bench_blocks import Case, build
-from bench_rounds import CPU_TIME, Counted, Runner, Times, time_rounds, warmed_up
+from bench_rounds import CPU_TIME, Counted, Runner, Times, shared_runner, time_rounds, warmed_up
 from bench_terminal import Progress, counting, print_table
 from overhead_ways import BASELINE, STOCK, TORCH_FULL
 
@@ -72,7 +72,7 @@ def where(way: str, case: Case, progress: Progress) -> Where:
     modes = list(dict.fromkeys((BASELINE, TORCH_FULL, STOCK, way)))
     advance = counting(progress, len(modes) + 2 * case.rounds)
     blocks, x, weights = build(case)
-    runners = {mode: Runner(mode, blocks, x, weights, CPU_TIME) for mode in modes}
+    runners = {mode: shared_runner(mode, blocks, x, weights, CPU_TIME) for mode in modes}
     counted = {}
     for mode, runner in runners.items():
         advance(mode)

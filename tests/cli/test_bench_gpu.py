@@ -139,12 +139,12 @@ class CountingEvent:
 def test_cuda_events_stand_around_both_passes(modules, monkeypatch):
     from bench_blocks import build
     from bench_gpu import TOY_RUN
-    from bench_rounds import CudaClock, Runner
+    from bench_rounds import CudaClock, shared_runner
 
     monkeypatch.setattr(torch.cuda, "Event", CountingEvent)
-    runner = Runner("none", *build(TOY_RUN[0]), CudaClock())
+    plain = shared_runner("none", *build(TOY_RUN[0]), CudaClock())
     for _ in range(2):
-        times = runner.run()
+        times = plain.run()
         assert (times.forward, times.step) == (0.001, 0.002)
         assert times.host > 0
 
@@ -152,7 +152,7 @@ def test_cuda_events_stand_around_both_passes(modules, monkeypatch):
 def test_cuda_bytes_are_the_allocators_on_top_of_what_there_was(modules, monkeypatch):
     from bench_blocks import build
     from bench_gpu import TOY_RUN, kept_and_peak_bytes
-    from bench_rounds import CPU_TIME, Runner
+    from bench_rounds import CPU_TIME, shared_runner
 
     allocated = iter([1000, 1600])
     calls = []
@@ -160,8 +160,8 @@ def test_cuda_bytes_are_the_allocators_on_top_of_what_there_was(modules, monkeyp
         monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: next(allocated))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2500)
-    runner = Runner("none", *build(TOY_RUN[0]), CPU_TIME)
-    assert kept_and_peak_bytes(runner, "cuda") == (600, 1500)
+    plain = shared_runner("none", *build(TOY_RUN[0]), CPU_TIME)
+    assert kept_and_peak_bytes(plain, "cuda") == (600, 1500)
     assert calls == ["synchronize", "reset_peak_memory_stats", "synchronize"]
 
 
