@@ -27,7 +27,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from bench_blocks import Case, build
-from bench_rounds import CPU_TIME, WALL_TIME, Counted, Times, quartiles, ratio, shared_runner, threads, time_rounds, warmed_up
+from bench_rounds import (
+    CPU_TIME,
+    WALL_TIME,
+    Counted,
+    Times,
+    quartiles,
+    ratio,
+    shared_runner,
+    threads,
+    time_rounds,
+    warmed_up,
+)
 from bench_terminal import Progress, counting, environment, print_skipped, print_table, shown_progress
 from overhead_ways import BASELINE, EMPTY, STOCK, TORCH_FULL, WAYS, cannot_run
 from overhead_where import print_where, where

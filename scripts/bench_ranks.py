@@ -28,16 +28,16 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch.distributed as dist
 from bench_terminal import counting, environment, print_table, shown_progress
-from overhead_ways import BASELINE, TORCH_FULL
+from overhead_ways import TORCH_FULL
 from rank_rounds import CASES, LABEL, LIMIT, RANKS, WAYS, Case
 
 from tests.support.ranks import environment as ranks_environment
 
+ROOT = Path(__file__).resolve().parents[1]
 HERE, WITHOUT_LIBRARY, BEFORE = "here", "no library", "before"
 AT_ONCE = 2 * len(WAYS)  # each way begins a round as often as any other
 ANSWER_SECONDS = 300.0
@@ -56,7 +56,7 @@ class Pair:
         variables = {**os.environ, **ranks_environment(), "PYTHONPATH": str(tree)}
         if library is not None:
             variables["SAC_NATIVE"] = library
-        self.written: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(RANKS)]
+        self.written: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(RANKS)]  # noqa: SIM115 - ends with them
         self.processes = [
             subprocess.Popen(
                 [sys.executable, str(ROOT / "scripts/rank_rounds.py"), str(store.port), name, str(rank)],
@@ -172,9 +172,7 @@ def print_results(results: list[Result], names: list[str], seen: dict[str, Any])
     )
     if BEFORE in names:
         print(f"before: the sac of {seen['before']}")
-    print(
-        f"torch {seen['torch']}, Python {seen['python']}, {seen['cores']} cores of {seen['cpu']}\n{seen['native']}"
-    )
+    print(f"torch {seen['torch']}, Python {seen['python']}, {seen['cores']} cores of {seen['cpu']}\n{seen['native']}")
 
 
 def cells(row: Row) -> list[str]:
@@ -183,9 +181,9 @@ def cells(row: Row) -> list[str]:
 
 
 def commit_of(tree: Path) -> str:
-    """The commit that a checkout is at, with its date."""
+    """The commit that a checkout is at, with its date; where there is none, the directory."""
     command = ["git", "-C", str(tree), "log", "-1", "--format=%h of %cs"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or str(tree)
 
 
 def main() -> int:

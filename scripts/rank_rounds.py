@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 from bench_rounds import CPU_TIME, Runner, time_rounds, warmed_up
 from overhead_ways import BASELINE, POLICY, REPLAY, RERUN, SAC_FULL, STOCK, TORCH_FULL, stock_contexts
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -74,7 +73,9 @@ CASES = {
     "fsdp2": "fully_shard on each layer and on the model",
 }
 SIZES = Sizes()
-LABEL = f"{SIZES.n_layers} layers, d={SIZES.width}, {SIZES.heads} heads, MLP {SIZES.hidden}, batch {BATCH}, {TOKENS} tokens"
+LABEL = (
+    f"{SIZES.n_layers} layers, d={SIZES.width}, {SIZES.heads} heads, MLP {SIZES.hidden}, batch {BATCH}, {TOKENS} tokens"
+)
 
 
 def build(key: str, way: str, mesh: DeviceMesh) -> Runner:
