@@ -43,6 +43,17 @@ def test_ways_of_one_mode_recompute_the_same_matmuls(report, case):
     assert matmuls == MATMULS
 
 
+def test_the_page_holds_a_run_of_this_script(report):
+    text = (SCRIPT.parents[1] / "docs/overhead.md").read_text(encoding="utf-8")
+    block = text.split("<!-- ranks -->\n```\n")[1].split("```\n<!-- /ranks -->")[0]
+    assert block.startswith("$ .venv/bin/python scripts/bench_ranks.py")
+    for case in report["cases"]:
+        _, table = block.split(f"\n{case['case']}: {case['label']}, ")
+        rows = table.split("\n\n")[0].splitlines()[3:]
+        assert [row.split("  ")[1] for row in rows] == [row["mode"] for row in case["rows"]]
+        assert all(row.endswith(" yes") for row in rows)
+
+
 @pytest.mark.slow
 def test_table_is_printed_with_its_command_and_versions():
     arguments = ("--case", "fsdp2", "--rounds", "1", "--without-library", "--before", str(SCRIPT.parents[1]))
