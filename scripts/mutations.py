@@ -48,7 +48,7 @@ MUTATIONS = (
         1,
         _RNG,
         "random states stay those of the forward",
-        "            stack.callback(put_back, states_of([generator for generator, _ in self._states]))\n",
+        "            stack.callback(put_back, states_of([generator for generator, _ in own]))\n",
         "            pass\n",
     ),
     Mutation(

@@ -8,7 +8,6 @@ import functools
 import operator
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -441,7 +440,8 @@ def provider_parts(providers: Iterable[StateProvider]) -> list[Part]:
 # of the flags; autocast, and that there are no torch-function modes. `differences` compares the record with what is
 # there now, part by part. It is asked
 #
-#   when a forward begins      what is as in the last record is not read again: both calls hold the same values
+#   when a forward begins      what is as in the last record is not read again, but for the state of the generator of
+#                              the CPU: each call holds a copy, so that as many bytes are held as without the library
 #   before a recomputation     what is as in the forward is not restored
 #   after it                   the generators that are still in the state of the forward are not set back
 #
@@ -451,9 +451,8 @@ def provider_parts(providers: Iterable[StateProvider]) -> list[Part]:
 # Records never change. While a plan counts storages (`STORAGE_WATCHERS`) there are none, so that its figures are the
 # same with and without the library.
 #
-# Example. A step of 32 blocks without dropout reads a random state once: all 32 calls hold that tensor. Their
-# recomputations find the generator in that state, set nothing, and look once more when they end. If the batch of the
-# next step is drawn from the same generator, that step's first block reads the state anew.
+# Example. A step of 32 blocks without dropout, whose batch was drawn from the default generator, makes one record. All
+# 32 recomputations find that generator as it was in their forward, set nothing, and look once more when they end.
 
 GENERATOR, HOST, FLAGS, THREAD = 1, 2, 4, 8  # `Part` in surroundings.h
 _EVERY = GENERATOR | HOST | FLAGS | THREAD
@@ -467,7 +466,7 @@ class Surroundings:
     ``before``: the record before this one, from which it ``differs`` in these parts.
     """
 
-    __slots__ = ("_state", "flags", "host", "parts", "record", "thread")
+    __slots__ = ("flags", "host", "parts", "record", "thread")
 
     def __init__(self, native: Any, before: Surroundings | None, differs: int) -> None:
         types = tuple(_usual_types())
@@ -476,10 +475,6 @@ class Surroundings:
             earlier, *places(), _QUESTIONS, functional, _USUAL_ATTENTION, _TRANSFORMER_ENGINE, types
         )
         record = self.record
-        # Only calls hold the state: no bytes are live between steps.
-        self._state: Callable[[], torch.Tensor | None] = _nothing
-        if before is not None and not differs & GENERATOR:
-            self._state = before._state
         self.host: HostRandomState = HostRandomState() if before is None or differs & HOST else before.host
         self.flags: BackendFlags = BackendFlags(record) if before is None or differs & FLAGS else before.flags
         self.parts = _thread_parts(types)
@@ -488,17 +483,6 @@ class Surroundings:
         if self.host.is_hidden:
             record.forget(HOST)
 
-    def state(self) -> torch.Tensor:
-        """Return the state of the CPU's default generator, which must be as recorded."""
-        found = self._state()
-        if found is None:
-            found = state_of(torch.default_generator)
-            if type(found) is torch.Tensor and not found.is_inference() and self.same(GENERATOR):
-                self._state = weakref.ref(found)
-            else:  # another thread has drawn meanwhile, or a transform is active
-                self.record.forget(GENERATOR)
-        return found
-
     def same(self, parts: int) -> int:
         """Return those of ``parts`` that are as recorded."""
         return parts & ~self.record.differences(parts) if parts else 0
@@ -506,7 +490,7 @@ class Surroundings:
     def put_back(self, parts: int, state: torch.Tensor | None) -> None:
         """Restore those of the random states in ``parts`` that have changed since they were ``same``.
 
-        ``state``: what the method of this name has returned; not needed if the default generator is not in ``parts``.
+        ``state``: that of the default generator; not needed if this is not in ``parts``.
         """
         changed = self.record.differences(parts)
         if changed & GENERATOR:
@@ -514,10 +498,6 @@ class Surroundings:
             torch.default_generator.set_state(state)
         if changed & HOST:
             self.host.put_back_moved()
-
-
-def _nothing() -> None:
-    return None
 
 
 class _Latest:
@@ -558,6 +538,7 @@ class AmbientState:
 
     __slots__ = (
         "_known",
+        "_knows_generator",
         "_recorded",
         "flags",
         "fp8",
@@ -592,8 +573,9 @@ class AmbientState:
         self.rng: RngSnapshot | None = None
         self.host_rng: HostRandomState | None = None
         if settings.preserve_rng_state and not under_torch:
-            default = known.state() if known is not None else None
-            self.rng = RngSnapshot(tensors, settings, reachable.generators, default=default)
+            self.rng = RngSnapshot(tensors, settings, reachable.generators)
+        # Another thread may have drawn since the record was made.
+        self._knows_generator = self.rng is not None and known is not None and known.same(GENERATOR) != 0
         if settings.preserve_rng_state:
             is_known = known is not None and not reachable.others
             self.host_rng = known.host if known is not None and is_known else HostRandomState(reachable.others)
@@ -645,10 +627,10 @@ class AmbientState:
         known, same = self._known, 0
         if known is not None:
             of_host = HOST if self.host_rng is known.host else 0
-            same = known.same((GENERATOR if self.rng is not None else 0) | of_host)
+            same = known.same((GENERATOR if self._knows_generator else 0) | of_host)
             if same:
-                state = self.rng.states[0][1] if self.rng is not None and same & GENERATOR else None
-                stack.callback(known.put_back, same, state)
+                # A copy, as without the library: plans count its bytes.
+                stack.callback(known.put_back, same, state_of(torch.default_generator) if same & GENERATOR else None)
         if self.rng is not None:
             self.rng.enter_on(stack, with_default=not same & GENERATOR)
         if self.host_rng is not None and not same & HOST:

@@ -132,8 +132,7 @@ class RngSnapshot:
     """States of the generators that a region may draw from. See Note [Random states].
 
     ``tensors``: the default generators of their devices are included, in addition to those of the CPU and of the
-    current device. ``also``: generators that the region's modules and arguments hold. ``default``: the state of the
-    CPU's default generator, if it is known.
+    current device. ``also``: generators that the region's modules and arguments hold.
 
     Raises ``ConfigError`` if a function in ``settings.trackers`` returns no tracker, and ``RegionError`` while a CUDA
     graph is captured: torch does not allow reading or setting a generator's state then.
@@ -142,12 +141,7 @@ class RngSnapshot:
     __slots__ = ("_accelerators", "_states", "_trackers")
 
     def __init__(
-        self,
-        tensors: Iterable[torch.Tensor],
-        settings: Settings,
-        also: Sequence[torch.Generator] = (),
-        *,
-        default: torch.Tensor | None = None,
+        self, tensors: Iterable[torch.Tensor], settings: Settings, also: Sequence[torch.Generator] = ()
     ) -> None:
         self._accelerators = _accelerator_generators(tensors)
         generators = [torch.default_generator, *self._accelerators]
@@ -158,11 +152,7 @@ class RngSnapshot:
                 others.pop(one._cdata, None)  # type: ignore[attr-defined]
             generators += others.values()
         try:
-            self._states = (
-                states_of(generators)
-                if default is None
-                else [(torch.default_generator, default), *states_of(generators[1:])]
-            )
+            self._states = states_of(generators)
             self._trackers = [
                 (getter, NamedStates(tracker_of(getter), self._accelerators)) for getter in settings.trackers
             ]
