@@ -243,7 +243,7 @@ class ModuleState:
         ``read``: ids of the only parameters to check; None: all. An optimizer may step in backward, parameter by
         parameter. While the forward runs, nothing is checked: only the region itself writes to parameters then.
         """
-        if self._written is None or (self._at_start is not None and self._at_start.has_same_versions()):
+        if self._written is None or self.has_same_versions():
             return None
         if marks_of(self._marked) == self._marks:
             return None
@@ -292,7 +292,7 @@ class ModuleState:
         For a buffer it only warns: recomputation reads its current value, as in torch. For example, DDP broadcasts
         buffers in each forward.
         """
-        if self._has_same_tensors():
+        if self.is_known_to_be_same():
             return None
         for one in self._watched:
             if one.was_written or one.copy is not None or not one.was_changed:
@@ -317,13 +317,18 @@ class ModuleState:
 
         NumPy and ``data`` do that. At which op the data changed is not known.
         """
-        if self._has_same_tensors():
+        if self.is_known_to_be_same():
             return set()
         running = self._written is None
         return {one.address for one in self._watched if (one.was_written_unseen if running else one.was_unseen)}
 
-    def _has_same_tensors(self) -> bool:
+    def is_known_to_be_same(self) -> bool:
+        """Return whether the library says that nothing has been written to buffers since the forward began."""
         return self._at_start is not None and bool(self._at_start.has_same_tensors())
+
+    def has_same_versions(self) -> bool:
+        """Return whether the library says that no parameter was written to in place since ``note_parameters``."""
+        return self._at_start is not None and bool(self._at_start.has_same_versions())
 
     def watched(self) -> list[torch.Tensor]:
         """Return the buffers, and the other tensors that are treated as such."""
@@ -351,7 +356,7 @@ class ModuleState:
 
         None if one of these tensors has another storage now, or if the forward gave other data to a parameter.
         """
-        if self._has_same_tensors():
+        if self.is_known_to_be_same():
             return {}
         changed = [one for one in self._watched if not one.was_written and one.was_changed]
         if any(one.was_moved for one in changed) or any(name == "data" for _, name, _ in self._exchanged):
