@@ -800,8 +800,9 @@ def _is_constant(tape: Tape, entry: int, tensor: Tensor, evidence: GroupEvidence
     site: CallSite = tape.sites[entry]
     shape, answer = evidence.constants.get((site, entry), (None, False))
     if shape != tensor.shape or tensor.is_cpu:
-        args = [tensor if one is TENSOR_HOLE else one for one in tape.arg_templates[entry]]
-        answer = bool(torch.equal(site.run(*args, **tape.keywords.get(entry, {})), tensor))
+        rest, keywords = tape.call_of(entry)
+        args = [tensor if one is TENSOR_HOLE else one for one in rest]
+        answer = bool(torch.equal(site.run(*args, **keywords), tensor))
         evidence.constants[site, entry] = tensor.shape, answer
     return answer
 

@@ -278,7 +278,7 @@ inline int pack_known(Hooks* self, Handle* handle, PyObject* object, const Tenso
   if (found == t.ids.end() || !impl->version_counter().enabled()) return 0;
   const int value = found->second, root = t.values[value].root;
   const uint32_t version = impl->version_counter().current_version();
-  if (version != t.values[value].version || is_factory(t, root) || has_moved(t.values[value], impl)) return 0;
+  if (version != t.values[value].version || factory_at(t, root) != nullptr || has_moved(t.values[value], impl)) return 0;
   PyObject* key = PyLong_FromLong(root);
   if (key == nullptr) return -1;
   const int is_kept = PyDict_Contains(self->kept_in, key);

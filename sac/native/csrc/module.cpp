@@ -63,8 +63,11 @@ PyMethodDef tape_methods[] = {
     {"tell_parameters", as_method(tape_tell_parameters), METH_NOARGS, nullptr},
     {"leaves_to_check", as_method(tape_leaves_to_check), METH_O, nullptr},
     {"parameter_ids", as_method(tape_parameter_ids), METH_O, nullptr},
-    {"add_factory", as_method(tape_add_factory), METH_O, nullptr},
+    {"add_factory", as_method(tape_add_factory), METH_FASTCALL, nullptr},
+    {"factory", as_method(tape_factory), METH_O, nullptr},
+    {"factory_count", as_method(tape_factory_count), METH_NOARGS, nullptr},
     {"remove_factory", as_method(tape_remove_factory), METH_O, nullptr},
+    {"clear_factories", as_method(tape_clear_factories), METH_NOARGS, nullptr},
     {"recent", as_method(tape_recent), METH_NOARGS, nullptr},
     {"clear_recent", as_method(tape_clear_recent), METH_NOARGS, nullptr},
     {"note_recent", as_method(tape_note_recent), METH_FASTCALL, nullptr},
@@ -354,24 +357,22 @@ void sites_dealloc(Sites* self) {
 }
 
 // The path's dictionary of call sites, the site, the op's name and overload, `Memory`, `Verdict`, the rule or -1,
-// whether the op may draw, whether only rerun runs it here, the argument that it writes to or -1. The table that owns
-// the dictionary owns this too. Of two threads that add a site, the first decides which object stands for it.
-// whether the op may draw, whether each call of it is another draw, whether its results must be saved, whether only rerun runs it here, the argument that it writes to or -1. The table that owns the dictionary owns this too. Of two threads that add a site, the first
-// decides which object stands for it.
+// whether the op may draw, whether each call of it is another draw, whether its results must be saved, `OnTape`, the
+// argument that it writes to or -1. The table that owns the dictionary owns this too. Of two threads that add a site,
+// the first decides which object stands for it.
 PyObject* sites_add(Sites* self, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *path = nullptr, *object = nullptr;
   const char *name = nullptr, *overload = nullptr;
-  int memory = 0, verdict = 0, rule = -1, draws = 0, is_random = 0, must_save = 0, is_only_rerun = 0, written = -1;
-  if (!PyArg_ParseTuple(args, "OOssiiippppi", &path, &object, &name, &overload, &memory, &verdict, &rule, &draws,
-                        &is_random, &must_save, &is_only_rerun, &written))
+  int memory = 0, verdict = 0, rule = -1, draws = 0, is_random = 0, must_save = 0, on_tape = 0, written = -1;
+  if (!PyArg_ParseTuple(args, "OOssiiipppii", &path, &object, &name, &overload, &memory, &verdict, &rule, &draws,
+                        &is_random, &must_save, &on_tape, &written))
     return nullptr;
   const auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
   if (!handle) Py_RETURN_NONE;
   auto site = std::make_unique<Site>(Site{object, std::make_unique<Op>(*handle), static_cast<Memory>(memory),
                                           static_cast<Verdict>(verdict), rule, draws != 0, is_random != 0,
-                                          must_save != 0, is_only_rerun != 0,
-                                          written, {}});
+                                          must_save != 0, on_tape, written, {}});
   std::unique_lock<std::shared_mutex> writing(sites_lock);
   auto& sites = (*self->paths)[path];
   if (!sites) sites = std::make_unique<PathSites>();
