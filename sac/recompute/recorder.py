@@ -719,11 +719,13 @@ class TapeRecorder:
             self.keep(root, whole)
 
     def _is_constant(self, entry: int, tensor: Tensor) -> bool:
-        was_paused, self.paused = self.paused, True  # during a save by autograd, the mode sees the ops of this check
+        # During a save by autograd, the mode sees the ops of this check.
+        tape = self.tape
+        (was_paused, needed), self.paused, tape.needs_attention = (self.paused, tape.needs_attention), True, True
         try:
-            return _is_constant(self.tape, entry, tensor, self.evidence)
+            return _is_constant(tape, entry, tensor, self.evidence)
         finally:
-            self.paused = was_paused
+            self.paused, tape.needs_attention = was_paused, needed
 
     def _copy_kept(self, root: int) -> None:
         kept = self.tape.kept

@@ -229,7 +229,9 @@ class Tape:
         # By id: tensors that the region could reach when it began. The tape holds them, since the region may release
         # them.
         self.external_tensors: dict[int, Tensor] = {}
-        self.factories: MutableMapping[int, int] = {}  # root -> the factory entry that made it, while no op has written to it
+        self.factories: MutableMapping[
+            int, int
+        ] = {}  # root -> the factory entry that made it, while no op has written to it
         self.states: dict[int, States] = {}  # entry -> the generators that it advances, with their states before it
         self.draws_after: dict[int, tuple[int, ...]] = {}  # entry -> entries that leave the generator states it needs
         # Saved entry -> the generators that it advanced, with the states that it left; None if these were released.

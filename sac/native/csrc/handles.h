@@ -1,8 +1,7 @@
 // What autograd holds in place of the tensors that a region saves, and the two hooks through which it asks for them.
 #pragma once
 
-#include "checksum.h"
-#include "tape.h"
+#include "record.h"
 
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/utils/object_ptr.h>
@@ -259,7 +258,18 @@ inline void hooks_dealloc(Hooks* self) {
   Py_DECREF(type);
 }
 
-// Do what `ReplayRecorder.pack` does for a tensor on the tape that no op has written to; 0 if Python has to do it.
+// Whether autograd saves what a factory has made, no op has written to, and Python has to look at.
+inline bool has_to_be_explained(Tape& tape, int root, const Tensor& tensor) {
+  const Factory* factory = factory_at(*tape.tables, root);
+  if (factory == nullptr) return false;
+  if (tape.mode == nullptr || has(tape.kept, root)) return true;
+  const Factory made = *factory;
+  pybind11::gil_scoped_release no_gil;
+  torch::torch_dispatch_mode::StashTorchDispatchStackGuard no_modes;
+  return !explain(tape, made, tensor);
+}
+
+// Do what `ReplayRecorder.pack` does for a tensor on the tape; 0 if Python has to do it.
 inline int pack_known(Hooks* self, Handle* handle, PyObject* object, const Tensor& tensor) {
   Tables& t = *self->tape->tables;
   TensorImpl* impl = tensor.unsafeGetTensorImpl();
@@ -278,7 +288,8 @@ inline int pack_known(Hooks* self, Handle* handle, PyObject* object, const Tenso
   if (found == t.ids.end() || !impl->version_counter().enabled()) return 0;
   const int value = found->second, root = t.values[value].root;
   const uint32_t version = impl->version_counter().current_version();
-  if (version != t.values[value].version || factory_at(t, root) != nullptr || has_moved(t.values[value], impl)) return 0;
+  if (version != t.values[value].version || has_moved(t.values[value], impl)) return 0;
+  if (!t.factories.empty() && has_to_be_explained(*self->tape, root, tensor)) return 0;
   PyObject* key = PyLong_FromLong(root);
   if (key == nullptr) return -1;
   const int is_kept = PyDict_Contains(self->kept_in, key);
@@ -289,7 +300,10 @@ inline int pack_known(Hooks* self, Handle* handle, PyObject* object, const Tenso
     for (const ParameterLeaf& leaf : t.parameters)
       if (!leaf.is_told && t.values[leaf.value].root == root) is_persistent = 1;
   if (is_kept < 0 || is_written < 0 || is_persistent < 0) return -1;
-  if (is_kept == 0 && is_written != 0) return 0;
+  if (is_kept == 0 && is_written != 0) {  // a parameter that the region has written to is kept
+    if (self->tape->leaves == nullptr || has(self->tape->leaves, root) || parameter_of(t, root) != nullptr) return 0;
+    is_persistent = 0;
+  }
   if (is_kept != 0) {
     PyObject* kept = tensor.is_leaf() ? Py_NewRef(object) : without_graph(tensor);
     handle->is_kept = 1;

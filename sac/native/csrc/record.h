@@ -120,7 +120,7 @@ inline bool is_current(Tape& tape, const TensorImpl* tensor, int value) {
 
 // Do what `TapeRecorder._explain` does for a factory's result that is still the constant that the factory makes; return
 // false, with nothing done, if Python has to look at it.
-inline bool explain(Tape& tape, const Factory& factory, const Tensor& tensor) {
+inline bool explain(Tape& tape, const Factory factory, const Tensor& tensor) {
   Tables& t = *tape.tables;
   const Entry& entry = t.entries[factory.entry];
   if (factory.is_uninitialised || entry.op == nullptr || tape.depth != 1) return false;  // other modes see what runs here
