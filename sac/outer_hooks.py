@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from sac.torch_private import (
     count_dispatch_modes,
@@ -65,6 +66,18 @@ def active_hooks() -> PackHooks | None:
     that it keeps, as in ``torch.utils.checkpoint``.
     """
     return top_hooks(False) if top_hooks is not None else None
+
+
+def call_under_hooks(hooks: PackHooks, function: Callable[..., Any], *args: Any) -> Any:
+    """Return ``function(*args)``, called under saved-tensor ``hooks``."""
+    if push_hooks is None or pop_hooks is None:
+        with saved_tensors_hooks(*hooks):
+            return function(*args)
+    push_hooks(*hooks)  # all that the context manager does
+    try:
+        return function(*args)
+    finally:
+        pop_hooks()
 
 
 # -- Temporary removal of a region's own hooks and mode

@@ -89,6 +89,12 @@ class WriteGuard(dict[int, StorageSnapshot]):
             if generator._cdata not in self.generators:  # type: ignore[attr-defined]
                 self.generators[generator._cdata] = generator, state_of(generator)  # type: ignore[attr-defined]
 
+    def drop(self) -> None:
+        """Release everything."""
+        self.clear()
+        self.generators.clear()
+        self.at_start = no_copy
+
     def forget_freed(self) -> None:
         """Drop the copies of freed storages; see Note [Memory of a compiled function]."""
         for address in [address for address, image in self.items() if image.storage is None]:

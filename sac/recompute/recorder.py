@@ -63,10 +63,11 @@ from sac.tensors import (
 class RandomOpStates:
     """Records the random draws of one region call for its tape."""
 
-    __slots__ = ("_before", "_last", "_previous", "_tape")
+    __slots__ = ("_at_start", "_before", "_last", "_previous", "_tape")
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
+        self._at_start: RngSnapshot | None = None
         self._before: States = []  # generator states before the op that is running
         # By id: a generator that was drawn from, the entry that drew last (-1: none yet), the state that it left.
         self._last: dict[int, tuple[torch.Generator, int, torch.Tensor]] = {}
@@ -74,8 +75,7 @@ class RandomOpStates:
 
     def begin(self, snapshot: RngSnapshot | None) -> None:
         """Start from ``snapshot``, the generator states at the start of the region; it is held until backward."""
-        if snapshot is not None:
-            self._last = {id(generator): (generator, -1, state) for generator, state in snapshot.states}
+        self._at_start = snapshot
 
     def before(self, generators: list[torch.Generator]) -> None:
         """Record the states of ``generators``, from which the next op may draw."""
@@ -92,6 +92,9 @@ class RandomOpStates:
     def after(self, entry: int, *, runs_again: bool) -> None:
         """Record which generators the op of ``entry`` advanced, and their states before it if it ``runs_again``."""
         before, self._before = self._before, []
+        if self._at_start is not None:
+            self._last = {id(generator): (generator, -1, state) for generator, state in self._at_start.states}
+            self._at_start = None
         found: States = []
         left: States = []
         previous = []
@@ -138,7 +141,7 @@ class RandomOpStates:
 
     def drop(self) -> None:
         """Release everything."""
-        self._last, self._previous, self._before = {}, {}, []
+        self._at_start, self._last, self._previous, self._before = None, {}, {}, []
 
 
 # -- Bytes that one region call keeps for backward, for the report
@@ -406,6 +409,7 @@ class TapeRecorder:
         "_inputs",
         "_kept_in",
         "_left",
+        "_owners",
         "_parameter_only",
         "_parts",
         "_places",
@@ -468,7 +472,8 @@ class TapeRecorder:
         self.maybe_modified: list[tuple[int, Tensor, int, int]] = []
         self.random_states = RandomOpStates(self.tape)
         self._settings = settings
-        self._parameter_only = ParameterOnlyValues(self.tape, owners)
+        self._owners = owners
+        self._parameter_only: ParameterOnlyValues | None = None  # made when something is first asked
         self._places: dict[int, tuple[int, int, int]] = {}  # missing handle -> value, number of the next entry, version
         self._kept_in = self.tape.kept_in
         self._in_order = False  # whether a value may come back with other strides
@@ -635,6 +640,8 @@ class TapeRecorder:
 
     def _is_of_parameters(self, site: CallSite, call: int, out: Any, reads: list[int]) -> bool:
         """Return whether a result is computed from parameters alone, and large."""
+        if self._parameter_only is None:
+            self._parameter_only = ParameterOnlyValues(self.tape, self._owners)
         made_of = self._parameter_only.all_of(reads)
         if made_of == NOT_PARAMETERS:
             self.evidence.calls_on_inputs.add((site, call))
@@ -822,7 +829,6 @@ class ReplayRecorder(TapeRecorder, Recorder):
         "_found",
         "_keeps_persistent",
         "_maybe_external",
-        "_owners",
         "_persistent_roots",
         "_routed",
         "_routing_results",
@@ -867,7 +873,6 @@ class ReplayRecorder(TapeRecorder, Recorder):
         self.external_handles: set[int] = set()  # handles of external tensors, which are kept as they are
         self._forgotten: set[int] = set()  # those that Python, which runs again, finds itself
         self._maybe_external: list[tuple[weakref.ref[Handle], weakref.ref[Tensor], int]] = []
-        self._owners = owners
         self._buffers: frozenset[int] | None = None  # ids of the owners' buffers, computed on first use
         self._routed: list[SavedCall] = []  # after the forward: routing calls with their kept results
         # Whether Python, if it runs again, is served what is saved, and what it is served in the run at hand.
@@ -1193,11 +1198,10 @@ class ReplayRecorder(TapeRecorder, Recorder):
         """Release every kept value."""
         self.tape.drop()
         self.schedule = None
-        self.snapshots, self._routed, self._places = WriteGuard(), [], {}
+        self.snapshots.drop()
+        self._routed, self._places, self._left, self._external = [], {}, {}, {}
         self._routing_results = {}
-        self._left = {}
         self.checksums = None
-        self._external = {}
 
     @property
     def has_collectives(self) -> bool:
@@ -1258,6 +1262,11 @@ class ReplayRecorder(TapeRecorder, Recorder):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.snapshots and storage.nbytes() <= MOST_COPIED_BYTES_UNRECORDED:
                 self._external[storage._cdata] = Spare(detached(tensor), MOST_COPIED_BYTES_UNRECORDED)
+
+    @property
+    def has_external(self) -> bool:
+        """Whether replay reads small external tensors."""
+        return bool(self._external)
 
     def changed_external(self) -> dict[int, torch.UntypedStorage]:
         """Return the forward's data of small external tensors that were written to since, by address of the storage."""

@@ -157,7 +157,7 @@ class Region:
         if frame.kept_whole is not None:
             self.evidence.require_recorder()
             warnings.warn(str(frame.kept_whole), SacWarning, stacklevel=2)
-        if isinstance(recorder, (RerunRecorder, ReplayRecorder)):
+        if self.group.planned is not None and isinstance(recorder, (RerunRecorder, ReplayRecorder)):
             check_planned_signature(self.group.planned, recorder.op_trace, self.path)  # before inputs are released
         if settings.input_storing is not None or table.offloads:
             inputs.finish(settings.input_storing, args, kwargs, output)
@@ -215,7 +215,7 @@ class Region:
             )
         recorder.begin(call.inputs, call.inputs.leaves_of(call.args, call.kwargs))
         give_up = partial(self._give_up, settings.engine == REPLAY)
-        if signature is not None:
+        if signature is not None and settings.verify == FIRST:
             remember(self.evidence.verified, signature)
         self.stats.engine = REPLAY
         frame_type: Any = ReplayFrame if native is None else partial(NativeReplayFrame, native)
@@ -302,8 +302,9 @@ class Region:
             if everything or not (evidence.needs_recorder or recorder.reads_values or frame.moved_host_rng):
                 remember(evidence.needs_no_mode, signature)
             if isinstance(recorder, ReplayRecorder):
-                if recorder.layout is not None:
-                    remember(self.group.evidence.layouts, signature[-1], recorder.layout)
+                layouts, layout = self.group.evidence.layouts, recorder.layout
+                if layout is not None and layouts.get(signature[-1]) is not layout:
+                    remember(layouts, signature[-1], layout)
                 if recorder.modules is not None:
                     remember(evidence.modules, (REPLAY, signature), recorder.modules.evidence)
             elif (modules := recorder.state.modules) is not None:

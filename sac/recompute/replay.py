@@ -86,16 +86,18 @@ def run_schedule(
     values = runner.new_values(tape.value_count())
     kept = tape.kept
     for value in schedule.kept:  # above autograd: fetching a value may recompute an outer region
-        values[value] = fetch(kept[value])
-    generators: dict[int, torch.Generator] = {}
-    if tape.states:
-        generators = {id(g): g for step in schedule.steps for g, _ in tape.states.get(step.number, ())}
+        held = kept[value]
+        values[value] = held if type(held) is Tensor else fetch(held)
     # Active dispatch modes see the ops, as they would inside a mode's handler; autograd and autocast do not.
-    with runner.below(), UndoStack() as stack:
+    with runner.below():
         _load(schedule, runner.load(schedule, tape, before, values), tape, inputs, before, values)
-        for generator in generators.values():
-            stack.callback(generator.set_state, state_of(generator))
-        return runner.run(schedule, tape, values)
+        if not tape.states:
+            return runner.run(schedule, tape, values)
+        with UndoStack() as stack:
+            generators = {id(g): g for step in schedule.steps for g, _ in tape.states.get(step.number, ())}
+            for generator in generators.values():
+                stack.callback(generator.set_state, state_of(generator))
+            return runner.run(schedule, tape, values)
 
 
 def _load(
@@ -469,22 +471,31 @@ class ReplayFrame(Frame):
     def _replay(self, waiting: dict[int, Handle]) -> None:
         recorder = self.recorder
         module_state = self.ambient.module_state
-        before = module_state.copies()
-        if before is None:
-            raise CannotReplay("the data of a buffer or parameter has moved")
-        before = {**recorder.changed_external(), **before}
-        before.update((address, image.copy) for address, image in recorder.snapshots.items())
+        before: Before = {}
+        is_same = module_state.is_known_to_be_same()
+        if not is_same:
+            copies = module_state.copies()
+            if copies is None:
+                raise CannotReplay("the data of a buffer or parameter has moved")
+            before = {**recorder.changed_external(), **copies}
+        elif recorder.has_external:
+            before = recorder.changed_external()
+        if recorder.snapshots:
+            before.update((address, image.copy) for address, image in recorder.snapshots.items())
         schedule = recorder.schedule
-        asked = frozenset(waiting) - recorder.modified_after_save.keys()
+        asked = frozenset(waiting)
+        if recorder.modified_after_save:
+            asked -= recorder.modified_after_save.keys()
         if schedule is None or schedule.handles != asked:
             schedule = recorder.schedule_of(sorted(asked))
-        self._check_unseen_writes(schedule)
-        if self.settings.checks_metadata:
+        self._check_unseen_writes(schedule, is_same=is_same)
+        if self.settings.checks_metadata and not (is_same and module_state.has_same_versions()):
             read = _LeafIds(recorder.tape, schedule.leaves)
             if (problem := module_state.changed_parameter(self.path, read)) is not None:
                 raise RegionError(problem)
         was_paused, recorder.paused = recorder.paused, not self._forward_over
-        recorder.tape.needs_attention = recorder.tape.needs_attention or recorder.paused
+        if recorder.paused:
+            recorder.tape.needs_attention = True
         try:
             inputs = self.inputs.unchanged()
             if inputs is None:
@@ -515,14 +526,17 @@ class ReplayFrame(Frame):
             self._verify(filled)
         self._rebuilt = None
 
-    def _check_unseen_writes(self, schedule: ReplaySchedule) -> None:
-        """Raise ``CannotReplay`` if the forward wrote to a leaf unseen, before or after an op read it."""
+    def _check_unseen_writes(self, schedule: ReplaySchedule, *, is_same: bool) -> None:
+        """Raise ``CannotReplay`` if the forward wrote to a leaf unseen, before or after an op read it.
+
+        ``is_same``: whether buffers are known to be as they were when the forward began.
+        """
         if not self._forward_over:
             self.recorder.check_left()
         tape = self.recorder.tape
         if tape.not_replayable:
             raise CannotReplay(tape.not_replayable)
-        unseen = self.ambient.module_state.written_unseen()
+        unseen = () if is_same else self.ambient.module_state.written_unseen()
         if not unseen:
             return
         for value in schedule.leaves:
@@ -542,8 +556,8 @@ class ReplayFrame(Frame):
     def _verify(self, filled: Filled) -> None:
         """Compare replayed values with those that autograd saved; raise ``CannotReplay`` if they differ."""
         recorder = self.recorder
-        different = recorder.different(filled)
-        self._refuse([(index, value) for index, value in different if not recorder.may_differ(index, value.device)])
+        if different := recorder.different(filled):
+            self._refuse([(index, value) for index, value in different if not recorder.may_differ(index, value.device)])
 
     def _refuse(self, different: Filled) -> None:
         for index, value in different:

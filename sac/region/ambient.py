@@ -9,6 +9,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -342,6 +343,7 @@ class _Change:
 # held only while the flags are set.
 _changes: list[_Change] = []
 _lock = threading.Lock()
+_NOTHING_TO_SET = nullcontext()
 
 
 class BackendFlags:
@@ -358,15 +360,20 @@ class BackendFlags:
         """Return whether a flag is not as recorded."""
         return not self._are_known() and _read() != self._forward
 
+    def are_set(self) -> bool:
+        """Return whether the library says that all flags are as recorded, and no recomputation has changed them."""
+        with _lock:
+            return not _changes and self._are_known()
+
     def _are_known(self) -> bool:
         """Return whether the library says that all flags are as recorded."""
         return self._record is not None and not self._record.differences(FLAGS)
 
     def enter_on(self, stack: UndoStack) -> None:
         """Set the flags as recorded; restore the current ones when ``stack`` is left."""
+        if self.are_set():
+            return
         with _lock:
-            if not _changes and self._are_known():
-                return
             found = _read()
             if found == self._forward and not _changes:
                 return
@@ -636,8 +643,10 @@ class AmbientState:
         if self.host_rng is not None and not same & HOST:
             self.host_rng.enter_on(stack)
 
-    def process_flags(self) -> UndoStack:
+    def process_flags(self) -> AbstractContextManager[Any]:
         """Return a context in which the flags of the process are those of the forward: all that single ops read."""
+        if self.flags.are_set():
+            return _NOTHING_TO_SET
         stack = UndoStack()
         self.flags.enter_on(stack)
         return stack

@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from sac.errors import Problem, RegionError
-from sac.outer_hooks import PackHooks, active_hooks, fetch
+from sac.outer_hooks import PackHooks, active_hooks, call_under_hooks, fetch
 from sac.region.ambient import AmbientState, subclasses_on
 from sac.region.compiled_graphs import never_compiled
 from sac.region.forward_ad import dual_level_is_on, outside_transforms
@@ -299,8 +299,8 @@ def advised(error: RegionError, path: str, settings: Settings) -> RegionError:
 RETAIN = "pass retain_graph=True to the backward call before this one"
 
 
-class Recorder(ABC):
-    """Interface of a recomputation engine to a frame. Without a recorder, a frame recomputes everything.
+class Recorder:
+    """Interface of a recomputation engine to a frame. Abstract. Without a recorder, a frame recomputes everything.
 
     ``sees_ops``: whether its modes see the ops of the region. ``offloads``: the rules of which saved values wait on the
     host. ``not_recomputed``: ids of the modules that recomputation does not run; their writes to their buffers are not
@@ -311,19 +311,19 @@ class Recorder(ABC):
     not_recomputed: frozenset[int] = frozenset()
     offloads: frozenset[int] = frozenset()
 
-    def set_start(self, module_state: ModuleState, handles: Handles) -> None:  # noqa: B027 (as are all that follow)
+    def set_start(self, module_state: ModuleState, handles: Handles) -> None:
         """The forward begins with ``module_state``; ``handles`` will get those of what autograd saves."""
 
-    @abstractmethod
     def forward_mode(self) -> AbstractContextManager[Any]:
         """Return the context in which the forward runs."""
+        raise NotImplementedError
 
-    def pack(self, tensor: torch.Tensor, handle: Handle) -> None:  # noqa: B027
+    def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
         """Autograd saves ``tensor``; call ``handle.keep`` to hold it. Only called if the recorder sees ops."""
 
-    @abstractmethod
     def close(self, handles: list[Handle], last_missing: int) -> bool:
         """The forward is over; return whether the region can be recomputed without this recorder."""
+        raise NotImplementedError
 
     def held(self) -> Held:
         """After the forward: yield each saved tensor that may wait elsewhere, but not the handles."""
@@ -342,10 +342,10 @@ class Recorder(ABC):
         """Return the context in which the recomputation runs on ``inputs``, given as (position, tensor)."""
         return nullcontext()
 
-    def check_recomputed(self) -> None:  # noqa: B027
+    def check_recomputed(self) -> None:
         """Raise if recomputation did not use a value that it had to use."""
 
-    def drop(self) -> None:  # noqa: B027
+    def drop(self) -> None:
         """Release every held value."""
 
 
@@ -377,9 +377,12 @@ class RegionCall(ABC):
         self.found: ModuleTables | None = None  # the tables of all owners, if they have been recorded for this call
         self.is_evidence = False  # whether ``moved_host_rng`` will be read
         self.moved_host_rng = False  # after the forward: whether it drew from Python's or NumPy's generators
-        self._handles = Handles()
+        self._handles = self._new_handles()
         self._lock = threading.RLock()
         self._dropped = False
+
+    def _new_handles(self) -> Handles:
+        return Handles()
 
     @property
     def _sees_ops(self) -> bool:
@@ -547,8 +550,7 @@ class Frame(RegionCall):
         # at that time. See Note [The walk of a region].
         self._packed: Any = None
         self._begin(inputs)
-        with saved_tensors_hooks(*self._saved_tensor_hooks()):
-            output = self._run_forward(args, kwargs)
+        output = call_under_hooks(self._saved_tensor_hooks(), self._run_forward, args, kwargs)
         self._close()
         return output
 

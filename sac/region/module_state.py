@@ -19,6 +19,7 @@ from sac.region.marks import Contents, hooks_of, is_managed, marks_of, put_hooks
 from sac.region.tables import ModuleTables, TablesHolder
 from sac.region.undo import UndoStack
 from sac.tensors import (
+    STORAGE_WATCHERS,
     copy_of,
     describe,
     detached,
@@ -70,6 +71,19 @@ _TRAINING = attrgetter("training")
 _MOST_COPIED_BYTES = 1 << 16
 MOST_COPIED_BYTES_UNRECORDED = 1 << 9  # the usual call: copying a counter is cheap enough, a position table is not
 
+# Note [At the start]
+#
+# Most forwards write neither to parameters nor to buffers, and then all that is ever asked of their record is whether
+# this is still so. With the C++ library the record is an `AtStart` (csrc/at_start.h), which is made, and compared, in
+# one pass. As long as it finds no difference it stands for the fields that `_look` fills. Once something differs, or
+# something else needs one of these fields, Python takes over what it holds: from then on all is as without the library.
+# There is none if a tensor is of a subclass, if a small one is not in the memory of the CPU, and while a plan counts
+# storages.
+#
+# Example. A block with a rotary table of 2 KiB writes to nothing. Its table is copied when the forward begins. When it
+# ends, one comparison of marks, versions and bytes finds no difference, and the copy is released. A replay compares
+# once more, so that a write to the table between the passes is found as before: that call has a `_Watched` for it.
+
 Bound = dict[str, Any]
 
 KEPT_WHOLE = (  # of a call that cannot be recomputed
@@ -94,6 +108,7 @@ class ModuleState:
     """
 
     __slots__ = (
+        "_at_start",
         "_buffers",
         "_contents",
         "_exchanged",
@@ -121,37 +136,72 @@ class ModuleState:
         not_recomputed: frozenset[int] = frozenset(),
         found: ModuleTables | None = None,
     ) -> None:
+        self._at_start: Any = None  # in place of what `_look` records; see Note [At the start]
         self._owners = owners
         parameters, training, buffers = None, None, None
         if found is not None:
             parameters, training, buffers = found.parameters, found.training, found.buffers
         self._training = _training_of(owners) if training is None else training
         self._parameters = _parameters_of(owners) if parameters is None else parameters
-        self._held, self._need_grad = _states_of(self._parameters.values)
-        self._marked = self._held  # the parameters that have marks
-        if beyond := [*beyond]:
-            own = {*map(id, self._held)}
-            self._marked = [*self._held, *(one for one in beyond if id(one) not in own)]
         self._written: list[torch.Tensor] | None = None  # parameters, after ``close``
         self._exchanged: list[tuple[torch.Tensor, str, Any]] = []  # parameter, ``data`` or ``grad``, and what it was
         self._recorded = recorded
-        self._contents = Contents(self._marked) if recorded or reentrant else None
-        self.note_parameters()
         self._buffers: list[tuple[nn.Module, Bound]] = []
-        self._watched: list[_Watched] = []
         if freeze_buffers:
-            most = _MOST_COPIED_BYTES if recorded else MOST_COPIED_BYTES_UNRECORDED
             if buffers is None:
                 buffers = [(owner, {**held}) for owner in owners if (held := owner._buffers)]
             self._buffers = buffers
-            for owner, one in _plain_tensors(self._buffers):
-                is_apart = id(owner) in not_recomputed  # no write to it asks for a recorder, so it has a copy now
-                self._watched.append(_Watched(one, _MOST_COPIED_BYTES if is_apart else most, is_apart))
-            known = {id(one.tensor) for one in self._watched}
-            self._watched += [_Watched(one, most, False) for one in others if id(one) not in known and is_own(one)]
+        most = _MOST_COPIED_BYTES if recorded else MOST_COPIED_BYTES_UNRECORDED
+        others, beyond = (*others,) if freeze_buffers else (), [*beyond]
+        native: Any = library()
+        if native is not None and not not_recomputed and not STORAGE_WATCHERS:
+            holds = recorded or reentrant
+            self._at_start = native.at_start(self._parameters.values, beyond, self._buffers, others, most, holds)
+        if self._at_start is None:
+            self._look(others, beyond, most, not_recomputed, holds_contents=recorded or reentrant)
+
+    def _look(
+        self,
+        others: Sequence[torch.Tensor],
+        beyond: Sequence[torch.Tensor],
+        most: int,
+        not_recomputed: frozenset[int],
+        *,
+        holds_contents: bool,
+    ) -> None:
+        """Record parameters, and the tensors to which the region can write."""
+        self._held, self._need_grad = _states_of(self._parameters.values)
+        self._marked = self._held  # the parameters that have marks
+        if beyond:
+            own = {*map(id, self._held)}
+            self._marked = [*self._held, *(one for one in beyond if id(one) not in own)]
+        self._contents = Contents(self._marked) if holds_contents else None
+        self._marks = marks_of(self._marked)
+        self._watched: list[_Watched] = []
+        for owner, one in _plain_tensors(self._buffers):
+            is_apart = id(owner) in not_recomputed  # no write to it asks for a recorder, so it has a copy now
+            self._watched.append(_Watched(one, _MOST_COPIED_BYTES if is_apart else most, is_apart))
+        known = {id(one.tensor) for one in self._watched}
+        self._watched += [_Watched(one, most, False) for one in others if id(one) not in known and is_own(one)]
+
+    def __getattr__(self, name: str) -> Any:
+        """Take over what the library has recorded, when something of it is first read."""
+        at_start = self._at_start
+        if at_start is None or name not in ModuleState.__slots__:
+            raise AttributeError(name)
+        self._at_start = None
+        self._held, self._need_grad, self._marked = at_start.held, at_start.needs, at_start.marked
+        self._marks = at_start.marks
+        contents = at_start.contents()
+        self._contents = None if contents is None else Contents(self._marked, contents)
+        self._watched = [_Watched.again(*one) for one in at_start.spares()]
+        return getattr(self, name)
 
     def close(self) -> None:
         """The forward is over: drop larger copies of tensors that it did not write to."""
+        if self._at_start is not None and self._at_start.close(MOST_COPIED_BYTES_UNRECORDED):
+            self._written = []
+            return
         for one in self._watched:
             one.close()
         before = self._marks
@@ -182,6 +232,9 @@ class ModuleState:
 
     def note_parameters(self) -> None:
         """Record the parameters' marks: from now on only the region's own runs may write to the parameters."""
+        if self._at_start is not None:
+            self._at_start.note()
+            return
         self._marks = marks_of(self._marked)
 
     def changed_parameter(self, where: str, read: Collection[int] | None = None) -> Problem | None:
@@ -190,7 +243,9 @@ class ModuleState:
         ``read``: ids of the only parameters to check; None: all. An optimizer may step in backward, parameter by
         parameter. While the forward runs, nothing is checked: only the region itself writes to parameters then.
         """
-        if self._written is None or marks_of(self._marked) == self._marks:
+        if self._written is None or self.has_same_versions():
+            return None
+        if marks_of(self._marked) == self._marks:
             return None
         written = {id(one) for one in self._written}  # the recorder holds the earlier values of these
         for one, (version, *_) in zip(self._held, unpacked(self._marks), strict=False):
@@ -214,6 +269,8 @@ class ModuleState:
     @property
     def were_written(self) -> bool:
         """Whether the forward wrote to buffers or parameters, or exchanged the data of one; after ``close``."""
+        if self._at_start is not None:
+            return False
         of_buffers = (one.was_written for one in self._watched if not one.is_not_recomputed)
         return bool(self._written or self._exchanged) or any(of_buffers)
 
@@ -222,6 +279,8 @@ class ModuleState:
 
         Call it after ``close``. ``where`` names the region.
         """
+        if self._at_start is not None:
+            return None
         lost = next((one.tensor for one in self._watched if one.is_lost), None)
         if lost is None:
             lost = next(iter(self._written or ()), None)
@@ -233,6 +292,8 @@ class ModuleState:
         For a buffer it only warns: recomputation reads its current value, as in torch. For example, DDP broadcasts
         buffers in each forward.
         """
+        if self.is_known_to_be_same():
+            return None
         for one in self._watched:
             if one.was_written or one.copy is not None or not one.was_changed:
                 continue
@@ -256,8 +317,18 @@ class ModuleState:
 
         NumPy and ``data`` do that. At which op the data changed is not known.
         """
+        if self.is_known_to_be_same():
+            return set()
         running = self._written is None
         return {one.address for one in self._watched if (one.was_written_unseen if running else one.was_unseen)}
+
+    def is_known_to_be_same(self) -> bool:
+        """Return whether the library says that nothing has been written to buffers since the forward began."""
+        return self._at_start is not None and bool(self._at_start.has_same_tensors())
+
+    def has_same_versions(self) -> bool:
+        """Return whether the library says that no parameter was written to in place since ``note_parameters``."""
+        return self._at_start is not None and bool(self._at_start.has_same_versions())
 
     def watched(self) -> list[torch.Tensor]:
         """Return the buffers, and the other tensors that are treated as such."""
@@ -285,6 +356,8 @@ class ModuleState:
 
         None if one of these tensors has another storage now, or if the forward gave other data to a parameter.
         """
+        if self.is_known_to_be_same():
+            return {}
         changed = [one for one in self._watched if not one.was_written and one.was_changed]
         if any(one.was_moved for one in changed) or any(name == "data" for _, name, _ in self._exchanged):
             return None
@@ -331,7 +404,8 @@ class ModuleState:
 
     def drop(self) -> None:
         """Release everything."""
-        self._buffers, self._parameters, self._watched = [], TablesHolder([], 0), []
+        self._at_start = None
+        self._buffers, self._parameters, self._watched = [], _NO_TABLES, []
         self._owners, self._training = (), []
         self._held, self._marked, self._need_grad, self._written = [], [], [], None
         self._exchanged, self._contents, self._marks = [], None, b""
@@ -418,6 +492,9 @@ class Spare:
         return placed_on(storage, self.tensor, self._place)
 
 
+_NO_TABLES = TablesHolder([], 0, found=([], [], [], []))
+
+
 class _Watched(Spare):
     """A tensor that the region can write to.
 
@@ -431,6 +508,23 @@ class _Watched(Spare):
         super().__init__(tensor, most)
         self.is_not_recomputed = is_apart
         self.was_written = self.was_unseen = self.is_lost = self.is_reported = False
+
+    @classmethod
+    def again(
+        cls,
+        tensor: torch.Tensor,
+        version: int,
+        storage: torch.UntypedStorage,
+        place: tuple[int, Any, Any],
+        size: int,
+        copy: torch.UntypedStorage | None,
+    ) -> _Watched:
+        """Return what the constructor would have made when the forward began."""
+        made = cls.__new__(cls)
+        made.tensor, made.copy = tensor, copy
+        made._version, made._storage, made._place, made._bytes = version, storage, place, size
+        made.is_not_recomputed = made.was_written = made.was_unseen = made.is_lost = made.is_reported = False
+        return made
 
     def close(self) -> None:
         """The forward is over."""

@@ -16,10 +16,12 @@ class WithNativeHandles(Frame):
     _handles: Any
 
     def __init__(self, library: Any, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
         self._library = library
-        self._handles = library.Handles()
+        super().__init__(*args, **more)
         self._handle_type, self._progress = native_types(library)
+
+    def _new_handles(self) -> Any:
+        return self._library.Handles()
 
     def _close(self) -> None:
         super()._close()

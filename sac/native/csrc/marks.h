@@ -14,19 +14,20 @@ inline bool has_own_data(PyObject* object) {
          THPVariable_Unpack(object).layout() == c10::kStrided;
 }
 
-// `marks_of`: of a list of tensors, five numbers each, as bytes.
-inline PyObject* leaf_marks(PyObject*, PyObject* list) {
-  HANDLE_TH_ERRORS
-  const Py_ssize_t count = PyList_Size(list);
-  if (count < 0) return nullptr;
-  PyObject* bytes = PyBytes_FromStringAndSize(nullptr, count * 5 * static_cast<Py_ssize_t>(sizeof(int64_t)));
-  if (bytes == nullptr) return nullptr;
-  auto* at = reinterpret_cast<int64_t*>(PyBytes_AS_STRING(bytes));
-  for (Py_ssize_t i = 0; i < count; i++, at += 5) {
-    const Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(list, i));
-    at[0] = tensor.is_inference() ? 0 : tensor._version();
-    at[1] = at[2] = at[3] = at[4] = 0;
-    if (!has_own_data(PyList_GET_ITEM(list, i))) continue;
+constexpr size_t MARK = 5;  // the numbers of a `Mark`, of which the first is the version
+
+inline Py_ssize_t version_at(const Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
+
+// `marks_of`: of a list of tensors, five numbers each.
+inline std::vector<int64_t> marks_of(PyObject* list) {
+  const auto count = static_cast<size_t>(PyList_GET_SIZE(list));
+  std::vector<int64_t> marks(count * MARK);
+  int64_t* at = marks.data();
+  for (size_t i = 0; i < count; i++, at += MARK) {
+    PyObject* object = PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i));
+    const Tensor& tensor = THPVariable_Unpack(object);
+    at[0] = version_at(tensor);
+    if (!has_own_data(object)) continue;
     at[1] = reinterpret_cast<intptr_t>(storage_of(tensor.unsafeGetTensorImpl()));
     size_t place = c10::hash_combine(1, static_cast<size_t>(tensor.storage_offset()));
     for (const int64_t size : tensor.sizes()) place = c10::hash_combine(place, static_cast<size_t>(size));
@@ -35,9 +36,20 @@ inline PyObject* leaf_marks(PyObject*, PyObject* list) {
     const Tensor& grad = tensor.unsafeGetTensorImpl()->grad();
     if (!grad.defined()) continue;
     at[3] = reinterpret_cast<intptr_t>(grad.unsafeGetTensorImpl());
-    at[4] = grad.is_inference() ? 0 : grad._version();
+    at[4] = version_at(grad);
   }
-  return bytes;
+  return marks;
+}
+
+inline PyObject* marks_as_bytes(const std::vector<int64_t>& marks) {
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(marks.data()),
+                                   static_cast<Py_ssize_t>(marks.size() * sizeof(int64_t)));
+}
+
+inline PyObject* leaf_marks(PyObject*, PyObject* list) {
+  HANDLE_TH_ERRORS
+  if (PyList_Size(list) < 0) return nullptr;
+  return marks_as_bytes(marks_of(list));
   END_HANDLE_TH_ERRORS
 }
 
@@ -48,21 +60,24 @@ inline void contents_free(PyObject* capsule) {
   delete static_cast<Contents*>(PyCapsule_GetPointer(capsule, "sac.contents"));
 }
 
+inline Contents contents_of(PyObject* list) {
+  Contents contents;
+  contents.reserve(static_cast<size_t>(PyList_GET_SIZE(list)));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+    TensorImpl* impl = THPVariable_Unpack(PyList_GET_ITEM(list, i)).unsafeGetTensorImpl();
+    contents.emplace_back();
+    if (!has_own_data(PyList_GET_ITEM(list, i))) continue;
+    contents.back().first = Tensor(impl->shallow_copy_and_detach(c10::VariableVersion(0), false));
+    contents.back().second = impl->grad();
+  }
+  return contents;
+}
+
 // `contents_of`: holds the data and the gradients of a list of tensors.
 inline PyObject* leaf_contents(PyObject*, PyObject* list) {
   HANDLE_TH_ERRORS
-  const Py_ssize_t count = PyList_Size(list);
-  if (count < 0) return nullptr;
-  auto contents = std::make_unique<Contents>();
-  contents->reserve(static_cast<size_t>(count));
-  for (Py_ssize_t i = 0; i < count; i++) {
-    const Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(list, i));
-    TensorImpl* impl = tensor.unsafeGetTensorImpl();
-    contents->emplace_back();
-    if (!has_own_data(PyList_GET_ITEM(list, i))) continue;
-    contents->back().first = Tensor(impl->shallow_copy_and_detach(c10::VariableVersion(0), false));
-    contents->back().second = impl->grad();
-  }
+  if (PyList_Size(list) < 0) return nullptr;
+  auto contents = std::make_unique<Contents>(contents_of(list));
   PyObject* capsule = PyCapsule_New(contents.get(), "sac.contents", contents_free);
   if (capsule != nullptr) contents.release();
   return capsule;

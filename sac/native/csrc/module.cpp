@@ -2,6 +2,7 @@
 //
 // It also walks over the modules of a region. It changes time only: sac/recompute and sac/region do the same in Python,
 // and do everything that is not ordinary.
+#include "at_start.h"
 #include "checksum.h"
 #include "fill.h"
 #include "late.h"
@@ -325,6 +326,28 @@ PyType_Spec reached_spec = {"_sac_native.Reached", sizeof(Reached), 0,
                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                             reached_slots};
 
+PyMethodDef at_start_methods[] = {
+    {"close", as_method(at_start_close), METH_O, nullptr},
+    {"has_same_tensors", as_method(at_start_has_same_tensors), METH_NOARGS, nullptr},
+    {"has_same_versions", as_method(at_start_has_same_versions), METH_NOARGS, nullptr},
+    {"note", as_method(at_start_note), METH_NOARGS, nullptr},
+    {"contents", as_method(at_start_contents), METH_NOARGS, nullptr},
+    {"spares", as_method(at_start_spares), METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot at_start_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(at_start_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(at_start_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(at_start_clear)},
+    {Py_tp_members, at_start_members},
+    {Py_tp_getset, at_start_getset},
+    {Py_tp_methods, at_start_methods},
+    {0, nullptr},
+};
+PyType_Spec at_start_spec = {"_sac_native.AtStart", sizeof(AtStart), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                             at_start_slots};
+
 PyMethodDef surroundings_methods[] = {
     {"differences", as_method(surroundings_differences), METH_O, nullptr},
     {"forget", as_method(surroundings_forget), METH_O, nullptr},
@@ -443,6 +466,7 @@ PyMethodDef methods[] = {
     {"all_begin_with", as_method(all_begin_with), METH_FASTCALL, nullptr},
     {"any_entry", as_method(any_entry), METH_FASTCALL, nullptr},
     {"modules_below", as_method(modules_below), METH_FASTCALL, nullptr},
+    {"at_start", as_method(at_start), METH_FASTCALL, nullptr},
     {"leaf_marks", as_method(leaf_marks), METH_O, nullptr},
     {"leaf_contents", as_method(leaf_contents), METH_O, nullptr},
     {"contents_at", as_method(contents_at), METH_FASTCALL, nullptr},
@@ -471,7 +495,7 @@ PyMODINIT_FUNC PyInit__sac_native() {
       {"FrameHooks", &sac::frame_hooks_spec}, {"Progress", &sac::progress_spec}, {"Watch", &sac::watch_spec},
       {"WatchedOps", &sac::watched_ops_spec}, {"LatePacking", &sac::late_spec}, {"IdView", &sac::id_view_spec},
       {"Packs", &sac::packs_spec}, {"Survey", &sac::survey_spec}, {"Reached", &sac::reached_spec},
-      {"Below", &sac::below_spec},
+      {"Below", &sac::below_spec}, {"AtStart", &sac::at_start_spec},
       {"Surroundings", &sac::surroundings_spec},
   };
   for (const auto& [name, spec] : types) {
@@ -483,6 +507,7 @@ PyMODINIT_FUNC PyInit__sac_native() {
     if (spec == &sac::id_view_spec) sac::IdViewType = reinterpret_cast<PyTypeObject*>(type);
     if (spec == &sac::packs_spec) sac::PacksType = reinterpret_cast<PyTypeObject*>(type);
     if (spec == &sac::surroundings_spec) sac::SurroundingsType = reinterpret_cast<PyTypeObject*>(type);
+    if (spec == &sac::at_start_spec) sac::AtStartType = reinterpret_cast<PyTypeObject*>(type);
     if (spec == &sac::reached_spec) sac::ReachedType = reinterpret_cast<PyTypeObject*>(type);
   }
   return made;

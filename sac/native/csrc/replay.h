@@ -246,8 +246,9 @@ inline PyObject* load_parameters(PyObject*, PyObject* const* args, Py_ssize_t) {
 // `ReplayRecorder._release`. Kept values (number -> tensor), those of them that stay, handles that hold a value.
 //
 // Return two lists. The first has the bytes of each kept value's storage, and for each handle the first value in its
-// storage if that value stays, else its own bytes, negated. The second has the handles in whose storage no value stays.
-// None if a tensor is unusual.
+// storage if that value stays, else its own bytes, negated. The second has the handles in whose storage no value stays,
+// but not those in a storage that one of them fills, of which nothing is to be copied (`compact`). None if a tensor is
+// unusual.
 inline PyObject* look_at_kept(PyObject*, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
   PyObject *kept = args[0], *held = args[1], *handles = args[2];
@@ -257,6 +258,8 @@ inline PyObject* look_at_kept(PyObject*, PyObject* const* args, Py_ssize_t) {
     bool stays;
   };
   std::vector<Place> places;
+  std::vector<Handle*> without_value;
+  std::vector<unsigned long long> filled;
   Owned sizes(checked(PyList_New(0))), alone(checked(PyList_New(0)));
   const auto add = [](PyObject* list, PyObject* one) {
     Owned added(checked(one));
@@ -289,8 +292,15 @@ inline PyObject* look_at_kept(PyObject*, PyObject* const* args, Py_ssize_t) {
       add(sizes.get(), Py_NewRef(first->value));
     else
       add(sizes.get(), PyLong_FromLongLong(-static_cast<long long>(THPVariable_Unpack(handle->value).nbytes())));
-    if (!stays) add(alone.get(), Py_NewRef(reinterpret_cast<PyObject*>(handle)));
+    if (stays) continue;
+    const Tensor& held = THPVariable_Unpack(handle->value);
+    without_value.push_back(handle);
+    if (reinterpret_cast<PyObject*>(Py_TYPE(handle->value)) == THPVariableClass && held.nbytes() >= held.storage().nbytes())
+      filled.push_back(handle->storage);
   }
+  for (Handle* handle : without_value)
+    if (std::find(filled.begin(), filled.end(), handle->storage) == filled.end())
+      add(alone.get(), Py_NewRef(reinterpret_cast<PyObject*>(handle)));
   return PyTuple_Pack(2, sizes.get(), alone.get());
   END_HANDLE_TH_ERRORS
 }

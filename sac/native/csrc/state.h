@@ -113,16 +113,20 @@ inline bool is_in_memory(const StorageImpl& storage) {
   return storage.device_type() == c10::DeviceType::CPU && storage.nbytes() != 0 && storage.data() != nullptr;
 }
 
+inline c10::Storage copy_in_memory(const c10::Storage& storage) {
+  auto copy = c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), storage.nbytes(),
+                                               c10::GetCPUAllocator(), /*resizable=*/true);
+  std::memcpy(copy->mutable_data(), storage.data(), storage.nbytes());
+  return c10::Storage(std::move(copy));
+}
+
 // `copy_of`, for storages in the memory of the CPU.
 inline PyObject* copy_of_storage(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
   if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != reinterpret_cast<PyObject*>(THPStorageClass)) Py_RETURN_NONE;
   const c10::Storage& storage = THPStorage_Unpack(object);
   if (!is_in_memory(*storage.unsafeGetStorageImpl())) Py_RETURN_NONE;
-  auto copy = c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), storage.nbytes(),
-                                               c10::GetCPUAllocator(), /*resizable=*/true);
-  std::memcpy(copy->mutable_data(), storage.data(), storage.nbytes());
-  return THPStorage_Wrap(c10::Storage(std::move(copy)));
+  return THPStorage_Wrap(copy_in_memory(storage));
   END_HANDLE_TH_ERRORS
 }
 
