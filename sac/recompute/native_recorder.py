@@ -22,7 +22,7 @@ from sac.recompute.replay import Before, Filled, ReplayFrame, run_unusual, wait
 from sac.recompute.rerun import LIFT_FRESH
 from sac.recompute.schedule import ReplaySchedule
 from sac.recompute.table import CallSite, gathers
-from sac.recompute.tape import TENSOR_HOLE, Leaf, Tape
+from sac.recompute.tape import SMALL_NUMEL, TENSOR_HOLE, Held, Leaf, Tape
 from sac.region.frame import Handle
 from sac.region.native_frame import WithNativeHandles
 from sac.torch_private import OpOverload
@@ -126,6 +126,12 @@ class NativeTape(Tape):
     def set_leaf(self, value: int, leaf: Leaf) -> None:
         """See ``Tape``."""
         self._leaves[value] = leaf
+
+    def add_external(self, tensor: Tensor, value: int, version: int) -> None:
+        """Add the leaf of a plain tensor from outside that has no graph; see ``add_leaf``."""
+        is_held = tensor.numel() <= SMALL_NUMEL or id(tensor) in self.external_tensors
+        held = Held(tensor) if is_held else weakref.ref(tensor)
+        self._leaves[value] = Leaf(-1, held, version, tensor.shape, False)
 
     def leaf_positions(self) -> list[tuple[int, int]]:
         """Return each leaf with its position, except for those that ``has_layout`` compares."""
@@ -251,6 +257,9 @@ class NativeReplayRecorder(ReplayRecorder):
         self.library = library
         super().__init__(*args, **more)
         native = self.tape.native
+        self._places = library.Places()
+        if self.checksums is not None:
+            self.checksums = library.Checksums()
         self.calls = _Counts(native.calls, native.set_calls)
         self.alternations = _Counts(native.alternations, native.set_alternations)
 

@@ -587,9 +587,9 @@ class Tape:
         is_parameter = cls is Parameter or (cls is not Tensor and isinstance(tensor, Parameter))
         held: Any = weakref.ref(tensor)
         if position < 0 and is_plain(tensor) and tensor.numel() <= SMALL_NUMEL and not tensor.requires_grad:
-            held = _Held(tensor)
+            held = Held(tensor)
         elif position < 0 and id(tensor) in self.external_tensors:
-            held = _Held(tensor if tensor.grad_fn is None else detached(tensor))
+            held = Held(tensor if tensor.grad_fn is None else detached(tensor))
         lasts = lasts if position >= 0 else is_parameter
         # The tensor's own version: a view that was replayed inside the region's forward has its own counter.
         self.set_leaf(value, Leaf(position, held, version_of(tensor), tensor.shape, lasts))
@@ -641,7 +641,7 @@ def new_tensors(out: Any) -> list[Tensor]:
     return [out] if isinstance(out, Tensor) else tensors_of(out)
 
 
-class _Held:
+class Held:
     """A strong reference to a tensor with the call interface of a weak one."""
 
     __slots__ = ("tensor",)

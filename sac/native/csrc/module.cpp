@@ -9,6 +9,7 @@
 #include "handles.h"
 #include "interpreter.h"
 #include "marks.h"
+#include "places.h"
 #include "record.h"
 #include "replay.h"
 #include "rerun.h"
@@ -116,6 +117,42 @@ PyType_Slot handle_slots[] = {
 };
 PyType_Spec handle_spec = {"_sac_native.Handle", sizeof(Handle), 0,
                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, handle_slots};
+
+PyMethodDef places_methods[] = {
+    {"get", as_method(places_get), METH_O, nullptr},
+    {"keys", as_method(places_keys), METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot places_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(places_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(places_dealloc)},
+    {Py_tp_iter, reinterpret_cast<void*>(places_iter)},
+    {Py_tp_richcompare, reinterpret_cast<void*>(places_compare)},
+    {Py_tp_hash, reinterpret_cast<void*>(PyObject_HashNotImplemented)},
+    {Py_mp_subscript, reinterpret_cast<void*>(places_item)},
+    {Py_mp_ass_subscript, reinterpret_cast<void*>(places_put)},
+    {Py_sq_contains, reinterpret_cast<void*>(places_contains)},
+    {Py_tp_methods, places_methods},
+    {0, nullptr},
+};
+PyType_Spec places_spec = {"_sac_native.Places", sizeof(Places), 0, Py_TPFLAGS_DEFAULT, places_slots};
+
+PyMethodDef checksums_methods[] = {
+    {"keys", as_method(checksums_keys), METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot checksums_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(checksums_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(checksums_dealloc)},
+    {Py_tp_iter, reinterpret_cast<void*>(checksums_iter)},
+    {Py_mp_length, reinterpret_cast<void*>(checksums_length)},
+    {Py_mp_subscript, reinterpret_cast<void*>(checksums_item)},
+    {Py_mp_ass_subscript, reinterpret_cast<void*>(checksums_put)},
+    {Py_sq_contains, reinterpret_cast<void*>(checksums_contains)},
+    {Py_tp_methods, checksums_methods},
+    {0, nullptr},
+};
+PyType_Spec checksums_spec = {"_sac_native.Checksums", sizeof(Checksums), 0, Py_TPFLAGS_DEFAULT, checksums_slots};
 
 PyMethodDef hooks_methods[] = {
     {"pack", as_method(hooks_pack), METH_O, nullptr},
@@ -495,12 +532,14 @@ PyMODINIT_FUNC PyInit__sac_native() {
       {"FrameHooks", &sac::frame_hooks_spec}, {"Progress", &sac::progress_spec}, {"Watch", &sac::watch_spec},
       {"WatchedOps", &sac::watched_ops_spec}, {"LatePacking", &sac::late_spec}, {"IdView", &sac::id_view_spec},
       {"Packs", &sac::packs_spec}, {"Survey", &sac::survey_spec}, {"Reached", &sac::reached_spec},
-      {"Below", &sac::below_spec}, {"AtStart", &sac::at_start_spec},
+      {"Below", &sac::below_spec}, {"Places", &sac::places_spec}, {"Checksums", &sac::checksums_spec}, {"AtStart", &sac::at_start_spec},
       {"Surroundings", &sac::surroundings_spec},
   };
   for (const auto& [name, spec] : types) {
     PyObject* type = PyType_FromSpec(spec);
     if (type == nullptr || PyModule_AddObject(made, name, type) < 0) return nullptr;
+    if (spec == &sac::places_spec) sac::PlacesType = reinterpret_cast<PyTypeObject*>(type);
+    if (spec == &sac::checksums_spec) sac::ChecksumsType = reinterpret_cast<PyTypeObject*>(type);
     if (spec == &sac::handle_spec) sac::HandleType = reinterpret_cast<PyTypeObject*>(type);
     if (spec == &sac::progress_spec) sac::ProgressType = reinterpret_cast<PyTypeObject*>(type);
     if (spec == &sac::late_spec) sac::LatePackingType = reinterpret_cast<PyTypeObject*>(type);

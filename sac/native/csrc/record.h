@@ -40,6 +40,11 @@ inline Site* site_of(Tape& tape, const OperatorHandle& op) {
   return tape.sites->find(tape.path_sites, &op.schema());
 }
 
+inline void check(PyObject* answer) {
+  if (answer == nullptr) throw python_error();
+  Py_DECREF(answer);
+}
+
 // Ask Python for the number of a tensor that the tape does not know; -1 if the op has to go to Python.
 inline int ask_number(Tape& tape, const Tensor& tensor, const Site& site) {
   Gil gil;
@@ -52,6 +57,25 @@ inline int ask_number(Tape& tape, const Tensor& tensor, const Site& site) {
   const long number = PyLong_AsLong(found);
   Py_DECREF(found);
   return tape.needs_attention ? -1 : static_cast<int>(number);
+}
+
+// Do what `Tape.register_unknown` does for a plain tensor in a storage that the tape does not know; -1 if Python has to
+// find out how the tensor was made.
+inline int add_external(Tape& tape, const Tensor& tensor) {
+  TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  StorageImpl* storage = storage_of(impl);
+  PyObject* object = object_of(impl);
+  if (storage == nullptr || impl->layout() != at::kStrided || tensor.requires_grad()) return -1;
+  if (object != nullptr && reinterpret_cast<PyObject*>(Py_TYPE(object)) != THPVariableClass) return -1;
+  Tables& t = *tape.tables;
+  sync(tape);
+  if (t.roots.find(storage) != t.roots.end()) return -1;
+  const uint32_t version = impl->version_counter().current_version();
+  const int value = add_value(t, impl, -1, version, true);
+  record_storage(t, storage, value);
+  Gil gil;
+  check(PyObject_CallMethod(tape.owner, "add_external", "NiI", THPVariable_Wrap(tensor), value, version));
+  return value;
 }
 
 // Do what `Tape._register_parameter` does; Python's tables learn of it when they are read.
@@ -78,12 +102,13 @@ inline PyObject* item(PyObject* table, long key) {  // borrowed, or nullptr; wit
   return found;
 }
 
-inline bool has(PyObject* set, long key) {  // a set or a dictionary; with the GIL
-  Owned number(checked(PyLong_FromLong(key)));
-  const int found = PySequence_Contains(set, number.get());
+inline bool has(PyObject* set, PyObject* key) {  // a set or a dictionary; with the GIL
+  const int found = PyDict_Check(set) ? PyDict_Contains(set, key) : PySet_Contains(set, key);
   if (found < 0) throw python_error();
   return found != 0;
 }
+
+inline bool has(PyObject* set, long key) { return has(set, Owned(checked(PyLong_FromLong(key))).get()); }
 
 inline void put(PyObject* table, long key, PyObject* value) {  // steals the value; with the GIL
   PyObject* number = PyLong_FromLong(key);
@@ -158,7 +183,8 @@ inline int read(Tape& tape, const Tensor& tensor, const Site& site, bool is_writ
   const auto found = tape.tables->ids.find(impl);
   if (found == tape.tables->ids.end()) {
     if (is_parameter(impl) && storage_of(impl) != nullptr) return add_parameter(tape, impl);
-    return ask_number(tape, tensor, site);
+    const int external = add_external(tape, tensor);
+    return external >= 0 ? external : ask_number(tape, tensor, site);
   }
   const int value = found->second;
   if (!is_current(tape, impl, value)) return -1;
@@ -295,11 +321,6 @@ inline PyObject* wrapped(const Op& op, const Stack& stack, size_t base) {
   for (size_t i = 0; i < op.results.size(); i++)
     PyTuple_SET_ITEM(tuple, static_cast<Py_ssize_t>(i), one(stack[base + i]));
   return tuple;
-}
-
-inline void check(PyObject* answer) {
-  if (answer == nullptr) throw python_error();
-  Py_DECREF(answer);
 }
 
 // Let Python decide on the results, and keep those that are saved. `state`: of the default generator before the op, if
@@ -488,8 +509,9 @@ inline int root_to_write(Tape& tape, const IValue& argument) {
   const int root = found != t.roots.end() ? found->second : t.values[known->second].root;
   if (parameter_of(t, root) != nullptr) return -1;
   Gil gil;
-  const bool is_needed = has(tape.kept_in, root) || has(tape.leaves, root) || has(tape.unpacked_early, root) ||
-                         has(tape.parts, root);
+  Owned key(checked(PyLong_FromLong(root)));
+  const bool is_needed = has(tape.kept_in, key.get()) || has(tape.leaves, key.get()) ||
+                         has(tape.unpacked_early, key.get()) || has(tape.parts, key.get());
   return is_needed ? -1 : root;
 }
 
