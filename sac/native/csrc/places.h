@@ -30,6 +30,7 @@ inline PyTypeObject *PlacesType = nullptr, *ChecksumsType = nullptr;
 
 template <typename Item>
 Item& at_handle(std::vector<Item>& list, size_t handle, const Item& none) {
+  if (handle >= list.capacity()) list.reserve(std::max<size_t>(64, 2 * handle));
   if (handle >= list.size()) list.resize(handle + 1, none);
   return list[handle];
 }

@@ -347,10 +347,14 @@ inline void ask_decision(Tape& tape, Site& site, const Stack& stack, size_t base
 
 // Keep a result of an op in new memory, as `TapeRecorder.keep` does. With the GIL.
 inline void keep(Tape& tape, int value, const Tensor& tensor, int rule) {
-  torch::torch_dispatch_mode::StashTorchDispatchStackGuard no_modes;
+  // The region's own mode is off the stack.
+  std::optional<torch::torch_dispatch_mode::StashTorchDispatchStackGuard> no_modes;
+  if (tape.depth > 1) no_modes.emplace();
   put(tape.kept, value, THPVariable_Wrap(Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
                             c10::VariableVersion(0), false))));
-  put(tape.kept_in, value, Py_BuildValue("[i]", value));
+  PyObject* alone = checked(PyList_New(1));
+  PyList_SET_ITEM(alone, 0, PyLong_FromLong(value));
+  put(tape.kept_in, value, alone);
   put(tape.rules, value, PyLong_FromLong(rule));
 }
 

@@ -77,6 +77,7 @@ struct Tables {
   std::vector<int> unsynced;  // values whose storages are recorded by the next `sync`
   std::vector<int> scratch;
   std::vector<Recent> recent;
+  std::vector<Recent> spare;  // empty, and has the memory for the next ones
   std::vector<int> hits;         // by rule
   std::vector<int> alternations;  // by rule
   ska::flat_hash_map<PyObject*, int> calls;  // by CallSite: calls on which was decided
@@ -136,6 +137,9 @@ inline void clear_recent(Tables& t) {
   if (t.recent.empty()) return;
   std::vector<Recent> freed;
   freed.swap(t.recent);
+  t.recent.swap(t.spare);
+  freed.clear();
+  if (t.spare.capacity() == 0) t.spare.swap(freed);
 }
 
 // Let go of all tensors but the parameters, from which a replay may start.
@@ -176,10 +180,11 @@ inline void sync(Tape& tape) {
   if (t.unsynced.empty()) return;
   std::vector<int> values;
   values.swap(t.unsynced);
+  std::optional<Gil> gil;
   for (const int value : values) {
     Tensor tensor = lock(t.values[value].tensor);
     if (!tensor.defined() && tape.kept != nullptr) {
-      Gil gil;
+      if (!gil) gil.emplace();
       PyObject* number = PyLong_FromLong(value);
       PyObject* held = PyDict_GetItem(tape.kept, number);
       Py_DECREF(number);
