@@ -60,13 +60,14 @@ def check_tape(module: ModuleType) -> None:
     path: dict[int, Any] = {}
     site = object()
     sites = native.Sites()
-    sites.add(path, site, "aten::sin", "", 0, 0, -1, False, False, False, False, -1)
+    sites.add(path, site, "aten::sin", "", 0, 0, -1, False, False, False, 0, -1)
+    tables: Any = ({}, {}, set(), {}, {}, {}, {}, {}, set(), {}, set(), [], None)
     x = torch.linspace(-1, 1, 5)
     tape, mode = native.Tape(), Mode()  # type: ignore[no-untyped-call]
     mode.sites = path
-    tape.number(x, -1, x._version)
+    tape.number(x, -1, x._version, 1)
     with mode:
-        assert native.start(tape, mode, None, None, {}, {}, set(), {}, {}, sites), "another mode is on the stack"
+        assert native.start(tape, mode, None, None, sites, tables), "another mode is on the stack"
         try:
             y = x.sin()
         finally:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from sac.errors import Problem, RegionError
 from sac.recompute.table import DecisionTable
@@ -75,7 +75,7 @@ class TrackedForward:
         """Run the module, and report it to the active mode."""
         module = self.module
         original = self.before
-        if torch.compiler.is_dynamo_compiling():  # cannot trace `_ACTIVE`
+        if is_dynamo_compiling():  # cannot trace `_ACTIVE`
             return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)
         mode, modules = _ACTIVE.listeners
         if modules is not None and (call_key := modules.call_key_of(self.path)) is not None:
@@ -85,8 +85,14 @@ class TrackedForward:
                 return type(module).forward(module, *args)
             return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)
         path, sites = mode.path, mode.sites
-        mode.path, mode.sites = self.path, mode.table.sites_of(self.path)
+        mode.path = where = self.path
         try:
+            mode.sites = mode.table.sites_at[where]
+        except KeyError:
+            mode.sites = mode.table.sites_of(where)
+        try:
+            if original is None and not kwargs:
+                return type(module).forward(module, *args)
             return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)
         finally:
             mode.path, mode.sites = path, sites

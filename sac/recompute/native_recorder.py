@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sac.checksums import checksum
 from sac.policy.model import Decision
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.op_trace import NO_RULE
-from sac.recompute.recorder import ReplayRecorder, TapeMode
+from sac.recompute.recorder import ReplayRecorder, TapeMode, _fills, _writes_parts
 from sac.recompute.replay import Before, Filled, ReplayFrame, leaf_as_then, run_unusual, wait
 from sac.recompute.rerun import LIFT_FRESH
 from sac.recompute.schedule import ReplaySchedule
-from sac.recompute.table import CallSite
-from sac.recompute.tape import TENSOR_HOLE, Leaf, Tape
+from sac.recompute.table import CallSite, gathers
+from sac.recompute.tape import SMALL_NUMEL, TENSOR_HOLE, Held, Leaf, Tape
 from sac.region.frame import Handle
 from sac.region.native_frame import WithNativeHandles
 from sac.torch_private import OpOverload
@@ -29,7 +30,7 @@ from sac.torch_private import OpOverload
 # Note [The native recorder]
 #
 # The library changes time only. An op is *ordinary* if it is one of torch's own that writes to nothing, is no factory
-# and no collective, and if no rule looks at its arguments (`is_recorded_natively`). While a `NativeMode` is on top of
+# and no collective, and if no rule looks at its arguments (`is_run_natively`). While a `NativeMode` is on top of
 # the stack of dispatch modes, torch's interpreter table, which the library has wrapped, records an ordinary op on the
 # tape without a trip into Python. It does what `TapeMode` does, in the same place: below autograd, the mode off the
 # stack. Every other op goes to `NativeMode.__torch_dispatch__` as if there were no library. So does an ordinary op if
@@ -70,6 +71,18 @@ class NativeTape(Tape):
         found = self.native.arguments(entry, TENSOR_HOLE)
         return (found, {}) if found is not None else super().arguments(entry)
 
+    def call_of(self, entry: int) -> tuple[Any, Any]:
+        """See ``Tape``."""
+        rest, keywords = self.arguments(entry)
+        if keywords or self.native.arguments(entry, TENSOR_HOLE) is None:
+            return rest, keywords
+        schema = self.sites[entry].op._schema.arguments
+        named = [one.kwarg_only for one in schema]
+        return (
+            [one for one, is_named in zip(rest, named, strict=True) if not is_named],
+            {argument.name: one for argument, one in zip(schema, rest, strict=True) if argument.kwarg_only},
+        )
+
     def watch(self, value: int, tensor: Tensor) -> None:
         """See ``Tape``."""
         self.native.watch(value)
@@ -79,13 +92,14 @@ class NativeTape(Tape):
         return False
 
     @property
-    def factories(self) -> dict[int, int]:
+    def factories(self) -> MutableMapping[int, int]:
         """See ``Tape``."""
         return self._factories
 
     @factories.setter
-    def factories(self, value: dict[int, int]) -> None:
+    def factories(self, value: MutableMapping[int, int]) -> None:
         assert not value
+        self.native.clear_factories()
         self._factories = _Factories(self.native)
 
     # Parameters that the library has met are leaves too; Python is told of them when it looks.
@@ -112,6 +126,12 @@ class NativeTape(Tape):
     def set_leaf(self, value: int, leaf: Leaf) -> None:
         """See ``Tape``."""
         self._leaves[value] = leaf
+
+    def add_external(self, tensor: Tensor, value: int, version: int) -> None:
+        """Add the leaf of a plain tensor from outside that has no graph; see ``add_leaf``."""
+        is_held = tensor.numel() <= SMALL_NUMEL or id(tensor) in self.external_tensors
+        held = Held(tensor) if is_held else weakref.ref(tensor)
+        self._leaves[value] = Leaf(-1, held, version, tensor.shape, False)
 
     def leaf_positions(self) -> list[tuple[int, int]]:
         """Return each leaf with its position, except for those that ``has_layout`` compares."""
@@ -166,23 +186,31 @@ for _name in _IN_CPP:  # so that a tape need not hold them
     setattr(NativeTape, _name, property(attrgetter(f"native.{_name}")))
 
 
-class _Factories(dict[int, int]):
-    """The roots that factories have made, of which the library knows."""
+class _Factories(MutableMapping[int, int]):
+    """The roots that factories have made, which the library has."""
 
     __slots__ = ("_native",)
 
     def __init__(self, native: Any) -> None:
-        super().__init__()
         self._native = native
 
-    def __setitem__(self, root: int, entry: int) -> None:
-        self._native.add_factory(root)
-        super().__setitem__(root, entry)
+    def __len__(self) -> int:
+        return self._native.factory_count()  # type: ignore[no-any-return]
 
-    def pop(self, root: int, *default: Any) -> Any:
-        """Remove a root."""
+    def __iter__(self) -> Any:
+        raise TypeError("factories are looked up by root")
+
+    def __getitem__(self, root: int) -> int:
+        entry = self._native.factory(root)
+        if entry is None:
+            raise KeyError(root)
+        return entry  # type: ignore[no-any-return]
+
+    def __setitem__(self, root: int, entry: int) -> None:
+        self._native.add_factory(root, entry)
+
+    def __delitem__(self, root: int) -> None:
         self._native.remove_factory(root)
-        return super().pop(root, *default)
 
 
 class _ParameterLeaf(Leaf):
@@ -229,6 +257,9 @@ class NativeReplayRecorder(ReplayRecorder):
         self.library = library
         super().__init__(*args, **more)
         native = self.tape.native
+        self._places = library.Places()
+        if self.checksums is not None:
+            self.checksums = library.Checksums()
         self.calls = _Counts(native.calls, native.set_calls)
         self.alternations = _Counts(native.alternations, native.set_alternations)
 
@@ -274,6 +305,25 @@ class NativeReplayRecorder(ReplayRecorder):
         if drawn_from is not None:
             self.random_states.after(entry, runs_again=not decision.keeps)
         return (site, call) in self.evidence.calls_on_inputs
+
+    def tables(self) -> tuple[Any, ...]:
+        """Return the tables that the library reads and writes during the forward."""
+        tape = self.tape
+        return (
+            *(tape.kept, tape.kept_in, tape.persistent_roots, tape.output_counts, tape.writers, tape.writes),
+            *(tape.seen_at, tape._leaves, tape.unpacked_early, self._rules, self._parts, self._routing),
+            self._routing_sums if self.checksums is not None else None,
+        )
+
+    def note_late_write(self) -> None:
+        """Check what autograd has saved right before the op that has just been recorded; see ``finish``."""
+        tape = self.tape
+        self._look_at_recent(tape.entry_count() - 1)
+        tape.needs_attention = bool(tape.not_replayable or self.maybe_modified or self.paused)
+
+    def sum_up_routing(self, value: int) -> None:
+        """Record the checksum of a result of a must-save op, which the library does not compute."""
+        self._routing_sums[value] = checksum(self.tape.kept[value])
 
     def different(self, values: list[tuple[int, Any]]) -> list[tuple[int, Tensor]]:
         """See ``TapeRecorder``."""
@@ -429,12 +479,24 @@ _runner = cache(_NativeRunner)
 
 
 _Memory = {"new": 0, "view": 1, "unsure": 2}
+_OnTape = {"only rerun": 1, "factory": 2, "uninitialised": 4, "fills": 8, "fills parts": 16}
 _Verdict = {"recompute": 0, "save": 1, "alternate": 2, "ask": 3}
 
 
-def is_recorded_natively(site: CallSite) -> bool:
-    """Return whether the library can record and replay an op; see Note [The native recorder]."""
-    return is_run_natively(site) and not (site.writes or site.traits.is_factory)
+def on_tape(site: CallSite) -> int:
+    """Return what a tape has to know of an op that the library can run."""
+    traits, found = site.traits, 0
+    if site.writes and (gathers(site) or torch.Tag.inplace_view in site.op.tags):
+        found |= _OnTape["only rerun"]  # it changes the tensor, not only what is in its memory
+    if traits.is_factory:
+        found |= _OnTape["factory"]
+    if traits.is_uninitialised:
+        found |= _OnTape["uninitialised"]
+    if site.writes and _fills(site):
+        found |= _OnTape["fills"]
+    if _writes_parts(site):
+        found |= _OnTape["fills parts"]
+    return found
 
 
 def is_run_natively(site: CallSite) -> bool:
@@ -478,9 +540,8 @@ def tell(library: Any, mode: RegionMode, site: CallSite) -> None:
         sites = mode.table.native(library)
         names = schema.name, schema.overload_name
         written = _written_argument(site) if site.writes else -1
-        only_rerun = not is_recorded_natively(site)
         must_save = site.must_save and not site.conditional_rules
-        traits = memory_of(site), verdict, rule, site.draws, site.is_random, must_save, only_rerun, written
+        traits = memory_of(site), verdict, rule, site.draws, site.is_random, must_save, on_tape(site), written
         sites.add(mode.sites, site, *names, *traits)
 
 
@@ -530,12 +591,8 @@ def _mode_type(library: Any) -> Any:
                 self,
                 recorder,
                 tape,
-                tape.kept,
-                tape.kept_in,
-                tape.persistent_roots,
-                recorder._rules,
-                tape.output_counts,
                 self.table.native(library),
+                recorder.tables(),
             )
             return self
 

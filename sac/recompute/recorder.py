@@ -726,11 +726,13 @@ class TapeRecorder:
             self.keep(root, whole)
 
     def _is_constant(self, entry: int, tensor: Tensor) -> bool:
-        was_paused, self.paused = self.paused, True  # during a save by autograd, the mode sees the ops of this check
+        # During a save by autograd, the mode sees the ops of this check.
+        tape = self.tape
+        (was_paused, needed), self.paused, tape.needs_attention = (self.paused, tape.needs_attention), True, True
         try:
-            return _is_constant(self.tape, entry, tensor, self.evidence)
+            return _is_constant(tape, entry, tensor, self.evidence)
         finally:
-            self.paused = was_paused
+            self.paused, tape.needs_attention = was_paused, needed
 
     def _copy_kept(self, root: int) -> None:
         kept = self.tape.kept
@@ -807,8 +809,9 @@ def _is_constant(tape: Tape, entry: int, tensor: Tensor, evidence: GroupEvidence
     site: CallSite = tape.sites[entry]
     shape, answer = evidence.constants.get((site, entry), (None, False))
     if shape != tensor.shape or tensor.is_cpu:
-        args = [tensor if one is TENSOR_HOLE else one for one in tape.arg_templates[entry]]
-        answer = bool(torch.equal(site.run(*args, **tape.keywords.get(entry, {})), tensor))
+        rest, keywords = tape.call_of(entry)
+        args = [tensor if one is TENSOR_HOLE else one for one in rest]
+        answer = bool(torch.equal(site.run(*args, **keywords), tensor))
         evidence.constants[site, entry] = tensor.shape, answer
     return answer
 

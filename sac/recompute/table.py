@@ -224,7 +224,8 @@ class DecisionTable:
         self.decides_on_ops = not self.saves_everything and (
             self.default.keeps or any(one.saves and not one.rule.matches_module for one in rules)
         )
-        self._sites: dict[str, dict[int, CallSite]] = {}  # path -> id of an op (its hash is Python code) -> call site
+        # Path -> id of an op (its hash is Python code) -> call site.
+        self.sites_at: dict[str, dict[int, CallSite]] = {}
         self._native: Any = None
         self._watched: Any = None
 
@@ -256,7 +257,7 @@ class DecisionTable:
 
     def sites_of(self, path: str) -> dict[int, CallSite]:
         """Return the call sites so far, by id of the op, of the module at ``path`` of the region."""
-        return self._sites.setdefault(path, {})
+        return self.sites_at.setdefault(path, {})
 
     def sites_inside(self, path: str) -> tuple[str, dict[int, CallSite]]:
         """Return path and call sites, without rules, of ops in the module at ``path`` while it is saved as a whole."""
@@ -299,7 +300,7 @@ class DecisionTable:
         if site.savable and not site.is_bookkeeping:
             self._resolve(site)
         site.has_decision = bool(site.may_save or site.conditional_rules or site.final_rule is not None)
-        self._sites.setdefault(path, {})[id(op)] = site
+        self.sites_of(path)[id(op)] = site
         return site
 
     def _resolve(self, site: CallSite) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -229,7 +229,9 @@ class Tape:
         # By id: tensors that the region could reach when it began. The tape holds them, since the region may release
         # them.
         self.external_tensors: dict[int, Tensor] = {}
-        self.factories: dict[int, int] = {}  # root -> the factory entry that made it, while no op has written to it
+        self.factories: MutableMapping[
+            int, int
+        ] = {}  # root -> the factory entry that made it, while no op has written to it
         self.states: dict[int, States] = {}  # entry -> the generators that it advances, with their states before it
         self.draws_after: dict[int, tuple[int, ...]] = {}  # entry -> entries that leave the generator states it needs
         # Saved entry -> the generators that it advanced, with the states that it left; None if these were released.
@@ -279,6 +281,10 @@ class Tape:
     def arguments(self, entry: int) -> tuple[Any, Any]:
         """Return the templates of the arguments and keywords of ``entry``."""
         return self.arg_templates[entry], self.keywords.get(entry, {})
+
+    def call_of(self, entry: int) -> tuple[Any, Any]:
+        """Return the templates with which the op of ``entry`` can be called again from Python."""
+        return self.arguments(entry)
 
     def add_entry(self, site: Any, rest: Any, keywords: Any, reads: Sequence[int], out: Any) -> int:
         """Add the entry of an op that has returned ``out``; return how many values it makes: not what it was given."""
@@ -581,9 +587,9 @@ class Tape:
         is_parameter = cls is Parameter or (cls is not Tensor and isinstance(tensor, Parameter))
         held: Any = weakref.ref(tensor)
         if position < 0 and is_plain(tensor) and tensor.numel() <= SMALL_NUMEL and not tensor.requires_grad:
-            held = _Held(tensor)
+            held = Held(tensor)
         elif position < 0 and id(tensor) in self.external_tensors:
-            held = _Held(tensor if tensor.grad_fn is None else detached(tensor))
+            held = Held(tensor if tensor.grad_fn is None else detached(tensor))
         lasts = lasts if position >= 0 else is_parameter
         # The tensor's own version: a view that was replayed inside the region's forward has its own counter.
         self.set_leaf(value, Leaf(position, held, version_of(tensor), tensor.shape, lasts))
@@ -635,7 +641,7 @@ def new_tensors(out: Any) -> list[Tensor]:
     return [out] if isinstance(out, Tensor) else tensors_of(out)
 
 
-class _Held:
+class Held:
     """A strong reference to a tensor with the call interface of a weak one."""
 
     __slots__ = ("tensor",)

@@ -115,28 +115,6 @@ inline int put_checksum(PyObject* checksums, PyObject* key, const Tensor& tensor
   return failed < 0 ? -1 : 1;
 }
 
-// A list of pairs of handle and value, the checksums by handle, whether strides may differ: return the pairs that differ,
-// and those that Python has to compare.
-inline PyObject* find_different(PyObject*, PyObject* const* args, Py_ssize_t) {
-  HANDLE_TH_ERRORS
-  PyObject *different = PyList_New(0), *others = PyList_New(0);
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); i++) {
-    PyObject* pair = PyList_GET_ITEM(args[0], i);
-    PyObject *key = PyTuple_GetItem(pair, 0), *value = PyTuple_GetItem(pair, 1);
-    PyObject* sums = key != nullptr ? PyDict_GetItem(args[1], key) : nullptr;
-    const int64_t now = value != nullptr && THPVariable_Check(value)
-                            ? checksum_of(THPVariable_Unpack(value), args[2] == Py_True)
-                            : -1;
-    if (now < 0 || sums == nullptr || PyTuple_GET_SIZE(sums) != 1 || !PyLong_Check(PyTuple_GET_ITEM(sums, 0))) {
-      PyList_Append(others, pair);
-    } else if (PyLong_AsLongLong(PyTuple_GET_ITEM(sums, 0)) != now) {
-      PyList_Append(different, pair);
-    }
-  }
-  return Py_BuildValue("(NN)", different, others);
-  END_HANDLE_TH_ERRORS
-}
-
 inline PyObject* crc32(PyObject*, PyObject* data) {  // of bytes, for a test
   char* bytes = nullptr;
   Py_ssize_t size = 0;

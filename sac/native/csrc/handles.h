@@ -1,8 +1,8 @@
 // What autograd holds in place of the tensors that a region saves, and the two hooks through which it asks for them.
 #pragma once
 
-#include "checksum.h"
-#include "tape.h"
+#include "places.h"
+#include "record.h"
 
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/utils/object_ptr.h>
@@ -197,11 +197,11 @@ struct Hooks {
   PyObject* handle_type;
   PyObject* frame;
   PyObject* recorder;
-  PyObject* places;      // missing handle -> value, number of the next entry, version
+  Places* places;        // of missing handles
   PyObject* kept_in;     // root -> kept values that no op has written to since
   PyObject* writers;     // root -> entries that write to it
   PyObject* persistent;  // roots of inputs and parameters
-  PyObject* checksums;   // missing handle -> checksum; None if nothing is compared
+  Checksums* checksums;  // of missing handles; nullptr if nothing is compared
   char in_order;         // values may come back with other strides
   char keeps_persistent;  // whether handles keep parameters that Python's set does not know of
 };
@@ -210,19 +210,21 @@ inline PyObject* hooks_new(PyTypeObject* type, PyObject* args, PyObject*) {
   auto* self = reinterpret_cast<Hooks*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
   int in_order = 0, keeps_persistent = 0;
-  if (!PyArg_ParseTuple(args, "OOOOOOOOOOpp", &self->tape, &self->handles, &self->handle_type, &self->frame, &self->recorder,
-                        &self->places, &self->kept_in, &self->writers, &self->persistent, &self->checksums,
+  PyObject* checksums = nullptr;
+  if (!PyArg_ParseTuple(args, "OOOOOO!OOOOpp", &self->tape, &self->handles, &self->handle_type, &self->frame, &self->recorder,
+                        PlacesType, &self->places, &self->kept_in, &self->writers, &self->persistent, &checksums,
                         &in_order, &keeps_persistent)) {
     self->tape = nullptr;
     self->handles = nullptr;
-    self->handle_type = self->frame = self->recorder = self->places = self->kept_in = self->writers = self->persistent =
-        self->checksums = nullptr;
+    self->places = nullptr;
+    self->handle_type = self->frame = self->recorder = self->kept_in = self->writers = self->persistent = nullptr;
     Py_DECREF(self);
     return nullptr;
   }
+  if (Py_TYPE(checksums) == ChecksumsType) self->checksums = reinterpret_cast<Checksums*>(Py_NewRef(checksums));
   for (PyObject* one : {reinterpret_cast<PyObject*>(self->tape), reinterpret_cast<PyObject*>(self->handles),
-                        self->handle_type, self->frame, self->recorder, self->places, self->kept_in, self->writers,
-                        self->persistent, self->checksums})
+                        self->handle_type, self->frame, self->recorder, reinterpret_cast<PyObject*>(self->places),
+                        self->kept_in, self->writers, self->persistent})
     Py_INCREF(one);
   self->in_order = static_cast<char>(in_order);
   self->keeps_persistent = static_cast<char>(keeps_persistent);
@@ -232,7 +234,7 @@ inline PyObject* hooks_new(PyTypeObject* type, PyObject* args, PyObject*) {
 inline int hooks_traverse(Hooks* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   for (PyObject* one : {reinterpret_cast<PyObject*>(self->tape), self->handle_type, self->frame, self->recorder,
-                        self->places, self->kept_in, self->writers, self->persistent, self->checksums})
+                        self->kept_in, self->writers, self->persistent})
     Py_VISIT(one);
   return 0;
 }
@@ -259,7 +261,18 @@ inline void hooks_dealloc(Hooks* self) {
   Py_DECREF(type);
 }
 
-// Do what `ReplayRecorder.pack` does for a tensor on the tape that no op has written to; 0 if Python has to do it.
+// Whether autograd saves what a factory has made, no op has written to, and Python has to look at.
+inline bool has_to_be_explained(Tape& tape, int root, const Tensor& tensor) {
+  const Factory* factory = factory_at(*tape.tables, root);
+  if (factory == nullptr) return false;
+  if (tape.mode == nullptr || has(tape.kept, root)) return true;
+  const Factory made = *factory;
+  pybind11::gil_scoped_release no_gil;
+  torch::torch_dispatch_mode::StashTorchDispatchStackGuard no_modes;
+  return !explain(tape, made, tensor);
+}
+
+// Do what `ReplayRecorder.pack` does for a tensor on the tape; 0 if Python has to do it.
 inline int pack_known(Hooks* self, Handle* handle, PyObject* object, const Tensor& tensor) {
   Tables& t = *self->tape->tables;
   TensorImpl* impl = tensor.unsafeGetTensorImpl();
@@ -278,19 +291,20 @@ inline int pack_known(Hooks* self, Handle* handle, PyObject* object, const Tenso
   if (found == t.ids.end() || !impl->version_counter().enabled()) return 0;
   const int value = found->second, root = t.values[value].root;
   const uint32_t version = impl->version_counter().current_version();
-  if (version != t.values[value].version || is_factory(t, root) || has_moved(t.values[value], impl)) return 0;
-  PyObject* key = PyLong_FromLong(root);
-  if (key == nullptr) return -1;
-  const int is_kept = PyDict_Contains(self->kept_in, key);
-  const int is_written = PyDict_Contains(self->writers, key);
-  int is_persistent = PySet_Contains(self->persistent, key);
-  Py_DECREF(key);
-  if (is_persistent == 0 && self->keeps_persistent)
+  if (version != t.values[value].version || has_moved(t.values[value], impl)) return 0;
+  if (!t.factories.empty() && has_to_be_explained(*self->tape, root, tensor)) return 0;
+  Owned key(checked(PyLong_FromLong(root)));
+  const bool is_kept = PyDict_GET_SIZE(self->kept_in) > 0 && has(self->kept_in, key.get());
+  const bool is_written = PyDict_GET_SIZE(self->writers) > 0 && has(self->writers, key.get());
+  bool is_persistent = PySet_GET_SIZE(self->persistent) > 0 && has(self->persistent, key.get());
+  if (!is_persistent && self->keeps_persistent)
     for (const ParameterLeaf& leaf : t.parameters)
-      if (!leaf.is_told && t.values[leaf.value].root == root) is_persistent = 1;
-  if (is_kept < 0 || is_written < 0 || is_persistent < 0) return -1;
-  if (is_kept == 0 && is_written != 0) return 0;
-  if (is_kept != 0) {
+      if (!leaf.is_told && t.values[leaf.value].root == root) is_persistent = true;
+  if (!is_kept && is_written) {  // a parameter that the region has written to is kept
+    if (self->tape->leaves == nullptr || has(self->tape->leaves, root) || parameter_of(t, root) != nullptr) return 0;
+    is_persistent = false;
+  }
+  if (is_kept) {
     PyObject* kept = tensor.is_leaf() ? Py_NewRef(object) : without_graph(tensor);
     handle->is_kept = 1;
     handle->version = version;
@@ -300,29 +314,23 @@ inline int pack_known(Hooks* self, Handle* handle, PyObject* object, const Tenso
     t.recent.push_back(Recent{static_cast<int>(handle->index), tensor, root});
     return 1;
   }
-  if (is_persistent != 0) {
+  if (is_persistent) {
     handle->is_kept = handle->is_external = 1;
     handle->version = version;
     Py_XSETREF(handle->watched, Py_NewRef(object));
     Py_XSETREF(handle->value, Py_NewRef(object));
     return 1;
   }
-  PyObject* index = PyLong_FromSsize_t(handle->index);
-  PyObject* place = Py_BuildValue("(inI)", value, static_cast<Py_ssize_t>(t.entries.size()), version);
-  const int failed = PyDict_SetItem(self->places, index, place);
-  Py_XDECREF(place);
+  const auto index = static_cast<size_t>(handle->index);
+  at_handle(*self->places->list, index, SavedAt()) = SavedAt{value, static_cast<Py_ssize_t>(t.entries.size()), version};
   t.recent.push_back(Recent{static_cast<int>(handle->index), tensor, root});
-  int answer = failed < 0 ? -1 : 1;
-  if (answer == 1 && self->checksums != Py_None) {
-    answer = put_checksum(self->checksums, index, tensor, self->in_order != 0);
-    if (answer == 0) {
-      PyObject* done = PyObject_CallMethod(self->recorder, "sum_up", "OO", index, object);
-      answer = done == nullptr ? -1 : 1;
-      Py_XDECREF(done);
-    }
-  }
-  Py_XDECREF(index);
-  return answer;
+  if (self->checksums == nullptr) return 1;
+  const int64_t sum = checksum_of(tensor, self->in_order != 0);
+  if (sum >= 0)
+    at_handle(*self->checksums->sums, index, NO_SUM) = sum;
+  else
+    check(PyObject_CallMethod(self->recorder, "sum_up", "nO", handle->index, object));
+  return 1;
 }
 
 // Whether this thread was forked inside the region, which will raise: it may not look into a tape that the region's own

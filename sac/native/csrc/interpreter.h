@@ -40,9 +40,7 @@ inline c10::intrusive_ptr<TensorImpl> record_detach(Tape& tape, const TensorImpl
   const auto& counter = tensor->version_counter();
   if (found == t.ids.end() || !counter.enabled()) return {};
   const int value = found->second;
-  if (counter.current_version() != t.values[value].version || is_factory(t, t.values[value].root) ||
-      has_moved(t.values[value], tensor))
-    return {};
+  if (!is_current(tape, tensor, value)) return {};
   c10::intrusive_ptr<TensorImpl> copy;
   {
     torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;

@@ -9,6 +9,7 @@
 #include "handles.h"
 #include "interpreter.h"
 #include "marks.h"
+#include "places.h"
 #include "record.h"
 #include "replay.h"
 #include "rerun.h"
@@ -64,8 +65,11 @@ PyMethodDef tape_methods[] = {
     {"tell_parameters", as_method(tape_tell_parameters), METH_NOARGS, nullptr},
     {"leaves_to_check", as_method(tape_leaves_to_check), METH_O, nullptr},
     {"parameter_ids", as_method(tape_parameter_ids), METH_O, nullptr},
-    {"add_factory", as_method(tape_add_factory), METH_O, nullptr},
+    {"add_factory", as_method(tape_add_factory), METH_FASTCALL, nullptr},
+    {"factory", as_method(tape_factory), METH_O, nullptr},
+    {"factory_count", as_method(tape_factory_count), METH_NOARGS, nullptr},
     {"remove_factory", as_method(tape_remove_factory), METH_O, nullptr},
+    {"clear_factories", as_method(tape_clear_factories), METH_NOARGS, nullptr},
     {"recent", as_method(tape_recent), METH_NOARGS, nullptr},
     {"clear_recent", as_method(tape_clear_recent), METH_NOARGS, nullptr},
     {"note_recent", as_method(tape_note_recent), METH_FASTCALL, nullptr},
@@ -114,6 +118,42 @@ PyType_Slot handle_slots[] = {
 };
 PyType_Spec handle_spec = {"_sac_native.Handle", sizeof(Handle), 0,
                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, handle_slots};
+
+PyMethodDef places_methods[] = {
+    {"get", as_method(places_get), METH_O, nullptr},
+    {"keys", as_method(places_keys), METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot places_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(places_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(places_dealloc)},
+    {Py_tp_iter, reinterpret_cast<void*>(places_iter)},
+    {Py_tp_richcompare, reinterpret_cast<void*>(places_compare)},
+    {Py_tp_hash, reinterpret_cast<void*>(PyObject_HashNotImplemented)},
+    {Py_mp_subscript, reinterpret_cast<void*>(places_item)},
+    {Py_mp_ass_subscript, reinterpret_cast<void*>(places_put)},
+    {Py_sq_contains, reinterpret_cast<void*>(places_contains)},
+    {Py_tp_methods, places_methods},
+    {0, nullptr},
+};
+PyType_Spec places_spec = {"_sac_native.Places", sizeof(Places), 0, Py_TPFLAGS_DEFAULT, places_slots};
+
+PyMethodDef checksums_methods[] = {
+    {"keys", as_method(checksums_keys), METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot checksums_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(checksums_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(checksums_dealloc)},
+    {Py_tp_iter, reinterpret_cast<void*>(checksums_iter)},
+    {Py_mp_length, reinterpret_cast<void*>(checksums_length)},
+    {Py_mp_subscript, reinterpret_cast<void*>(checksums_item)},
+    {Py_mp_ass_subscript, reinterpret_cast<void*>(checksums_put)},
+    {Py_sq_contains, reinterpret_cast<void*>(checksums_contains)},
+    {Py_tp_methods, checksums_methods},
+    {0, nullptr},
+};
+PyType_Spec checksums_spec = {"_sac_native.Checksums", sizeof(Checksums), 0, Py_TPFLAGS_DEFAULT, checksums_slots};
 
 PyMethodDef hooks_methods[] = {
     {"pack", as_method(hooks_pack), METH_O, nullptr},
@@ -378,24 +418,22 @@ void sites_dealloc(Sites* self) {
 }
 
 // The path's dictionary of call sites, the site, the op's name and overload, `Memory`, `Verdict`, the rule or -1,
-// whether the op may draw, whether only rerun runs it here, the argument that it writes to or -1. The table that owns
-// the dictionary owns this too. Of two threads that add a site, the first decides which object stands for it.
-// whether the op may draw, whether each call of it is another draw, whether its results must be saved, whether only rerun runs it here, the argument that it writes to or -1. The table that owns the dictionary owns this too. Of two threads that add a site, the first
-// decides which object stands for it.
+// whether the op may draw, whether each call of it is another draw, whether its results must be saved, `OnTape`, the
+// argument that it writes to or -1. The table that owns the dictionary owns this too. Of two threads that add a site,
+// the first decides which object stands for it.
 PyObject* sites_add(Sites* self, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *path = nullptr, *object = nullptr;
   const char *name = nullptr, *overload = nullptr;
-  int memory = 0, verdict = 0, rule = -1, draws = 0, is_random = 0, must_save = 0, is_only_rerun = 0, written = -1;
-  if (!PyArg_ParseTuple(args, "OOssiiippppi", &path, &object, &name, &overload, &memory, &verdict, &rule, &draws,
-                        &is_random, &must_save, &is_only_rerun, &written))
+  int memory = 0, verdict = 0, rule = -1, draws = 0, is_random = 0, must_save = 0, on_tape = 0, written = -1;
+  if (!PyArg_ParseTuple(args, "OOssiiipppii", &path, &object, &name, &overload, &memory, &verdict, &rule, &draws,
+                        &is_random, &must_save, &on_tape, &written))
     return nullptr;
   const auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
   if (!handle) Py_RETURN_NONE;
   auto site = std::make_unique<Site>(Site{object, std::make_unique<Op>(*handle), static_cast<Memory>(memory),
                                           static_cast<Verdict>(verdict), rule, draws != 0, is_random != 0,
-                                          must_save != 0, is_only_rerun != 0,
-                                          written, {}});
+                                          must_save != 0, on_tape, written, {}});
   std::unique_lock<std::shared_mutex> writing(sites_lock);
   auto& sites = (*self->paths)[path];
   if (!sites) sites = std::make_unique<PathSites>();
@@ -500,12 +538,14 @@ PyMODINIT_FUNC PyInit__sac_native() {
       {"FrameHooks", &sac::frame_hooks_spec}, {"Progress", &sac::progress_spec}, {"Watch", &sac::watch_spec},
       {"WatchedOps", &sac::watched_ops_spec}, {"LatePacking", &sac::late_spec}, {"IdView", &sac::id_view_spec},
       {"Packs", &sac::packs_spec}, {"Survey", &sac::survey_spec}, {"Reached", &sac::reached_spec},
-      {"Below", &sac::below_spec}, {"AtStart", &sac::at_start_spec},
+      {"Below", &sac::below_spec}, {"Places", &sac::places_spec}, {"Checksums", &sac::checksums_spec}, {"AtStart", &sac::at_start_spec},
       {"Surroundings", &sac::surroundings_spec},
   };
   for (const auto& [name, spec] : types) {
     PyObject* type = PyType_FromSpec(spec);
     if (type == nullptr || PyModule_AddObject(made, name, type) < 0) return nullptr;
+    if (spec == &sac::places_spec) sac::PlacesType = reinterpret_cast<PyTypeObject*>(type);
+    if (spec == &sac::checksums_spec) sac::ChecksumsType = reinterpret_cast<PyTypeObject*>(type);
     if (spec == &sac::handle_spec) sac::HandleType = reinterpret_cast<PyTypeObject*>(type);
     if (spec == &sac::progress_spec) sac::ProgressType = reinterpret_cast<PyTypeObject*>(type);
     if (spec == &sac::late_spec) sac::LatePackingType = reinterpret_cast<PyTypeObject*>(type);

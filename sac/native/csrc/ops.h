@@ -71,6 +71,15 @@ enum class Verdict : int { RECOMPUTE = 0, SAVE = 1, ALTERNATE = 2, ASK_PYTHON = 
 // Where an op's results lie: in new memory, or in that of an argument, perhaps as the argument itself.
 enum class Memory : int { NEW = 0, VIEW = 1, UNSURE = 2 };
 
+// What a tape has to know of an op that makes a tensor from none, or writes to an argument. Bits.
+enum OnTape : int {
+  ONLY_RERUN = 1,     // a tape needs Python for it
+  FACTORY = 2,        // a constant, or fresh memory
+  UNINITIALISED = 4,  // a factory of the latter
+  FILLS = 8,          // it overwrites what it writes to completely; see `_fills` in recorder.py
+  FILLS_PARTS = 16,   // it may be one of several that fill fresh memory
+};
+
 // An op at one module path that the library may record. Python asks for its results where the verdict says so.
 struct Site {
   PyObject* object;  // the CallSite, owned
@@ -81,8 +90,8 @@ struct Site {
   bool draws;
   bool is_random;  // two calls with equal arguments are two draws; see `ValueIds.draw`
   bool must_save;  // whatever the rules say; then no rule depends on the call
-  bool is_only_rerun;  // a tape needs Python for it: it makes a tensor from none, or writes to an argument
-  int written;         // the argument that the op writes to and returns; -1: none
+  int on_tape;     // see `OnTape`
+  int written;     // the argument that the op writes to and returns; -1: none
   std::vector<bool> depends_on_inputs;  // per call: known not to be computed from parameters alone (with the GIL)
 };
 

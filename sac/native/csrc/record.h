@@ -1,7 +1,7 @@
 // Records ordinary ops: those that read tensors, return new tensors, and have no trait that Python has to handle.
 #pragma once
 
-#include "tape.h"
+#include "checksum.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/csrc/PyInterpreter.h>
@@ -40,6 +40,11 @@ inline Site* site_of(Tape& tape, const OperatorHandle& op) {
   return tape.sites->find(tape.path_sites, &op.schema());
 }
 
+inline void check(PyObject* answer) {
+  if (answer == nullptr) throw python_error();
+  Py_DECREF(answer);
+}
+
 // Ask Python for the number of a tensor that the tape does not know; -1 if the op has to go to Python.
 inline int ask_number(Tape& tape, const Tensor& tensor, const Site& site) {
   Gil gil;
@@ -52,6 +57,25 @@ inline int ask_number(Tape& tape, const Tensor& tensor, const Site& site) {
   const long number = PyLong_AsLong(found);
   Py_DECREF(found);
   return tape.needs_attention ? -1 : static_cast<int>(number);
+}
+
+// Do what `Tape.register_unknown` does for a plain tensor in a storage that the tape does not know; -1 if Python has to
+// find out how the tensor was made.
+inline int add_external(Tape& tape, const Tensor& tensor) {
+  TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  StorageImpl* storage = storage_of(impl);
+  PyObject* object = object_of(impl);
+  if (storage == nullptr || impl->layout() != at::kStrided || tensor.requires_grad()) return -1;
+  if (object != nullptr && reinterpret_cast<PyObject*>(Py_TYPE(object)) != THPVariableClass) return -1;
+  Tables& t = *tape.tables;
+  sync(tape);
+  if (t.roots.find(storage) != t.roots.end()) return -1;
+  const uint32_t version = impl->version_counter().current_version();
+  const int value = add_value(t, impl, -1, version, true);
+  record_storage(t, storage, value);
+  Gil gil;
+  check(PyObject_CallMethod(tape.owner, "add_external", "NiI", THPVariable_Wrap(tensor), value, version));
+  return value;
 }
 
 // Do what `Tape._register_parameter` does; Python's tables learn of it when they are read.
@@ -71,8 +95,87 @@ inline bool is_parameter(const TensorImpl* tensor) {  // itself, not an instance
   return object != nullptr && reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass;
 }
 
+inline PyObject* item(PyObject* table, long key) {  // borrowed, or nullptr; with the GIL
+  Owned number(checked(PyLong_FromLong(key)));
+  PyObject* found = PyDict_GetItemWithError(table, number.get());
+  if (found == nullptr && PyErr_Occurred() != nullptr) throw python_error();
+  return found;
+}
+
+inline bool has(PyObject* set, PyObject* key) {  // a set or a dictionary; with the GIL
+  const int found = PyDict_Check(set) ? PyDict_Contains(set, key) : PySet_Contains(set, key);
+  if (found < 0) throw python_error();
+  return found != 0;
+}
+
+inline bool has(PyObject* set, long key) { return has(set, Owned(checked(PyLong_FromLong(key))).get()); }
+
+inline void put(PyObject* table, long key, PyObject* value) {  // steals the value; with the GIL
+  PyObject* number = PyLong_FromLong(key);
+  const bool done = value != nullptr && PyDict_SetItem(table, number, value) == 0;
+  Py_DECREF(number);
+  Py_XDECREF(value);
+  if (!done) throw python_error();
+}
+
+// Do what `Tape.look_at_version` does where the ops that were recorded explain the version of a value; return false if
+// they do not: something unseen has written to it.
+inline bool accept_version(Tape& tape, int value, uint32_t version) {
+  Gil gil;
+  Tables& t = *tape.tables;
+  PyObject* seen_at = item(tape.seen_at, value);
+  const long seen = seen_at != nullptr ? PyLong_AsLong(seen_at) : -1;
+  PyObject* writers = item(tape.writers, t.values[value].root);
+  int64_t writes = 0;
+  for (Py_ssize_t i = writers != nullptr ? PyList_GET_SIZE(writers) : 0; i-- > 0;)
+    writes += PyLong_AsLong(PyList_GET_ITEM(writers, i)) >= seen ? 1 : 0;
+  if (int64_t{version} - int64_t{t.values[value].version} > writes) return false;
+  t.values[value].version = version;
+  put(tape.seen_at, value, PyLong_FromSize_t(t.entries.size()));
+  return true;
+}
+
+// Whether a tensor holds what the tape has recorded for its number.
+inline bool is_current(Tape& tape, const TensorImpl* tensor, int value) {
+  const Value& known = tape.tables->values[value];
+  const uint32_t version = tensor->version_counter().current_version();
+  if (version != known.version) return accept_version(tape, value, version);
+  return !has_moved(known, tensor);
+}
+
+// Do what `TapeRecorder._explain` does for a factory's result that is still the constant that the factory makes; return
+// false, with nothing done, if Python has to look at it.
+inline bool explain(Tape& tape, const Factory factory, const Tensor& tensor) {
+  Tables& t = *tape.tables;
+  const Entry& entry = t.entries[factory.entry];
+  if (factory.is_uninitialised || entry.op == nullptr || tape.depth != 1) return false;  // other modes see what runs here
+  const int root = factory.root;
+  const Tensor whole = t.ids.find(tensor.unsafeGetTensorImpl())->second == root ? tensor : lock(t.values[root].tensor);
+  if (!whole.defined() || !whole.is_cpu() || !is_plain(whole.unsafeGetTensorImpl())) return false;
+  if (whole.layout() != at::kStrided || whole.is_quantized()) return false;
+  const Op& op = *entry.op;
+  if (!op.returns_one_tensor) return false;
+  Stack stack;
+  for (size_t i = 0; i < op.arguments.size(); i++) {
+    const IValue& held = t.pool[entry.arguments + i];
+    if (op.arguments[i] != Kind::PLAIN && !(op.arguments[i] == Kind::TENSOR && held.isDevice())) return false;
+    stack.push_back(op.arguments[i] == Kind::PLAIN ? held : IValue(whole));
+  }
+  op.handle.callBoxed(&stack);
+  if (!at::equal(stack[0].toTensor(), whole)) return false;
+  remove_factory(t, root);
+  return true;
+}
+
+// Whether an op may read what a factory has made and no op has written to; see `TapeRecorder.read_factories`.
+inline bool may_read_factory(Tape& tape, const Factory& factory, const Tensor& tensor, const Site& site, bool is_written) {
+  if (site.memory != Memory::NEW || (site.on_tape & FILLS) != 0) return true;
+  if (is_written && (site.on_tape & FILLS_PARTS) != 0 && factory.is_uninitialised) return true;
+  return explain(tape, factory, tensor);
+}
+
 // The number of a tensor that an op reads, or -1 if Python has to look at it.
-inline int read(Tape& tape, const Tensor& tensor, const Site& site) {
+inline int read(Tape& tape, const Tensor& tensor, const Site& site, bool is_written) {
   TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (!is_plain(impl)) return -1;
   const auto& counter = impl->version_counter();
@@ -80,11 +183,14 @@ inline int read(Tape& tape, const Tensor& tensor, const Site& site) {
   const auto found = tape.tables->ids.find(impl);
   if (found == tape.tables->ids.end()) {
     if (is_parameter(impl) && storage_of(impl) != nullptr) return add_parameter(tape, impl);
-    return ask_number(tape, tensor, site);
+    const int external = add_external(tape, tensor);
+    return external >= 0 ? external : ask_number(tape, tensor, site);
   }
-  const Value& value = tape.tables->values[found->second];
-  if (is_factory(*tape.tables, value.root) || has_moved(value, impl)) return -1;
-  return counter.current_version() == value.version ? found->second : -1;
+  const int value = found->second;
+  if (!is_current(tape, impl, value)) return -1;
+  if (tape.tables->factories.empty()) return value;
+  const Factory* factory = factory_at(*tape.tables, tape.tables->values[value].root);
+  return factory == nullptr || may_read_factory(tape, *factory, tensor, site, is_written) ? value : -1;
 }
 
 // Whether a tensor stands for a number of the program, as in `x * 2.0`, and is of a dtype that numbers have.
@@ -113,8 +219,8 @@ inline bool read_all(Tape& tape, const Site& site, const Stack& stack, size_t ba
   auto& numbers = tape.tables->scratch;
   numbers.clear();
   const auto& kinds = site.op->arguments;
-  const auto add = [&](const Tensor& tensor) {
-    const int number = read(tape, tensor, site);
+  const auto add = [&](const Tensor& tensor, bool is_written = false) {
+    const int number = read(tape, tensor, site, is_written);
     numbers.push_back(number);
     return number >= 0;
   };
@@ -126,7 +232,7 @@ inline bool read_all(Tape& tape, const Site& site, const Stack& stack, size_t ba
       case Kind::TENSOR:
         if (!argument.isTensor() || !argument.toTensor().defined()) break;
         if (is_number(argument.toTensor())) break;
-        if (!add(argument.toTensor())) return false;
+        if (!add(argument.toTensor(), site.written == static_cast<int>(i))) return false;
         break;
       case Kind::TENSORS:
       case Kind::OPTIONAL_TENSORS:
@@ -217,11 +323,6 @@ inline PyObject* wrapped(const Op& op, const Stack& stack, size_t base) {
   return tuple;
 }
 
-inline void check(PyObject* answer) {
-  if (answer == nullptr) throw python_error();
-  Py_DECREF(answer);
-}
-
 // Let Python decide on the results, and keep those that are saved. `state`: of the default generator before the op, if
 // the op has drawn from it.
 inline void ask_decision(Tape& tape, Site& site, const Stack& stack, size_t base, int count, const Entry& entry,
@@ -244,21 +345,47 @@ inline void ask_decision(Tape& tape, Site& site, const Stack& stack, size_t base
   check(answer);
 }
 
-inline void put(PyObject* table, long key, PyObject* value) {  // steals the value; with the GIL
-  PyObject* number = PyLong_FromLong(key);
-  const bool done = value != nullptr && PyDict_SetItem(table, number, value) == 0;
-  Py_DECREF(number);
-  Py_XDECREF(value);
-  if (!done) throw python_error();
-}
-
 // Keep a result of an op in new memory, as `TapeRecorder.keep` does. With the GIL.
 inline void keep(Tape& tape, int value, const Tensor& tensor, int rule) {
-  torch::torch_dispatch_mode::StashTorchDispatchStackGuard no_modes;
+  // The region's own mode is off the stack.
+  std::optional<torch::torch_dispatch_mode::StashTorchDispatchStackGuard> no_modes;
+  if (tape.depth > 1) no_modes.emplace();
   put(tape.kept, value, THPVariable_Wrap(Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
                             c10::VariableVersion(0), false))));
-  put(tape.kept_in, value, Py_BuildValue("[i]", value));
+  PyObject* alone = checked(PyList_New(1));
+  PyList_SET_ITEM(alone, 0, PyLong_FromLong(value));
+  put(tape.kept_in, value, alone);
   put(tape.rules, value, PyLong_FromLong(rule));
+}
+
+// Keep the results of an op that must be saved, if it has made all of them, as `TapeRecorder._save` does; return false,
+// with nothing done, if Python has to.
+inline bool keep_routing(Tape& tape, const Site& site, const Stack& stack, size_t base,
+                         const std::vector<Tensor>& results, const Entry& entry, int count) {
+  Tables& t = *tape.tables;
+  if (count == 0 || !site.op->has_fixed_result(static_cast<size_t>(count))) return false;
+  for (int value = entry.first; value < entry.first + count; value++)
+    if (t.values[value].root != value) return false;
+  Gil gil;
+  t.calls[site.object]++;
+  t.may_save = true;
+  for (int i = 0; i < count; i++) {
+    const int value = entry.first + i;
+    keep(tape, value, results.empty() ? stack[base].toTensor() : results[i], site.rule);
+    if (tape.routing_sums == Py_None) continue;
+    PyObject* kept = item(tape.kept, value);
+    Owned number(checked(PyLong_FromLong(value)));
+    const int done = put_checksum(tape.routing_sums, number.get(), THPVariable_Unpack(kept), false);
+    if (done < 0) throw python_error();
+    if (done == 0) check(PyObject_CallMethod(tape.recorder, "sum_up_routing", "O", number.get()));
+  }
+  Owned values(checked(PyObject_CallFunction(reinterpret_cast<PyObject*>(&PyRange_Type), "ii", entry.first,
+                                             entry.first + count)));
+  Owned routed(checked(PyTuple_Pack(2, site.object, values.get())));
+  if (PyList_Append(tape.routing, routed.get()) < 0) throw python_error();
+  if (count != 1) put(tape.counts, static_cast<long>(t.entries.size()) - 1, PyLong_FromLong(count));
+  count_hit(t, site.rule);
+  return true;
 }
 
 // Decide as `decide` of table.py does, and keep the results if they are saved; see `TapeRecorder.decide_on`.
@@ -266,6 +393,7 @@ inline void decide(Tape& tape, Site& site, const Stack& stack, size_t base, cons
                    const Entry& entry, const Tensor& state) {
   Tables& t = *tape.tables;
   const int count = static_cast<int>(t.values.size()) - entry.first;
+  if (!state.defined() && site.must_save && keep_routing(tape, site, stack, base, results, entry, count)) return;
   if (state.defined() || site.verdict == Verdict::ASK_PYTHON)
     return ask_decision(tape, site, stack, base, count, entry, state);
   if (site.verdict != Verdict::RECOMPUTE) {
@@ -337,7 +465,8 @@ inline bool draws_on_cpu(const Op& op, const Stack& stack, size_t base) {
 inline std::vector<Tensor> number_results(Tape& tape, const Site& site, const Stack& stack, size_t base) {
   Tables& t = *tape.tables;
   const Op& op = *site.op;
-  if (op.returns_one_tensor && site.memory != Memory::UNSURE && stack[base].toTensor().defined() &&
+  const bool is_new = site.written < 0 && (site.on_tape & FACTORY) == 0;
+  if (op.returns_one_tensor && is_new && site.memory != Memory::UNSURE && stack[base].toTensor().defined() &&
       is_plain(stack[base].toTensor().unsafeGetTensorImpl())) {
     TensorImpl* impl = stack[base].toTensor().unsafeGetTensorImpl();
     if (site.memory == Memory::VIEW && !t.scratch.empty()) {  // not a view of a number
@@ -368,10 +497,57 @@ inline std::vector<Tensor> number_results(Tape& tape, const Site& site, const St
   return results;
 }
 
+// The root of the tensor that an op is about to write to; -1 if Python has to find out whether its present content is
+// still needed. It is not, if the region has made the tensor and keeps nothing that lies in its memory. See
+// `TapeRecorder.before_write`.
+inline int root_to_write(Tape& tape, const IValue& argument) {
+  if (!argument.isTensor() || !argument.toTensor().defined() || is_number(argument.toTensor())) return -1;
+  TensorImpl* impl = argument.toTensor().unsafeGetTensorImpl();
+  StorageImpl* storage = storage_of(impl);
+  if (impl->layout() != at::kStrided || storage == nullptr) return -1;
+  Tables& t = *tape.tables;
+  sync(tape);
+  const auto found = t.roots.find(storage);
+  const auto known = t.ids.find(impl);
+  if (found == t.roots.end() && known == t.ids.end()) return -1;
+  const int root = found != t.roots.end() ? found->second : t.values[known->second].root;
+  if (parameter_of(t, root) != nullptr) return -1;
+  Gil gil;
+  Owned key(checked(PyLong_FromLong(root)));
+  const bool is_needed = has(tape.kept_in, key.get()) || has(tape.leaves, key.get()) ||
+                         has(tape.unpacked_early, key.get()) || has(tape.parts, key.get());
+  return is_needed ? -1 : root;
+}
+
+// Do what `Tape.add_write` does: the next entry writes to this root.
+inline void add_write(Tape& tape, int root) {
+  Tables& t = *tape.tables;
+  remove_factory(t, root);
+  Gil gil;
+  Owned entry(checked(PyLong_FromSize_t(t.entries.size())));
+  Owned roots(checked(Py_BuildValue("(i)", root)));
+  if (PyDict_SetItem(tape.writes, entry.get(), roots.get()) < 0) throw python_error();
+  PyObject* writers = item(tape.writers, root);
+  if (writers == nullptr) {
+    writers = checked(PyList_New(0));
+    put(tape.writers, root, writers);
+  }
+  if (PyList_Append(writers, entry.get()) < 0) throw python_error();
+}
+
+// If autograd has saved, right before the op, what the op has written to, Python notes it.
+inline void look_at_recent(Tape& tape, int root) {
+  for (const Recent& one : tape.tables->recent) {
+    if (one.root != root) continue;
+    Gil gil;
+    return check(PyObject_CallMethod(tape.recorder, "note_late_write", nullptr));
+  }
+}
+
 // Run and record one op, whose arguments are on the stack; return false, with nothing done, if Python has to run it.
 inline bool record(Tape& tape, const OperatorHandle& op, Stack* stack) {
   Site* site = site_of(tape, op);
-  if (site == nullptr || site->is_only_rerun) return false;
+  if (site == nullptr || (site->on_tape & ONLY_RERUN) != 0) return false;
   Tables& t = *tape.tables;
   const Op& known = *site->op;
   const size_t base = stack->size() - known.arguments.size();
@@ -380,9 +556,12 @@ inline bool record(Tape& tape, const OperatorHandle& op, Stack* stack) {
   // not recorded, and finds nothing half done.
   torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;
   if (!read_all(tape, *site, *stack, base)) return false;
+  const int written = site->written >= 0 ? root_to_write(tape, (*stack)[base + site->written]) : -1;
+  if (site->written >= 0 && written < 0) return false;
   Entry entry{site->object, &known, nullptr, static_cast<int>(t.pool.size()), 0,
               static_cast<int>(t.scratch.size()), 0};
   push_arguments(t, *site, *stack, base);
+  if (written >= 0) add_write(tape, written);
   Draw draw(site->draws);
   try {
     op.callBoxed(stack);
@@ -399,6 +578,10 @@ inline bool record(Tape& tape, const OperatorHandle& op, Stack* stack) {
   t.entries.push_back(entry);
   t.recorded++;
   decide(tape, *site, *stack, base, results, entry, state);
+  if ((site->on_tape & FACTORY) != 0 && static_cast<int>(t.values.size()) > entry.first)
+    t.factories.push_back(Factory{entry.first, static_cast<int>(t.entries.size()) - 1,
+                                  (site->on_tape & UNINITIALISED) != 0});
+  if (written >= 0) look_at_recent(tape, written);
   clear_recent(t);
   return true;
 }
@@ -406,7 +589,7 @@ inline bool record(Tape& tape, const OperatorHandle& op, Stack* stack) {
 // -- Starting and ending a recording
 
 // Begin to record on a tape; return false if Python has to record all ops of this call.
-inline PyObject* start(PyObject*, PyObject* const* args, Py_ssize_t) {  // tape, mode, recorder, owner, kept, …, sites
+inline PyObject* start(PyObject*, PyObject* const* args, Py_ssize_t) {  // tape, mode, recorder, owner, sites, tables
   HANDLE_TH_ERRORS
   auto* tape = reinterpret_cast<Tape*>(args[0]);
   // Results are plain tensors if every mode below is one of these; under any other mode, Python records all ops.
@@ -422,12 +605,12 @@ inline PyObject* start(PyObject*, PyObject* const* args, Py_ssize_t) {  // tape,
   tape->mode = args[1];
   tape->recorder = args[2];
   tape->owner = args[3];
-  tape->kept = args[4];
-  tape->kept_in = args[5];
-  tape->persistent = args[6];
-  tape->rules = args[7];
-  tape->counts = args[8];
-  Py_XSETREF(tape->sites, reinterpret_cast<Sites*>(Py_NewRef(args[9])));
+  Py_XSETREF(tape->sites, reinterpret_cast<Sites*>(Py_NewRef(args[4])));
+  Py_XSETREF(tape->python, Py_NewRef(args[5]));
+  if (!PyArg_ParseTuple(tape->python, "OOOOOOOOOOOOO", &tape->kept, &tape->kept_in, &tape->persistent, &tape->counts,
+                        &tape->writers, &tape->writes, &tape->seen_at, &tape->leaves, &tape->unpacked_early,
+                        &tape->rules, &tape->parts, &tape->routing, &tape->routing_sums))
+    return nullptr;
   tape->path = nullptr;
   tape->outer = recording;
   recording = tape;

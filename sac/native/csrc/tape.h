@@ -53,7 +53,11 @@ struct Recent {  // a tensor that autograd has saved since the last op
   int root;
 };
 
-struct Handle;
+struct Factory {  // a factory's result that no op has written to
+  int root;
+  int entry;
+  bool is_uninitialised;  // false if Python wrote the entry
+};
 
 struct ParameterLeaf {  // a parameter that the recorder here has met
   int value;
@@ -73,11 +77,12 @@ struct Tables {
   std::vector<int> unsynced;  // values whose storages are recorded by the next `sync`
   std::vector<int> scratch;
   std::vector<Recent> recent;
+  std::vector<Recent> spare;  // empty, and has the memory for the next ones
   std::vector<int> hits;         // by rule
   std::vector<int> alternations;  // by rule
   ska::flat_hash_map<PyObject*, int> calls;  // by CallSite: calls on which was decided
   std::vector<ParameterLeaf> parameters;
-  std::vector<int> factories;  // roots made by a factory that no op has written to: Python looks at who reads them
+  std::vector<Factory> factories;
   bool may_save = false;
   int64_t recorded = 0;  // entries written here
 };
@@ -93,11 +98,21 @@ struct Tape {
   PyObject* mode;
   PyObject* recorder;
   PyObject* owner;  // the NativeTape
-  PyObject* kept;   // its `kept`, `kept_in` and `persistent_roots`
+  // Python's tables, of its tape and of the recorder, until the forward is over. The tuple holds them.
+  PyObject* python;
+  PyObject* kept;
   PyObject* kept_in;
   PyObject* persistent;
-  PyObject* rules;   // the recorder's `_rules`
-  PyObject* counts;  // the tape's `output_counts`
+  PyObject* counts;  // `output_counts`
+  PyObject* writers;
+  PyObject* writes;
+  PyObject* seen_at;
+  PyObject* leaves;  // without the parameters that were met here
+  PyObject* unpacked_early;
+  PyObject* rules;
+  PyObject* parts;
+  PyObject* routing;
+  PyObject* routing_sums;  // None if the call is not verified
   Sites* sites;      // owned: the entries need it
   PyObject* path;  // the dictionary of call sites that `path_sites` belongs to
   PathSites* path_sites;
@@ -122,6 +137,9 @@ inline void clear_recent(Tables& t) {
   if (t.recent.empty()) return;
   std::vector<Recent> freed;
   freed.swap(t.recent);
+  t.recent.swap(t.spare);
+  freed.clear();
+  if (t.spare.capacity() == 0) t.spare.swap(freed);
 }
 
 // Let go of all tensors but the parameters, from which a replay may start.
@@ -162,10 +180,11 @@ inline void sync(Tape& tape) {
   if (t.unsynced.empty()) return;
   std::vector<int> values;
   values.swap(t.unsynced);
+  std::optional<Gil> gil;
   for (const int value : values) {
     Tensor tensor = lock(t.values[value].tensor);
     if (!tensor.defined() && tape.kept != nullptr) {
-      Gil gil;
+      if (!gil) gil.emplace();
       PyObject* number = PyLong_FromLong(value);
       PyObject* held = PyDict_GetItem(tape.kept, number);
       Py_DECREF(number);
@@ -572,24 +591,41 @@ inline PyObject* tape_parameter_ids(Tape* self, PyObject* leaves) {
   return found;
 }
 
-inline bool is_factory(const Tables& t, int root) {
-  for (const int one : t.factories)
-    if (one == root) return true;
-  return false;
+inline const Factory* factory_at(const Tables& t, int root) {
+  for (const Factory& one : t.factories)
+    if (one.root == root) return &one;
+  return nullptr;
 }
 
-inline PyObject* tape_add_factory(Tape* self, PyObject* root) {
-  self->tables->factories.push_back(static_cast<int>(PyLong_AsLong(root)));
+inline void remove_factory(Tables& t, int root) {
+  auto& all = t.factories;
+  all.erase(std::remove_if(all.begin(), all.end(), [&](const Factory& one) { return one.root == root; }), all.end());
+}
+
+inline PyObject* tape_add_factory(Tape* self, PyObject* const* args, Py_ssize_t) {  // root, entry
+  const Factory added{static_cast<int>(PyLong_AsLong(args[0])), static_cast<int>(PyLong_AsLong(args[1])), false};
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  remove_factory(*self->tables, added.root);
+  self->tables->factories.push_back(added);
+  Py_RETURN_NONE;
+}
+
+inline PyObject* tape_factory(Tape* self, PyObject* root) {  // the entry that made it; None if no factory did
+  const Factory* found = factory_at(*self->tables, static_cast<int>(PyLong_AsLong(root)));
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  return number_or_none(found != nullptr ? found->entry : -1);
+}
+
+inline PyObject* tape_factory_count(Tape* self, PyObject*) { return PyLong_FromSize_t(self->tables->factories.size()); }
+
+inline PyObject* tape_remove_factory(Tape* self, PyObject* root) {
+  remove_factory(*self->tables, static_cast<int>(PyLong_AsLong(root)));
   if (PyErr_Occurred() != nullptr) return nullptr;
   Py_RETURN_NONE;
 }
 
-inline PyObject* tape_remove_factory(Tape* self, PyObject* root) {
-  auto& all = self->tables->factories;
-  const long one = PyLong_AsLong(root);
-  for (size_t i = all.size(); i-- > 0;)
-    if (all[i] == one) all.erase(all.begin() + static_cast<std::ptrdiff_t>(i));
-  if (PyErr_Occurred() != nullptr) return nullptr;
+inline PyObject* tape_clear_factories(Tape* self, PyObject*) {
+  self->tables->factories.clear();
   Py_RETURN_NONE;
 }
 
@@ -634,10 +670,16 @@ inline void release(Tape* self) {
   t.pool.clear();
 }
 
+inline void forget_python(Tape& tape) {
+  tape.kept = tape.kept_in = tape.persistent = tape.counts = tape.writers = tape.writes = tape.seen_at = tape.leaves =
+      tape.unpacked_early = tape.rules = tape.parts = tape.routing = tape.routing_sums = nullptr;
+  Py_CLEAR(tape.python);
+}
+
 inline PyObject* tape_forget_tensors(Tape* self, PyObject*) {  // the forward is over
   forget_tensors(*self->tables);
   self->tables->scratch = {};
-  self->kept = self->kept_in = self->persistent = self->rules = self->counts = nullptr;
+  forget_python(*self);
   Py_RETURN_NONE;
 }
 
@@ -669,10 +711,12 @@ inline int tape_traverse(Tape* self, visitproc visit, void* arg) {
         Py_VISIT(entry.rest);
       }
   Py_VISIT(self->sites);
+  Py_VISIT(self->python);
   return 0;
 }
 
 inline int tape_clear(Tape* self) {
+  forget_python(*self);
   if (self->tables != nullptr) release(self);
   return 0;
 }

@@ -207,12 +207,13 @@ def test_a_tape_holds_the_call_sites_of_its_entries() -> None:
     path: dict[int, Any] = {}
     site, sites, tape, mode = Site(), library.Sites(), library.Tape(), Mode()  # type: ignore[no-untyped-call]
     reference = weakref.ref(site)
-    sites.add(path, site, "aten::sin", "", 0, 0, -1, False, False, False, False, -1)
+    sites.add(path, site, "aten::sin", "", 0, 0, -1, False, False, False, 0, -1)
+    tables: Any = ({}, {}, set(), {}, {}, {}, {}, {}, set(), {}, set(), [], None)
     mode.sites = path
     x = torch.ones(2)
-    tape.number(x, -1, 0)
+    tape.number(x, -1, 0, 1)
     with mode:
-        library.start(tape, mode, None, None, {}, {}, set(), {}, {}, sites)
+        library.start(tape, mode, None, None, sites, tables)
         x.sin()
         library.stop(tape)
     del site, sites
