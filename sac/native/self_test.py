@@ -76,7 +76,9 @@ def check_tape(module: ModuleType) -> None:
     assert tape.reads([]) == [[0]], "the op has read something else"
     values = native.Values(2)
     values[0] = x
-    filled = native.run(native.Program([(0, [(0, 1)], [(7, 1)], [0, 1])]), tape, values, None, None, None)
+    filled = native.run(
+        native.Program([(0, [(0, 1)], [(7, 1)], [0, 1])], [], [], [], [7]), tape, values, None, None, None
+    )
     assert [handle for handle, _ in filled] == [7], "the replay filled nothing"
     assert torch.equal(filled[0][1], y), "the replay gave another value"
 

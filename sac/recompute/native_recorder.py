@@ -18,7 +18,7 @@ from sac.policy.model import Decision
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.op_trace import NO_RULE
 from sac.recompute.recorder import ReplayRecorder, TapeMode, _fills, _writes_parts
-from sac.recompute.replay import Before, Filled, ReplayFrame, run_unusual, wait
+from sac.recompute.replay import Before, Filled, ReplayFrame, leaf_as_then, run_unusual, wait
 from sac.recompute.rerun import LIFT_FRESH
 from sac.recompute.schedule import ReplaySchedule
 from sac.recompute.table import CallSite, gathers
@@ -347,6 +347,7 @@ class NativeReplayFrame(WithNativeHandles, ReplayFrame):
     """A frame whose hooks and whose replay are in C++."""
 
     recorder: NativeReplayRecorder
+    runner: _NativeRunner
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -370,6 +371,57 @@ class NativeReplayFrame(WithNativeHandles, ReplayFrame):
         )
         return hooks.pack, hooks.unpack
 
+    def _replay_at_once(self, task: int) -> bool:
+        """See ``ReplayFrame``. What is unusual is left to Python, before anything runs."""
+        recorder, ambient = self.recorder, self.ambient
+        schedule, tape, module_state = recorder.schedule, recorder.tape, ambient.module_state
+        if (
+            schedule is None
+            or not self._forward_over
+            or recorder.external_handles
+            or recorder.modified_after_save
+            or recorder.snapshots
+            or tape.states
+            or not module_state.is_known_to_be_same()
+            or (self.settings.checks_metadata and not module_state.has_same_versions())
+            or (recorder.has_external and recorder.changed_external())
+            or not ambient.flags.are_set()
+            or self._given_up()
+        ):
+            return False
+        if schedule.written and any(tape.roots[value] in schedule.written for value in schedule.kept):
+            return False  # those are copied first
+        inputs = self.inputs.unchanged()
+        if inputs is None:
+            return False
+        works: list[Any] = []
+        values = self._library.Values(tape.value_count())
+
+        def unusual(entry: int) -> bool:
+            run_unusual(schedule, tape, entry, values, works)
+            return bool(works)
+
+        program = schedule.orders or self.runner.program(schedule)
+        filled = program.replay(
+            tape.native,
+            self._handles,
+            task,
+            tape.kept,
+            tape.writers,
+            values,
+            partial(leaf_as_then, tape, inputs),
+            unusual,
+            partial(wait, works),
+        )
+        if filled is None:
+            return False
+        if works:
+            wait(works)
+        if recorder.checksums is not None:
+            self._verify(filled)
+        self._handles.fill(filled)
+        return True
+
 
 class _NativeRunner:
     """Runs ordinary steps in C++, without the GIL."""
@@ -390,15 +442,23 @@ class _NativeRunner:
         assert isinstance(tape, NativeTape)
         return self._library.load_parameters(values, tape.native, schedule.leaves, before, tape.writers)  # type: ignore[no-any-return]
 
+    def program(self, schedule: ReplaySchedule) -> Any:
+        """Make, keep and return the form in which the library runs a schedule."""
+        schedule.steps_by_number = {step.number: step for step in schedule.steps}
+        schedule.orders = self._library.Program(
+            [(step.number, step.outputs, step.fills, step.frees) for step in schedule.steps],
+            schedule.fills,
+            schedule.kept,
+            schedule.leaves,
+            sorted(schedule.handles),
+        )
+        return schedule.orders
+
     def run(self, schedule: ReplaySchedule, tape: Tape, values: Any) -> Filled:
         """See ``Runner``."""
         assert isinstance(tape, NativeTape)
         filled: Filled = [(handle, values[value]) for handle, value in schedule.fills]
-        if schedule.orders is None:
-            schedule.steps_by_number = {step.number: step for step in schedule.steps}
-            schedule.orders = self._library.Program(
-                [(step.number, step.outputs, step.fills, step.frees) for step in schedule.steps]
-            )
+        program = schedule.orders or self.program(schedule)
         works: list[Any] = []
 
         def unusual(entry: int) -> bool:
@@ -409,7 +469,7 @@ class _NativeRunner:
             for generator, state in tape.states.get(entry, ()):
                 generator.set_state(state)
 
-        run = partial(self._library.run, schedule.orders, tape.native, values)
+        run = partial(self._library.run, program, tape.native, values)
         filled += run(unusual, partial(wait, works), set_states)
         wait(works)
         return filled

@@ -136,6 +136,20 @@ def _load(
             values[value] = values[value].clone()
 
 
+def leaf_as_then(tape: Tape, inputs: dict[int, Tensor], value: int) -> Tensor | None:
+    """Return the tensor of a leaf; None if it is not certain that it is what the forward read."""
+    leaf = tape.leaf(value)
+    if leaf is None:
+        return None
+    if leaf.position >= 0:
+        return detached(inputs[leaf.position])
+    tensor: Tensor | None = leaf.tensor()
+    if tensor is None or tensor.shape != leaf.shape or tape.roots[value] in tape.writers:
+        return None
+    is_there = storage_bytes(tensor) or not tensor.numel()
+    return tensor if is_there and (leaf.is_persistent or version_of(tensor) == leaf.version) else None
+
+
 class PythonRunner:
     """Runs all steps from Python."""
 
@@ -443,8 +457,14 @@ class ReplayFrame(Frame):
             return
         last = last and self._forward_over
         wanted.task = -2  # it may have been unpacked in this task before: a second read of ctx.saved_tensors
-        waiting = self._handles.waiting(task)
+        waiting: dict[int, Handle] = {}
         try:
+            if self._replay_at_once(task):
+                if last:
+                    self._drop()
+                    self._last_task = task
+                return
+            waiting = self._handles.waiting(task)
             # Not during a forward inside hooks: an outer checkpoint must be passed the same tensors as in its forward.
             if (self._forward_over or self.hooks is None) and (reason := self._given_up()):
                 raise CannotReplay(reason)
@@ -467,6 +487,13 @@ class ReplayFrame(Frame):
         if last:
             self._drop()
             self._last_task = task
+
+    def _replay_at_once(self, task: int) -> bool:
+        """Fill the handles that wait in graph task ``task``, if the C++ library can; return whether it has.
+
+        Raises as ``_replay`` does if a value differs.
+        """
+        return False
 
     def _replay(self, waiting: dict[int, Handle]) -> None:
         recorder = self.recorder

@@ -96,6 +96,7 @@ PyMethodDef handles_methods[] = {
     {"split", as_method(handles_split), METH_NOARGS, nullptr},
     {"waiting", as_method(handles_waiting), METH_O, nullptr},
     {"last_waiting", as_method(handles_last_waiting), METH_O, nullptr},
+    {"fill", as_method(handles_fill), METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 PyType_Slot handles_slots[] = {
@@ -474,7 +475,12 @@ PyType_Slot below_slots[] = {
 };
 PyType_Spec below_spec = {"_sac_native.Below", sizeof(Below), 0, Py_TPFLAGS_DEFAULT, below_slots};
 
+PyMethodDef program_methods[] = {
+    {"replay", as_method(program_replay), METH_FASTCALL, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
 PyType_Slot program_slots[] = {
+    {Py_tp_methods, program_methods},
     {Py_tp_new, reinterpret_cast<void*>(program_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(program_dealloc)},
     {0, nullptr},

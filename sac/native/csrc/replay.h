@@ -95,9 +95,18 @@ struct Step {
   std::vector<int> frees;
 };
 
+// What a replay needs of a schedule, the same for all calls with one tape layout.
+struct Plan {
+  std::vector<Step> steps;
+  std::vector<Pair> fills;    // before the first step
+  std::vector<int> kept;      // values that it starts from: kept ones,
+  std::vector<int> leaves;    // and leaves
+  std::vector<int> handles;   // that it fills, in order
+};
+
 struct Program {
   PyObject_HEAD
-  std::vector<Step>* steps;
+  Plan* plan;
 };
 
 inline bool read_pairs(PyObject* object, std::vector<Pair>& pairs) {
@@ -112,36 +121,42 @@ inline bool read_pairs(PyObject* object, std::vector<Pair>& pairs) {
   return PyErr_Occurred() == nullptr;
 }
 
-inline PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject*) {  // a list of Steps of schedule.py
-  PyObject* list = nullptr;
-  if (!PyArg_ParseTuple(args, "O!", &PyList_Type, &list)) return nullptr;
+inline bool read_numbers(PyObject* object, std::vector<int>& numbers) {
+  PyObject* all = PySequence_Fast(object, "numbers");
+  for (Py_ssize_t i = 0; all != nullptr && i < PySequence_Fast_GET_SIZE(all); i++)
+    numbers.push_back(static_cast<int>(PyLong_AsLong(PySequence_Fast_GET_ITEM(all, i))));
+  Py_XDECREF(all);
+  return PyErr_Occurred() == nullptr;
+}
+
+// The fields of a `ReplaySchedule`: steps (a list), fills, kept values, leaves; its handles in order.
+inline PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *list = nullptr, *first_fills = nullptr, *kept = nullptr, *leaves = nullptr, *handles = nullptr;
+  if (!PyArg_ParseTuple(args, "O!OOOO", &PyList_Type, &list, &first_fills, &kept, &leaves, &handles)) return nullptr;
   auto* self = reinterpret_cast<Program*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
-  self->steps = new std::vector<Step>();
+  Plan& plan = *(self->plan = new Plan());
+  if (!read_pairs(first_fills, plan.fills) || !read_numbers(kept, plan.kept) || !read_numbers(leaves, plan.leaves) ||
+      !read_numbers(handles, plan.handles)) {
+    Py_DECREF(self);
+    return nullptr;
+  }
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
     PyObject *outputs = nullptr, *fills = nullptr, *frees = nullptr;
     Step step{};
     if (!PyArg_ParseTuple(PyList_GET_ITEM(list, i), "iOOO", &step.entry, &outputs, &fills, &frees) ||
-        !read_pairs(outputs, step.outputs) || !read_pairs(fills, step.fills)) {
+        !read_pairs(outputs, step.outputs) || !read_pairs(fills, step.fills) || !read_numbers(frees, step.frees)) {
       Py_DECREF(self);
       return nullptr;
     }
-    PyObject* values = PySequence_Fast(frees, "frees");
-    for (Py_ssize_t k = 0; values != nullptr && k < PySequence_Fast_GET_SIZE(values); k++)
-      step.frees.push_back(static_cast<int>(PyLong_AsLong(PySequence_Fast_GET_ITEM(values, k))));
-    Py_XDECREF(values);
-    if (PyErr_Occurred() != nullptr) {
-      Py_DECREF(self);
-      return nullptr;
-    }
-    self->steps->push_back(std::move(step));
+    plan.steps.push_back(std::move(step));
   }
   return reinterpret_cast<PyObject*>(self);
 }
 
 inline void program_dealloc(Program* self) {
   PyTypeObject* type = Py_TYPE(self);
-  delete self->steps;
+  delete self->plan;
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -211,6 +226,23 @@ inline void run_step(const Tables& t, const Step& step, std::vector<Tensor>& val
   for (const Pair& output : step.outputs) values[output.second] = results.at(output.first);
 }
 
+// The parameter that a leaf is, if it was met here and a replay may start from it as it is; undefined for others.
+inline Tensor unchanged_parameter(const Tables& t, int value) {
+  const ParameterLeaf* leaf = parameter_of(t, value);
+  TensorImpl* impl = leaf != nullptr ? t.values[leaf->value].tensor : nullptr;
+  Tensor tensor = impl != nullptr ? lock(impl) : Tensor();
+  const bool is_same = tensor.defined() && storage_of(impl) != nullptr && tensor.sizes() == leaf->shape &&
+                       (tensor.numel() == 0 || tensor.storage().nbytes() != 0);
+  return is_same ? tensor : Tensor();
+}
+
+inline bool is_in(PyObject* table, PyObject* key) {  // steals the key
+  Owned owned(checked(key));
+  const int found = PyDict_Contains(table, key);
+  if (found < 0) throw python_error();
+  return found == 1;
+}
+
 // Values, tape, leaves, storages with copies (by address), roots with writers: put the parameters that were met here
 // where a replay finds them; return the leaves of which Python has to say whether they are still what they were.
 inline PyObject* load_parameters(PyObject*, PyObject* const* args, Py_ssize_t) {
@@ -221,19 +253,11 @@ inline PyObject* load_parameters(PyObject*, PyObject* const* args, Py_ssize_t) {
   PyObject* all = PySequence_Fast(args[2], "leaves");
   for (Py_ssize_t i = 0; all != nullptr && i < PySequence_Fast_GET_SIZE(all); i++) {
     PyObject* number = PySequence_Fast_GET_ITEM(all, i);
-    const ParameterLeaf* leaf = parameter_of(t, static_cast<int>(PyLong_AsLong(number)));
-    TensorImpl* impl = leaf != nullptr ? t.values[leaf->value].tensor : nullptr;
-    const Tensor tensor = impl != nullptr ? lock(impl) : Tensor();
-    bool is_same = tensor.defined() && storage_of(impl) != nullptr && tensor.sizes() == leaf->shape &&
-                   (tensor.numel() == 0 || tensor.storage().nbytes() != 0);
-    if (is_same) {
-      PyObject *address = PyLong_FromVoidPtr(storage_of(impl)), *root = PyLong_FromLong(t.values[leaf->value].root);
-      is_same = PyDict_Contains(args[3], address) == 0 && PyDict_Contains(args[4], root) == 0;
-      Py_DECREF(address);
-      Py_DECREF(root);
-    }
-    if (is_same)
-      values[leaf->value] = tensor;
+    const auto value = static_cast<size_t>(PyLong_AsLong(number));
+    const Tensor tensor = unchanged_parameter(t, static_cast<int>(value));
+    if (tensor.defined() && !is_in(args[3], PyLong_FromVoidPtr(storage_of(tensor.unsafeGetTensorImpl()))) &&
+        !is_in(args[4], PyLong_FromLong(t.values[value].root)))
+      values[value] = tensor;
     else
       PyList_Append(found, number);
   }
@@ -305,46 +329,115 @@ inline PyObject* look_at_kept(PyObject*, PyObject* const* args, Py_ssize_t) {
   END_HANDLE_TH_ERRORS
 }
 
-// Program, tape, values, and what Python does: `unusual(entry)` runs a step and returns whether communication is in
-// flight, `wait()` waits for that, `set_states(entry)` puts the generators that an entry draws from where they were.
-//
-// Return the pairs of handles and tensors that the steps fill.
-inline PyObject* run_program(PyObject*, PyObject* const* args, Py_ssize_t) {
-  HANDLE_TH_ERRORS
-  const auto& steps = *reinterpret_cast<Program*>(args[0])->steps;
-  const Tables& t = *reinterpret_cast<Tape*>(args[1])->tables;
-  auto& values = *reinterpret_cast<Values*>(args[2])->tensors;
-  PyObject *unusual = args[3], *wait = args[4], *set_states = args[5];
-  std::vector<std::pair<int, Tensor>> filled;
+// What Python does in a replay: `unusual(entry)` runs a step and returns whether communication is in flight, `wait()`
+// waits for that, `set_states(entry)` puts the generators that an entry draws from where they were (null: no entry does).
+struct FromPython {
+  PyObject *unusual, *wait, *set_states;
+};
+
+using Filled = std::vector<std::pair<int, Tensor>>;
+
+// Run the steps, without the GIL where they are not Python's; add the handles and tensors that they fill.
+inline void run_steps(const Plan& plan, const Tables& t, std::vector<Tensor>& values, const FromPython& python,
+                      Filled& filled) {
   bool in_flight = false;
-  {
-    pybind11::gil_scoped_release no_gil;
-    Stack stack;
-    for (const Step& step : steps) {
-      const Entry& entry = t.entries.at(step.entry);
-      if (entry.op == nullptr) {
+  pybind11::gil_scoped_release no_gil;
+  Stack stack;
+  for (const Step& step : plan.steps) {
+    const Entry& entry = t.entries.at(step.entry);
+    if (entry.op == nullptr) {
+      pybind11::gil_scoped_acquire gil;
+      PyObject* answer = PyObject_CallFunction(python.unusual, "i", step.entry);
+      in_flight = answer != nullptr && PyObject_IsTrue(answer) == 1;
+      check(answer);
+    } else {
+      if (in_flight || entry.draws) {
         pybind11::gil_scoped_acquire gil;
-        PyObject* answer = PyObject_CallFunction(unusual, "i", step.entry);
-        in_flight = answer != nullptr && PyObject_IsTrue(answer) == 1;
-        check(answer);
-      } else {
-        if (in_flight || entry.draws) {
-          pybind11::gil_scoped_acquire gil;
-          if (in_flight) check(PyObject_CallNoArgs(wait));
-          if (entry.draws) check(PyObject_CallFunction(set_states, "i", step.entry));
-          in_flight = false;
-        }
-        run_step(t, step, values, stack);
+        if (in_flight) check(PyObject_CallNoArgs(python.wait));
+        if (entry.draws && python.set_states != nullptr)
+          check(PyObject_CallFunction(python.set_states, "i", step.entry));
+        in_flight = false;
       }
-      for (const Pair& fill : step.fills) filled.emplace_back(fill.first, values[fill.second]);
-      for (const int value : step.frees) values[value].reset();
+      run_step(t, step, values, stack);
     }
+    for (const Pair& fill : step.fills) filled.emplace_back(fill.first, values[fill.second]);
+    for (const int value : step.frees) values[value].reset();
   }
+}
+
+inline PyObject* pairs_for_python(const Filled& filled) {
   PyObject* found = PyList_New(static_cast<Py_ssize_t>(filled.size()));
   for (size_t i = 0; i < filled.size(); i++)
     PyList_SET_ITEM(found, static_cast<Py_ssize_t>(i),
                     Py_BuildValue("(iN)", filled[i].first, THPVariable_Wrap(filled[i].second)));
   return found;
+}
+
+// Program, tape, values, and the three functions of `FromPython`. Returns the pairs of handles and tensors that the
+// steps fill.
+inline PyObject* run_program(PyObject*, PyObject* const* args, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  Filled filled;
+  run_steps(*reinterpret_cast<Program*>(args[0])->plan, *reinterpret_cast<Tape*>(args[1])->tables,
+            *reinterpret_cast<Values*>(args[2])->tensors, FromPython{args[3], args[4], args[5]}, filled);
+  return pairs_for_python(filled);
+  END_HANDLE_TH_ERRORS
+}
+
+// Whether the handles that wait in a graph task are those that a program fills.
+inline bool fills_what_waits(const Plan& plan, const Handles& handles, Py_ssize_t task) {
+  size_t next = 0;
+  for (const Handle* handle : *handles.list) {
+    if (handle == nullptr || !waits(handle, task)) continue;
+    if (next == plan.handles.size() || plan.handles[next] != handle->index) return false;
+    next++;
+  }
+  return next == plan.handles.size();
+}
+
+// `Program.replay`: tape, handles, graph task, kept values (number -> tensor), roots with writers, values,
+// `load(leaf)`, `unusual(entry)`, `wait()`. Does all of a replay at once: returns what the handles get. Returns None,
+// before anything runs, if other handles wait, if a kept value is not held as a plain tensor, or if `load`, which is
+// asked for leaves that are not parameters, has returned None: Python finds out what to do.
+inline PyObject* program_replay(Program* self, PyObject* const* args, Py_ssize_t nargs) {
+  HANDLE_TH_ERRORS
+  if (!has_count(nargs, 9)) return nullptr;
+  const Plan& plan = *self->plan;
+  const Tables& t = *reinterpret_cast<Tape*>(args[0])->tables;
+  auto& values = *reinterpret_cast<Values*>(args[5])->tensors;
+  if (!fills_what_waits(plan, *reinterpret_cast<Handles*>(args[1]), PyLong_AsSsize_t(args[2]))) Py_RETURN_NONE;
+  for (const int value : plan.kept) {
+    Owned number(checked(PyLong_FromLong(value)));
+    PyObject* held = PyDict_GetItem(args[3], number.get());
+    if (held == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(held)) != THPVariableClass) Py_RETURN_NONE;
+    values.at(value) = THPVariable_Unpack(held);
+  }
+  const Below::Guards below;
+  for (const int value : plan.leaves) {
+    values.at(value) = unchanged_parameter(t, value);
+    if (values[value].defined() && !is_in(args[4], PyLong_FromLong(t.values[value].root))) continue;
+    Owned number(checked(PyLong_FromLong(value))), loaded(checked(PyObject_CallOneArg(args[6], number.get())));
+    if (loaded.get() == Py_None) Py_RETURN_NONE;
+    values[value] = tensor_from(loaded.get());
+  }
+  Filled filled;
+  for (const Pair& fill : plan.fills) filled.emplace_back(fill.first, values.at(fill.second));
+  run_steps(plan, t, values, FromPython{args[7], args[8], nullptr}, filled);
+  return pairs_for_python(filled);
+  END_HANDLE_TH_ERRORS
+}
+
+// `Handles.fill`: pairs of a handle's index and the tensor that it gets, unless autograd has dropped it.
+inline PyObject* handles_fill(Handles* self, PyObject* pairs) {
+  HANDLE_TH_ERRORS
+  for (Py_ssize_t i = 0; i < PyList_Size(pairs); i++) {
+    PyObject* pair = PyList_GET_ITEM(pairs, i);
+    const auto index = static_cast<size_t>(PyLong_AsSsize_t(PyTuple_GetItem(pair, 0)));
+    if (PyErr_Occurred() != nullptr) return nullptr;
+    Handle* handle = self->list->at(index);
+    if (handle != nullptr) Py_XSETREF(handle->value, Py_NewRef(PyTuple_GET_ITEM(pair, 1)));
+  }
+  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
