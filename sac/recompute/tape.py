@@ -650,4 +650,5 @@ class Held:
         self.tensor = tensor
 
     def __call__(self) -> Tensor:
+        """Return the tensor."""
         return self.tensor
