@@ -25,6 +25,7 @@ from sac.recompute.table import CallSite, gathers
 from sac.recompute.tape import SMALL_NUMEL, TENSOR_HOLE, Held, Leaf, Tape
 from sac.region.frame import Handle
 from sac.region.native_frame import WithNativeHandles
+from sac.stores.saved_tensor import compact
 from sac.torch_private import OpOverload
 
 # Note [The native recorder]
@@ -126,6 +127,16 @@ class NativeTape(Tape):
     def set_leaf(self, value: int, leaf: Leaf) -> None:
         """See ``Tape``."""
         self._leaves[value] = leaf
+
+    def add_leaf(self, tensor: Tensor, position: int = -1, *, lasts: bool = True) -> int:
+        """See ``Tape``."""
+        value: int | None = self.native.add_input(tensor) if position >= 0 else None
+        if value is None:
+            return super().add_leaf(tensor, position, lasts=lasts)
+        self._leaves[value] = Leaf(position, weakref.ref(tensor), tensor._version, tensor.shape, lasts)
+        if lasts:
+            self.persistent_roots.add(self.native.root_of(value))
+        return value
 
     def add_external(self, tensor: Tensor, value: int, version: int) -> None:
         """Add the leaf of a plain tensor from outside that has no graph; see ``add_leaf``."""
@@ -336,11 +347,54 @@ class NativeReplayRecorder(ReplayRecorder):
 
     def end(self, kept: list[Handle], missing: list[int]) -> None:
         """See ``ReplayRecorder``."""
-        for rule, count in self.tape.native.hits().items():
+        native = self.tape.native
+        for rule, count in native.hits().items():
             self.hits[rule] += count
-        self.may_save = self.may_save or self.tape.native.may_save
-        self.native_ops = self.tape.native.recorded
-        super().end(kept, missing)
+        self.may_save = self.may_save or native.may_save
+        self.native_ops = native.recorded
+        if not self._ends_as_before(kept, missing):
+            super().end(kept, missing)
+
+    def _ends_as_before(self, kept: list[Handle], missing: list[int]) -> bool:
+        """Do what ``end`` does if nothing on this tape is unusual, and the last one had its layout; return whether."""
+        tape, layout, snapshots = self.tape, self.layout, self.snapshots
+        if (
+            layout is None
+            or layout.figures is None
+            or tape.not_replayable
+            or tape.writers
+            or tape.overwritten
+            or tape.states
+            or tape.states_after
+            or self.maybe_modified
+            or self.wrote_inputs
+            or snapshots
+            or snapshots.generators
+            or self._left
+            or self._routing
+            or self._parts
+            or self.offloads
+            or self.modules is not None
+            or (self.may_fall_back and tape.kept.keys() != self._rules.keys())
+            or not layout.matches(tape, self._places, missing)
+        ):
+            return False
+        self.schedule = schedule = layout.schedule
+        self._check_leaves()
+        if tape.not_replayable:
+            return False
+        held = {value: tape.kept[value] for value in schedule.kept}
+        found = self.library.look_at_kept(tape.kept, held, [one for one in kept if not one.is_external])
+        if found is None or found[0] != layout.sizes:
+            return False
+        if found[1]:
+            compact(found[1])
+        self.needs_mode = self.may_save
+        self.figures = layout.figures
+        tape.kept = held
+        self.random_states.drop()
+        tape.close()
+        return True
 
 
 class NativeReplayFrame(WithNativeHandles, ReplayFrame):

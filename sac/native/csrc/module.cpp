@@ -43,6 +43,8 @@ PyMethodDef tape_methods[] = {
     {"entry_count", as_method(tape_entry_count), METH_NOARGS, nullptr},
     {"value_count", as_method(tape_value_count), METH_NOARGS, nullptr},
     {"append", as_method(tape_append), METH_FASTCALL, nullptr},
+    {"add_input", as_method(tape_add_input), METH_O, nullptr},
+    {"root_of", as_method(tape_root_of), METH_O, nullptr},
     {"version", as_method(tape_version), METH_O, nullptr},
     {"set_version", as_method(tape_set_version), METH_FASTCALL, nullptr},
     {"root_at", as_method(tape_root_at), METH_O, nullptr},

@@ -408,9 +408,10 @@ inline PyObject* program_replay(Program* self, PyObject* const* args, Py_ssize_t
   if (!fills_what_waits(plan, *reinterpret_cast<Handles*>(args[1]), PyLong_AsSsize_t(args[2]))) Py_RETURN_NONE;
   for (const int value : plan.kept) {
     Owned number(checked(PyLong_FromLong(value)));
-    PyObject* held = PyDict_GetItem(args[3], number.get());
-    if (held == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(held)) != THPVariableClass) Py_RETURN_NONE;
-    values.at(value) = THPVariable_Unpack(held);
+    Owned held(Py_XNewRef(PyDict_GetItem(args[3], number.get())));
+    if (held && !THPVariable_Check(held.get())) held = checked(PyObject_GetAttrString(held, "value"));  // a SavedResult
+    if (!held || reinterpret_cast<PyObject*>(Py_TYPE(held.get())) != THPVariableClass) Py_RETURN_NONE;
+    values.at(value) = THPVariable_Unpack(held.get());
   }
   const Below::Guards below;
   for (const int value : plan.leaves) {

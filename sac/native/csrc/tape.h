@@ -253,6 +253,26 @@ inline PyObject* tape_number(Tape* self, PyObject* const* args, Py_ssize_t) {  /
   END_HANDLE_TH_ERRORS
 }
 
+// `Tape.add_leaf` of an input: returns its number, or None if it is not a plain tensor with a storage.
+inline PyObject* tape_add_input(Tape* self, PyObject* object) {
+  HANDLE_TH_ERRORS
+  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != THPVariableClass) Py_RETURN_NONE;
+  const Tensor& tensor = THPVariable_Unpack(object);
+  TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  StorageImpl* storage = storage_of(impl);
+  const auto& counter = impl->version_counter();
+  if (!is_plain(impl) || storage == nullptr || tensor.layout() != at::kStrided || !counter.enabled()) Py_RETURN_NONE;
+  sync(*self);
+  Tables& t = *self->tables;
+  const auto found = t.roots.find(storage);
+  if (found != t.roots.end())
+    return PyLong_FromLong(add_value(t, impl, found->second, t.values[found->second].version));
+  const int value = add_value(t, impl, -1, counter.current_version());
+  record_storage(t, storage, value);
+  return PyLong_FromLong(value);
+  END_HANDLE_TH_ERRORS
+}
+
 inline PyObject* tape_watch(Tape* self, PyObject* value) {  // its storage is recorded by the next sync
   self->tables->unsynced.push_back(static_cast<int>(PyLong_AsLong(value)));
   Py_RETURN_NONE;
@@ -300,6 +320,11 @@ inline PyObject* tape_has_moved(Tape* self, PyObject* const* args, Py_ssize_t) {
 inline PyObject* tape_version(Tape* self, PyObject* number) {
   const long value = PyLong_AsLong(number);
   return is_value(self, value) ? PyLong_FromLong(self->tables->values[value].version) : nullptr;
+}
+
+inline PyObject* tape_root_of(Tape* self, PyObject* number) {
+  const long value = PyLong_AsLong(number);
+  return is_value(self, value) ? PyLong_FromLong(self->tables->values[value].root) : nullptr;
 }
 
 inline PyObject* tape_set_version(Tape* self, PyObject* const* args, Py_ssize_t) {  // value, version
