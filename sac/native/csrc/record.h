@@ -369,6 +369,8 @@ inline bool keep_routing(Tape& tape, const Site& site, const Stack& stack, size_
   Gil gil;
   t.calls[site.object]++;
   t.may_save = true;
+  count_hit(t, site.rule);
+  if (count != 1) put(tape.counts, static_cast<long>(t.entries.size()) - 1, PyLong_FromLong(count));
   for (int i = 0; i < count; i++) {
     const int value = entry.first + i;
     keep(tape, value, results.empty() ? stack[base].toTensor() : results[i], site.rule);
@@ -383,8 +385,6 @@ inline bool keep_routing(Tape& tape, const Site& site, const Stack& stack, size_
                                              entry.first + count)));
   Owned routed(checked(PyTuple_Pack(2, site.object, values.get())));
   if (PyList_Append(tape.routing, routed.get()) < 0) throw python_error();
-  if (count != 1) put(tape.counts, static_cast<long>(t.entries.size()) - 1, PyLong_FromLong(count));
-  count_hit(t, site.rule);
   return true;
 }
 
@@ -563,11 +563,11 @@ inline void add_write(Tape& tape, int root) {
 }
 
 // If autograd has saved, right before the op, what the op has written to, Python notes it.
-inline void look_at_recent(Tape& tape, int root) {
+inline void look_at_recent(Tape& tape, int root, int entry) {
   for (const Recent& one : tape.tables->recent) {
     if (one.root != root) continue;
     Gil gil;
-    return check(PyObject_CallMethod(tape.recorder, "note_late_write", nullptr));
+    return check(PyObject_CallMethod(tape.recorder, "note_late_write", "i", entry));
   }
 }
 
@@ -602,13 +602,13 @@ inline bool record(Tape& tape, const OperatorHandle& op, Stack* stack) {
   const auto results = number_results(tape, *site, *stack, base);
   const Tensor state = draw.state_before();
   entry.draws = state.defined();
+  const int number = static_cast<int>(t.entries.size());
   t.entries.push_back(entry);
   t.recorded++;
   decide(tape, *site, *stack, base, results, entry, state);
   if ((site->on_tape & FACTORY) != 0 && static_cast<int>(t.values.size()) > entry.first)
-    t.factories.push_back(Factory{entry.first, static_cast<int>(t.entries.size()) - 1,
-                                  (site->on_tape & UNINITIALISED) != 0});
-  if (written >= 0) look_at_recent(tape, written);
+    t.factories.push_back(Factory{entry.first, number, (site->on_tape & UNINITIALISED) != 0});
+  if (written >= 0) look_at_recent(tape, written, number);
   clear_recent(t);
   return true;
 }
