@@ -30,22 +30,22 @@ from sac.torch_private import OpOverload
 
 # Note [The native recorder]
 #
-# The library changes time only. An op is *ordinary* if it is one of torch's own that writes to nothing, is no factory
-# and no collective, and if no rule looks at its arguments (`is_run_natively`). While a `NativeMode` is on top of
-# the stack of dispatch modes, torch's interpreter table, which the library has wrapped, records an ordinary op on the
-# tape without a trip into Python. It does what `TapeMode` does, in the same place: below autograd, the mode off the
-# stack. Every other op goes to `NativeMode.__torch_dispatch__` as if there were no library. So does an ordinary op if
-# the tape needs attention, or if Python has to look at one of its tensors: a tensor subclass, one whose version has
-# moved, one that a factory has made and no op has written to.
+# The library changes time only. An op is *ordinary* if it is one of torch's own that writes to at most one argument,
+# which it returns, is no collective, and if no rule looks at its arguments (`is_run_natively`). While a `NativeMode` is
+# on top of the stack of dispatch modes, torch's interpreter table, which the library has wrapped, records an ordinary
+# op on the tape without a trip into Python. It does what `TapeMode` does, in the same place: below autograd, the mode
+# off the stack. Every other op goes to `NativeMode.__torch_dispatch__` as if there were no library. So does an ordinary
+# op if the tape needs attention, or if Python has to look at one of its tensors: a tensor subclass, one that something
+# unseen has written to, fresh memory that it reads, one to be written to that no op of the region has made.
 #
 # There is one tape. Its values and entries are in C++, and `NativeTape` gives Python the methods and lists of `Tape` on
 # them. What only some entries have is in Python's dictionaries, as without the library.
 #
-# Example. A region runs `h = up(x); h = dropout(h); down(h)`. `t`, `mm` and the `mul` of dropout are recorded in C++.
-# `empty_like` is a factory, `bernoulli_` and `div_` write: Python runs them and appends their entries to the same tape.
+# Example. A region runs `h = up(x); h = dropout(h); down(h)`. `t`, `mm`, and of dropout `empty_like`, `div_` and `mul`
+# are recorded in C++. `bernoulli_` writes and draws: Python runs it and appends its entry to the same tape.
 # An `mm` that a rule saves asks Python whether they are computed from parameters alone; from the
 # second call of the region on, the library knows. In backward, the library runs the schedule without the GIL, and takes
-# it to let Python run `empty_like`, `bernoulli_` and `div_`.
+# it to let Python run `bernoulli_`.
 
 _IN_CPP = (
     *("known", "has_moved", "number", "entry_count", "value_count", "append", "version", "set_version", "root_at"),
@@ -326,10 +326,10 @@ class NativeReplayRecorder(ReplayRecorder):
             self._routing_sums if self.checksums is not None else None,
         )
 
-    def note_late_write(self) -> None:
-        """Check what autograd has saved right before the op that has just been recorded; see ``finish``."""
+    def note_late_write(self, entry: int) -> None:
+        """Check what autograd has saved right before the op of ``entry``, which has just run; see ``finish``."""
         tape = self.tape
-        self._look_at_recent(tape.entry_count() - 1)
+        self._look_at_recent(entry)
         tape.needs_attention = bool(tape.not_replayable or self.maybe_modified or self.paused)
 
     def sum_up_routing(self, value: int) -> None:

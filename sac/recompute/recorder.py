@@ -732,7 +732,7 @@ class TapeRecorder:
         try:
             return _is_constant(tape, entry, tensor, self.evidence)
         finally:
-            self.paused, tape.needs_attention = was_paused, needed
+            self.paused, tape.needs_attention = was_paused, needed or bool(tape.not_replayable)
 
     def _copy_kept(self, root: int) -> None:
         kept = self.tape.kept

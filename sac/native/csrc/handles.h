@@ -265,7 +265,8 @@ inline void hooks_dealloc(Hooks* self) {
 inline bool has_to_be_explained(Tape& tape, int root, const Tensor& tensor) {
   const Factory* factory = factory_at(*tape.tables, root);
   if (factory == nullptr) return false;
-  if (tape.mode == nullptr || has(tape.kept, root)) return true;
+  if (tape.mode == nullptr || c10::impl::TorchDispatchModeTLS::stack_len() != tape.depth || has(tape.kept, root))
+    return true;
   const Factory made = *factory;
   pybind11::gil_scoped_release no_gil;
   torch::torch_dispatch_mode::StashTorchDispatchStackGuard no_modes;

@@ -369,6 +369,8 @@ inline bool keep_routing(Tape& tape, const Site& site, const Stack& stack, size_
   Gil gil;
   t.calls[site.object]++;
   t.may_save = true;
+  count_hit(t, site.rule);
+  if (count != 1) put(tape.counts, static_cast<long>(t.entries.size()) - 1, PyLong_FromLong(count));
   for (int i = 0; i < count; i++) {
     const int value = entry.first + i;
     keep(tape, value, results.empty() ? stack[base].toTensor() : results[i], site.rule);
@@ -383,8 +385,6 @@ inline bool keep_routing(Tape& tape, const Site& site, const Stack& stack, size_
                                              entry.first + count)));
   Owned routed(checked(PyTuple_Pack(2, site.object, values.get())));
   if (PyList_Append(tape.routing, routed.get()) < 0) throw python_error();
-  if (count != 1) put(tape.counts, static_cast<long>(t.entries.size()) - 1, PyLong_FromLong(count));
-  count_hit(t, site.rule);
   return true;
 }
 
@@ -497,8 +497,35 @@ inline std::vector<Tensor> number_results(Tape& tape, const Site& site, const St
   return results;
 }
 
-// The root of the tensor that an op is about to write to; -1 if Python has to find out whether its present content is
-// still needed. It is not, if the region has made the tensor and keeps nothing that lies in its memory. See
+// Copy the kept values of a root that an op is about to write to, as `TapeRecorder._copy_kept` does; return false, with
+// nothing done, if Python has to. With the GIL.
+inline bool copy_kept(Tape& tape, PyObject* root) {
+  Owned values(Py_XNewRef(PyDict_GetItemWithError(tape.kept_in, root)));
+  if (!values) {
+    if (PyErr_Occurred() != nullptr) throw python_error();
+    return true;
+  }
+  if (tape.depth != 1) return false;  // other modes see the copies, among them those that measure memory
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values.get()); i++) {
+    PyObject* held = PyDict_GetItemWithError(tape.kept, PyList_GET_ITEM(values.get(), i));
+    if (held == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(held)) != THPVariableClass) return false;
+  }
+  if (PyDict_DelItem(tape.kept_in, root) < 0) throw python_error();
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values.get()); i++) {
+    const Tensor held = tensor_from(PyDict_GetItemWithError(tape.kept, PyList_GET_ITEM(values.get(), i)));
+    Tensor copy;
+    {
+      pybind11::gil_scoped_release no_gil;
+      copy = held.clone();
+    }
+    Owned wrapped(checked(THPVariable_Wrap(copy)));
+    if (PyDict_SetItem(tape.kept, PyList_GET_ITEM(values.get(), i), wrapped.get()) < 0) throw python_error();
+  }
+  return true;
+}
+
+// The root of the tensor that an op is about to write to, of which kept values have been copied; -1 if Python has to
+// find out whether its present content is still needed. It is not, if the region has made the tensor. See
 // `TapeRecorder.before_write`.
 inline int root_to_write(Tape& tape, const IValue& argument) {
   if (!argument.isTensor() || !argument.toTensor().defined() || is_number(argument.toTensor())) return -1;
@@ -514,9 +541,9 @@ inline int root_to_write(Tape& tape, const IValue& argument) {
   if (parameter_of(t, root) != nullptr) return -1;
   Gil gil;
   Owned key(checked(PyLong_FromLong(root)));
-  const bool is_needed = has(tape.kept_in, key.get()) || has(tape.leaves, key.get()) ||
-                         has(tape.unpacked_early, key.get()) || has(tape.parts, key.get());
-  return is_needed ? -1 : root;
+  const bool is_needed = has(tape.leaves, key.get()) || has(tape.unpacked_early, key.get()) ||
+                         has(tape.parts, key.get());
+  return is_needed || !copy_kept(tape, key.get()) ? -1 : root;
 }
 
 // Do what `Tape.add_write` does: the next entry writes to this root.
@@ -536,11 +563,11 @@ inline void add_write(Tape& tape, int root) {
 }
 
 // If autograd has saved, right before the op, what the op has written to, Python notes it.
-inline void look_at_recent(Tape& tape, int root) {
+inline void look_at_recent(Tape& tape, int root, int entry) {
   for (const Recent& one : tape.tables->recent) {
     if (one.root != root) continue;
     Gil gil;
-    return check(PyObject_CallMethod(tape.recorder, "note_late_write", nullptr));
+    return check(PyObject_CallMethod(tape.recorder, "note_late_write", "i", entry));
   }
 }
 
@@ -575,13 +602,13 @@ inline bool record(Tape& tape, const OperatorHandle& op, Stack* stack) {
   const auto results = number_results(tape, *site, *stack, base);
   const Tensor state = draw.state_before();
   entry.draws = state.defined();
+  const int number = static_cast<int>(t.entries.size());
   t.entries.push_back(entry);
   t.recorded++;
   decide(tape, *site, *stack, base, results, entry, state);
   if ((site->on_tape & FACTORY) != 0 && static_cast<int>(t.values.size()) > entry.first)
-    t.factories.push_back(Factory{entry.first, static_cast<int>(t.entries.size()) - 1,
-                                  (site->on_tape & UNINITIALISED) != 0});
-  if (written >= 0) look_at_recent(tape, written);
+    t.factories.push_back(Factory{entry.first, number, (site->on_tape & UNINITIALISED) != 0});
+  if (written >= 0) look_at_recent(tape, written, number);
   clear_recent(t);
   return true;
 }

@@ -680,6 +680,12 @@ inline PyObject* tape_note_recent(Tape* self, PyObject* const* args, Py_ssize_t)
   END_HANDLE_TH_ERRORS
 }
 
+inline void forget_python(Tape& tape) {
+  tape.kept = tape.kept_in = tape.persistent = tape.counts = tape.writers = tape.writes = tape.seen_at = tape.leaves =
+      tape.unpacked_early = tape.rules = tape.parts = tape.routing = tape.routing_sums = nullptr;
+  Py_CLEAR(tape.python);
+}
+
 inline void release(Tape* self) {
   Tables& t = *self->tables;
   t.parameters.clear();
@@ -695,12 +701,6 @@ inline void release(Tape* self) {
   t.pool.clear();
 }
 
-inline void forget_python(Tape& tape) {
-  tape.kept = tape.kept_in = tape.persistent = tape.counts = tape.writers = tape.writes = tape.seen_at = tape.leaves =
-      tape.unpacked_early = tape.rules = tape.parts = tape.routing = tape.routing_sums = nullptr;
-  Py_CLEAR(tape.python);
-}
-
 inline PyObject* tape_forget_tensors(Tape* self, PyObject*) {  // the forward is over
   forget_tensors(*self->tables);
   self->tables->scratch = {};
@@ -710,6 +710,7 @@ inline PyObject* tape_forget_tensors(Tape* self, PyObject*) {  // the forward is
 
 inline PyObject* tape_drop(Tape* self, PyObject*) {
   release(self);
+  if (self->mode == nullptr) forget_python(*self);  // a forward has failed
   Py_RETURN_NONE;
 }
 

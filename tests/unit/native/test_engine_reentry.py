@@ -84,6 +84,33 @@ def test_ops_of_the_collector(chosen: dict[str, Any], eager_collector: None) -> 
 
 
 @ON_EACH
+def test_ops_of_the_collector_between_writes(chosen: dict[str, Any], eager_collector: None) -> None:
+    """They run while the library makes Python's objects for factories, writes, kept and routed values."""
+
+    def body(block: FunctionBlock, x: Tensor) -> Tensor:
+        h = (x @ block.a).relu_()
+        best, chosen = h.topk(2, 1)
+        out = torch.zeros_like(h) * torch.full((8, 8), 2.0)
+        for index in range(3):
+            row, slot = (chosen == index).nonzero(as_tuple=True)
+            out.index_add_(0, row, h[row].sin() * best[row, slot].unsqueeze(-1))
+            h = h * OUTSIDE[index]
+            h.add_(out)
+        return h.view(8, 8).exp().clamp_(max=9) @ block.b
+
+    def collected(step: int) -> None:
+        Garbage.is_collected = step > 1
+        Garbage()
+
+    expected = steps(built(block_of(body)))
+    Garbage.count = 0
+    with with_library(), recorded() as seen:
+        assert_same(expected, steps(applied(block_of(body), replay(chosen)), collected))
+    assert Garbage.count
+    assert seen.ops[-1] > 20
+
+
+@ON_EACH
 def test_a_finalizer_under_which_autograd_saves(chosen: dict[str, Any]) -> None:
     """The library holds the last reference to a tensor that autograd has saved; freeing it saves others."""
 

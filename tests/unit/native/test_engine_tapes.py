@@ -381,3 +381,13 @@ def _dropout_mask(block: FunctionBlock, x: Tensor) -> Tensor:
 @ON_EACH
 def test_tapes_with_dropout(chosen: dict[str, Any]) -> None:
     assert_same_tapes(block_of(_dropout_mask), replay(chosen, "always"))
+
+
+def test_a_write_to_what_is_kept_does_not_come_to_python() -> None:
+    with with_library():
+        model = applied(block_of(writes_to_what_is_kept), replay(POLICIES["matmuls"]))
+        for _ in range(2):
+            model(*square()).sum().backward()
+        with recorded() as seen:
+            model(*square()).sum().backward()
+    assert seen.trips == []
