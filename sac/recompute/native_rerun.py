@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from threading import get_ident
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 from sac.checksums import Sums
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.native_recorder import tell
+from sac.recompute.parameter_only import ParameterOnlyIds
 from sac.recompute.rerun import ForwardMode, RecomputeMode, RerunRecorder
 from sac.recompute.value_ids import ValueIds
 from sac.region.frame import Handle, Progress
+from sac.tensors import WeakStorages
 from sac.torch_private import OpOverload
 
 # Note [Native value ids]
@@ -41,19 +44,53 @@ from sac.torch_private import OpOverload
 class NativeValueIds(ValueIds):
     """Value ids whose signatures come from the library; see Note [Native value ids]."""
 
-    __slots__ = ("library", "native")
+    __slots__ = ("_owners", "library", "native")
 
     def __init__(self, library: Any, owners: tuple[nn.Module, ...] = ()) -> None:
-        self.library = library
+        self.library, self._owners = library, owners
         self.native = library.Ids()
-        super().__init__(owners)
+        self.packed = self.native.packs()
+        self.input_ids, self._draws = {}, {}
+        self.external_storages = WeakStorages()
+
+    def __getattr__(self, name: str) -> Any:
+        """Make the views of the library's tables: most passes do not need them in Python."""
+        if name not in ValueIds.__slots__:
+            raise AttributeError(name)
+        self.make_tables()
+        return getattr(self, name)
 
     def make_tables(self) -> None:
         """See ``ValueIds``: these are views of the library's."""
         views = self.native.views()
+        self.parameter_only = ParameterOnlyIds(self._owners)
         self._by_storage, self._moved, self.saved_versions, self.parameter_only.table, self.producers, *sets = views
         self.external, self._parameters, self._inputs, self._elsewhere, self.parameter_addresses, *sets = sets
-        self.recent, self._weak, self.packed = sets
+        self.recent, self._weak = sets
+        self._parameter_bytes = 0
+
+    def note_saved(self, part: Tensor) -> int:
+        """See ``ValueIds``."""
+        address: int | None = self.native.note_saved(part)
+        return super().note_saved(part) if address is None else address
+
+    def signatures(self) -> Collection[int]:
+        """See ``ValueIds``."""
+        known: Collection[int] = self.native.producers()
+        return known
+
+    def name_input(self, tensor: Tensor, position: int, *, lasts: bool = True) -> None:
+        """See ``ValueIds``."""
+        named = self.native.name_input(tensor, hash(("input", position)), lasts)
+        if named is None:
+            super().name_input(tensor, position, lasts=lasts)
+        else:
+            self.input_ids[position] = named
+
+    def name_input_again(self, tensor: Tensor, input_ids: list[tuple[int, int]]) -> None:
+        """See ``ValueIds``."""
+        if not self.native.name_input_again(tensor, input_ids):
+            super().name_input_again(tensor, input_ids)
 
     def sums_of(self, out: Any) -> Sums:
         """See ``ValueIds``."""

@@ -410,6 +410,11 @@ class Spare:
     @property
     def was_changed(self) -> bool:
         """Whether it was written to or got another storage since this object was made."""
+        native: Any = library()
+        if native is not None:
+            is_same = native.is_as_copied(self.tensor, self._storage, self._version, self._bytes, self.copy)
+            if is_same is not None:
+                return not is_same
         is_other_version = version_of(self.tensor) != self._version
         return is_other_version or self.was_moved or self.was_resized or self.was_written_unseen
 

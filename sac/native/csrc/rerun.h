@@ -158,6 +158,7 @@ inline PyObject* ids_new(PyTypeObject* type, PyObject*, PyObject*) {
   if (self == nullptr) return nullptr;
   self->tables = new std::shared_ptr<IdTables>(std::make_shared<IdTables>());
   self->hits = new std::vector<int>();
+  self->has_plain_parameters = -1;
   return reinterpret_cast<PyObject*>(self);
 }
 
@@ -174,14 +175,78 @@ inline void ids_dealloc(Ids* self) {
   Py_DECREF(type);
 }
 
-// The views of all tables, in the order of `Table`, and what autograd saves.
+// The views of all tables, in the order of `Table`.
 inline PyObject* ids_views(Ids* self, PyObject*) {
   HANDLE_TH_ERRORS
-  if (self->packs == nullptr) self->packs = new_packs();
-  Owned views(checked(PyTuple_New(TABLES + 1)));
+  Owned views(checked(PyTuple_New(TABLES)));
   for (int i = 0; i < TABLES; i++) PyTuple_SET_ITEM(views.get(), i, id_view(*self->tables, static_cast<Table>(i)));
-  PyTuple_SET_ITEM(views.get(), TABLES, Py_NewRef(self->packs));
   return views.release();
+  END_HANDLE_TH_ERRORS
+}
+
+inline PyObject* ids_producers(Ids* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  return id_view(*self->tables, Table::PRODUCERS);
+  END_HANDLE_TH_ERRORS
+}
+
+inline PyObject* ids_packs(Ids* self, PyObject*) {  // what autograd saves
+  HANDLE_TH_ERRORS
+  if (self->packs == nullptr) self->packs = new_packs();
+  return Py_NewRef(self->packs);
+  END_HANDLE_TH_ERRORS
+}
+
+// A plain tensor with a storage; nullptr for all else.
+inline const Tensor* simple_tensor(PyObject* object) {
+  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != THPVariableClass) return nullptr;
+  const Tensor& tensor = THPVariable_Unpack(object);
+  return is_simple(tensor) ? &tensor : nullptr;
+}
+
+// `ValueIds.name_input`: a tensor, the value id of its position, `lasts`. Returns what is noted of its one part; None if
+// Python has to name it.
+inline PyObject* ids_name_input(Ids* self, PyObject* const* args, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  const Tensor* tensor = simple_tensor(args[0]);
+  if (tensor == nullptr) Py_RETURN_NONE;
+  IdTables& t = **self->tables;
+  const int64_t address = address_of(storage_of(tensor->unsafeGetTensorImpl()));
+  const int64_t id = t.by_storage.insert({address, key_of(args[1])}).first->second;
+  ValueInfo& info = t.values[id];
+  info.is_input = true;
+  if (args[2] != Py_True) info.is_elsewhere = true;
+  return Py_BuildValue("[(LL)]", static_cast<long long>(id), static_cast<long long>(tensor->storage_offset()));
+  END_HANDLE_TH_ERRORS
+}
+
+// `ValueIds.note_saved`: a tensor. Returns the address of its storage; None if Python has to note it.
+inline PyObject* ids_note_saved(Ids* self, PyObject* object) {
+  HANDLE_TH_ERRORS
+  const Tensor* tensor = simple_tensor(object);
+  if (tensor == nullptr) Py_RETURN_NONE;
+  const int64_t address = address_of(storage_of(tensor->unsafeGetTensorImpl()));
+  (*self->tables)->saved[address] = SavedStorage{version_of(*tensor)};
+  return PyLong_FromLongLong(address);
+  END_HANDLE_TH_ERRORS
+}
+
+// `ValueIds.name_input_again`: a tensor, what `name_input` has noted. Returns whether Python need not name it.
+inline PyObject* ids_name_input_again(Ids* self, PyObject* const* args, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  const Tensor* tensor = simple_tensor(args[0]);
+  long long id = 0, offset = 0;
+  if (tensor == nullptr || !PyList_Check(args[1]) || PyList_GET_SIZE(args[1]) != 1) Py_RETURN_FALSE;
+  if (!PyArg_ParseTuple(PyList_GET_ITEM(args[1], 0), "LL", &id, &offset)) return nullptr;
+  IdTables& t = **self->tables;
+  StorageImpl* storage = storage_of(tensor->unsafeGetTensorImpl());
+  t.by_storage[address_of(storage)] = id;
+  t.values[id].is_input = true;
+  if (offset != tensor->storage_offset()) {
+    t.moved[address_of(storage)] = offset - tensor->storage_offset();
+    t.watch(storage);
+  }
+  Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }
 
@@ -224,7 +289,8 @@ inline PyObject* ids_enter(Ids* self, PyObject* const* args, Py_ssize_t) {
   } else {
     if (!borrow(self->state, names().calls, self->calls) ||
         !borrow(self->state, names().occurrences, self->occurrences) ||
-        !borrow(self->state, names().alternations, self->alternations))
+        !borrow(self->state, names().alternations, self->alternations) ||
+        !borrow(self->state, names().by_storage, self->by_storage))
       return nullptr;
     self->recorder = args[5];
     self->has_rules = args[6] == Py_True;
