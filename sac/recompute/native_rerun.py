@@ -6,7 +6,7 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -15,7 +15,9 @@ from sac.recompute.module_tracker import RegionMode
 from sac.recompute.native_recorder import tell
 from sac.recompute.parameter_only import ParameterOnlyIds
 from sac.recompute.rerun import ForwardMode, RecomputeMode, RerunRecorder
+from sac.recompute.table import CallSite, DecisionTable
 from sac.recompute.value_ids import ValueIds
+from sac.recompute.whole_modules import SavedModuleCall
 from sac.region.frame import Handle, Progress
 from sac.tensors import WeakStorages
 from sac.torch_private import OpOverload
@@ -97,9 +99,10 @@ class NativeValueIds(ValueIds):
         found: Sums | None = self.library.sums_of(out)
         return super().sums_of(out) if found is None else found
 
-    def tell_turn(self, *, is_paused: bool, is_inside: bool) -> None:
+    def tell_turn(self, *, is_paused: bool, inside: dict[int, CallSite] | None) -> None:
         """See ``ValueIds``."""
-        self.native.is_paused, self.native.is_inside = is_paused, is_inside
+        native = self.native
+        native.is_paused, native.is_inside, native.inside = is_paused, inside is not None, inside
 
     def signature(self, key: int, args: tuple[Any, ...], kwargs: Any) -> tuple[int, bool, int]:
         """See ``ValueIds``."""
@@ -127,6 +130,18 @@ class NativeRerunRecorder(RerunRecorder):
         """See ``RerunRecorder``."""
         self.native_ops = _native(self.state.value_ids).recorded
         return super().close(kept, last_missing)
+
+
+class _Inside(NamedTuple):
+    """What ``tell`` reads of a mode, for the ops inside of a saved module."""
+
+    table: DecisionTable
+    sites: dict[int, CallSite]
+
+    @classmethod
+    def of(cls, mode: RegionMode, call: SavedModuleCall) -> Any:
+        """Return what there is while ``call`` runs."""
+        return cls(mode.table, mode.table.sites_of(call.call_key[0]))
 
 
 def _tell(library: Any, mode: RegionMode, func: Any) -> None:
@@ -166,7 +181,7 @@ def native_forward_mode(library: Any, base: type[ForwardMode]) -> Any:
                 table.native(library),
                 self.packer,
                 *keeps,
-                state.modules is not None,
+                state.modules,
             )
             return self
 
@@ -177,8 +192,9 @@ def native_forward_mode(library: Any, base: type[ForwardMode]) -> Any:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if type(func) is not OpOverload:
                 _native(self.state.value_ids).forget()
+            inside = self.state.inside
             out = ForwardMode.__torch_dispatch__(self, func, types, args, kwargs)
-            _tell(library, self, func)
+            _tell(library, self if inside is None else _Inside.of(self, inside), func)
             return out
 
     return NativeForwardMode

@@ -199,7 +199,8 @@ class RerunState:
         self._tell_turn()
 
     def _tell_turn(self) -> None:
-        self.value_ids.tell_turn(is_paused=self.paused, is_inside=self.inside is not None)
+        inside = self.table.sites_of(self.inside.call_key[0]) if self.inside is not None else None
+        self.value_ids.tell_turn(is_paused=self.paused, inside=inside)
 
     @property
     def packs(self) -> int:

@@ -124,8 +124,11 @@ class ValueIds:
         """Return the value ids that an op has a part in, which may outlive this object."""
         return self.producers.keys()
 
-    def tell_turn(self, *, is_paused: bool, is_inside: bool) -> None:
-        """Tell the library, if it runs ops, that these are not the region's own now; see ``RerunState``."""
+    def tell_turn(self, *, is_paused: bool, inside: dict[int, CallSite] | None) -> None:
+        """Tell the library, if it runs ops, that these are not the region's own now; see ``RerunState``.
+
+        ``inside``: if a saved module runs, the call sites of its ops.
+        """
 
     def name_input(self, tensor: torch.Tensor, position: int, *, lasts: bool = True) -> None:
         """Give the storage of a region's input the value id of its position.

@@ -107,6 +107,7 @@ class ModuleState:
         "_training",
         "_watched",
         "_written",
+        "reached_again",
     )
 
     def __init__(
@@ -123,6 +124,9 @@ class ModuleState:
     ) -> None:
         self._owners = owners
         parameters, training, buffers = None, None, None
+        self.reached_again: Any = (
+            found.reached if found is not None else None
+        )  # a survey's record of the modules' state
         if found is not None:
             parameters, training, buffers = found.parameters, found.training, found.buffers
         self._training = _training_of(owners) if training is None else training
@@ -334,7 +338,7 @@ class ModuleState:
         self._buffers, self._parameters, self._watched = [], TablesHolder([], 0), []
         self._owners, self._training = (), []
         self._held, self._marked, self._need_grad, self._written = [], [], [], None
-        self._exchanged, self._contents, self._marks = [], None, b""
+        self._exchanged, self._contents, self._marks, self.reached_again = [], None, b"", None
 
     def unseen(self, tensor: torch.Tensor, where: str) -> Problem:
         """Return the problem that the forward wrote to ``tensor``, of which there is no copy."""

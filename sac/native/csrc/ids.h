@@ -28,6 +28,7 @@ struct Ids {
   // Whether ops are not the region's own now: a recomputation runs inside of the forward, or a module that is saved whole.
   char is_paused;
   char is_inside;
+  PyObject* inside;  // the call sites of that module's ops
   // While its mode is on the stack: borrowed from the mode.
   Ids* outer;
   PyObject* mode;
@@ -45,7 +46,9 @@ struct Ids {
   PyObject* held;      // of a recomputation: the addresses of what is served without a copy
   Progress* progress;  // of a recomputation; nullptr if Python has to ask it
   char may_save;       // of a forward: an op has run that may be saved
-  char has_modules;    // of a forward: whether modules are saved whole
+  char has_modules;    // of a forward: whether modules are saved whole; then also the two attributes of `SavedModules`
+  PyObject* keepers;
+  PyObject* reached;
   char has_rules;      // of a forward: whether inputs and parameters are compared, too
   char keeps_layouts;
   char keeps_persistent;
@@ -128,6 +131,8 @@ struct Names {
   PyObject* note_reads = PyUnicode_InternFromString("note_reads");
   PyObject* keep_saved = PyUnicode_InternFromString("keep_saved");
   PyObject* parameter = PyUnicode_InternFromString("parameter");
+  PyObject* keepers = PyUnicode_InternFromString("_keepers");
+  PyObject* reached = PyUnicode_InternFromString("reached");
   PyObject* owners = PyUnicode_InternFromString("_owners");
   PyObject* parameters = PyUnicode_InternFromString("_parameters");
   PyObject* foreign = PyUnicode_InternFromString("foreign");
@@ -447,13 +452,28 @@ inline Site* site_in(Ids& ids, const OperatorHandle& op) {
   return ids.path_sites != nullptr ? ids.sites->find(ids.path_sites, &op.schema()) : nullptr;
 }
 
+// Whether a module that is saved whole may have returned a storage, or may be able to reach it.
+inline bool is_of_modules(Ids& ids, const StorageImpl* storage) {
+  Gil gil;
+  const int kept = PyDict_Contains(ids.keepers, Owned(checked(PyLong_FromLongLong(address_of(storage)))).get());
+  if (kept < 0) throw python_error();
+  if (kept == 1 || !PyList_CheckExact(ids.reached)) return true;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(ids.reached); i++) {
+    PyObject* one = PyList_GET_ITEM(ids.reached, i);
+    if (!THPVariable_Check(one) || !is_simple(THPVariable_Unpack(one))) return true;
+    if (storage_of(THPVariable_Unpack(one).unsafeGetTensorImpl()) == storage) return true;
+  }
+  return false;
+}
+
 // Whether nothing needs what the op is about to overwrite: an op of this pass has made the tensor, it is not saved, and
 // autograd has not saved it since the last op. For all other tensors see `RerunState.before_write`, and
 // `RecomputeMode._check_write`.
 inline bool may_overwrite(Ids& ids, const Tensor& tensor) {
-  if (ids.has_modules) return false;
   const IdTables& t = **ids.tables;
-  const int64_t address = address_of(storage_of(tensor.unsafeGetTensorImpl()));
+  const StorageImpl* storage = storage_of(tensor.unsafeGetTensorImpl());
+  const int64_t address = address_of(storage);
+  if (ids.has_modules && is_of_modules(ids, storage)) return false;
   const auto id = t.by_storage.find(address);
   if (id == t.by_storage.end()) return false;
   const ValueInfo* info = t.find(id->second);
