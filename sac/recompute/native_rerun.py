@@ -76,6 +76,11 @@ class NativeValueIds(ValueIds):
         address: int | None = self.native.note_saved(part)
         return super().note_saved(part) if address is None else address
 
+    def not_as_saved(self, values: list[Any]) -> list[Any]:
+        """See ``ValueIds``."""
+        found: list[Any] = self.library.not_as_saved(values)
+        return found
+
     def signatures(self) -> Collection[int]:
         """See ``ValueIds``."""
         known: Collection[int] = self.native.producers()

@@ -445,7 +445,9 @@ class RerunState:
         """
         if self._is_packed_outside:
             return  # they were compared before the outer hooks packed them
-        values = [value for value in self.saved if value.sums and not value.overwritten]
+        values = [one for one in self.value_ids.not_as_saved(self.saved) if one.sums and not one.overwritten]
+        if not values:
+            return
         sums_of = self.value_ids.sums_of
         pairs = [(value.sums, sums_of([one.fetch() for one in value.results])) for value in values]
         for index in find_different(pairs):

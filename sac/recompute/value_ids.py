@@ -120,6 +120,10 @@ class ValueIds:
         self.saved_versions[address] = version_of(part)
         return address
 
+    def not_as_saved(self, values: list[Any]) -> list[Any]:
+        """Return those of the ``SavedValue`` that may differ from what their ops returned: here all of them."""
+        return values
+
     def signatures(self) -> Collection[int]:
         """Return the value ids that an op has a part in, which may outlive this object."""
         return self.producers.keys()

@@ -131,6 +131,8 @@ struct Names {
   PyObject* note_reads = PyUnicode_InternFromString("note_reads");
   PyObject* keep_saved = PyUnicode_InternFromString("keep_saved");
   PyObject* parameter = PyUnicode_InternFromString("parameter");
+  PyObject* sums = PyUnicode_InternFromString("sums");
+  PyObject* results = PyUnicode_InternFromString("results");
   PyObject* keepers = PyUnicode_InternFromString("_keepers");
   PyObject* reached = PyUnicode_InternFromString("reached");
   PyObject* owners = PyUnicode_InternFromString("_owners");

@@ -443,6 +443,7 @@ PyMethodDef methods[] = {
     {"find_different", as_method(find_different), METH_FASTCALL, nullptr},
     {"crc32", as_method(crc32), METH_O, nullptr},
     {"sums_of", as_method(sums_of), METH_O, nullptr},
+    {"not_as_saved", as_method(not_as_saved), METH_O, nullptr},
     {"run", as_method(run_program), METH_FASTCALL, nullptr},
     {"wrap_interpreter", as_method(wrap_interpreter), METH_NOARGS, nullptr},
     {"flat_entries", as_method(flat_entries), METH_FASTCALL, nullptr},
