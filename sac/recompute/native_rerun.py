@@ -38,9 +38,13 @@ from sac.torch_private import OpOverload
 # if tensors are plain, the library signs every op of torch's own, before Python sees the op, and `NativeValueIds` hands
 # that signature out. Python hashes only what the library signs in neither pass: ops of others, and those on subclasses.
 #
-# The tables are in C++ (csrc/value_ids.h), and Python reads and writes them through views. The thread of the pass gets
-# at them without the GIL. So no other thread may, and what a thread does that was forked inside of the region, which is
-# an error, is not recorded.
+# Inside of a module that is saved as a whole, no rule decides on ops, and what they compute is not named: the library
+# runs those that write to nothing. It also names a tensor from outside of the region, if all parameters are instances
+# of `Parameter` itself, so that the tensor is not a component of one.
+#
+# The tables are in C++ (csrc/value_ids.h), and Python reads and writes them through views, which are made when they are
+# first needed: most passes need none. The thread of the pass gets at them without the GIL. So no other thread may, and
+# what a thread does that was forked inside of the region, which is an error, is not recorded.
 
 
 class NativeValueIds(ValueIds):

@@ -409,10 +409,10 @@ class RerunState:
             for address in self.value_ids.parameter_addresses:  # FSDP gathers parameters into storages by out= ops
                 if address not in self.written_parameters:
                     self.snapshots.pop(address, None)
+        # No external tensor of the recomputation has the value id of one of the forward's: the addresses are not used
+        # again. `known` holds the storages that the library has named.
         self.known = self.value_ids.signatures()
-        self.external_storages = (
-            self.value_ids.external_storages
-        )  # no external tensor of the recomputation has the value id of one of these
+        self.external_storages = self.value_ids.external_storages
         self.value_ids = self.new_value_ids()
         return not (alive or self.writes_or_draws or (self.modules is not None and self.modules.calls))
 
