@@ -188,7 +188,8 @@ class SavedModules:
     def set_start(self, module_state: ModuleState) -> None:
         """See ``Recorder.set_start``."""
         self.reached = module_state.watched()
-        self.owners, self.reached_again = module_state.owners, module_state.reached_again
+        self.owners = module_state.owners
+        self.reached_again, module_state.reached_again = module_state.reached_again, None  # some tensors have graphs
         if self.is_watched:
             self.parameters = module_state.parameter_addresses()
             self.without_copy = module_state.watched_without_copy() | self.parameters

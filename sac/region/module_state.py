@@ -163,7 +163,7 @@ class ModuleState:
         self.note_parameters()
         if before != self._marks:
             self._find_changes(before)
-        self._contents = None
+        self._contents = self.reached_again = None
 
     def _find_changes(self, before: bytes) -> None:
         """Find the parameters that the forward wrote to, and those whose data or gradient it exchanged."""
