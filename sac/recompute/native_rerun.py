@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from sac.checksums import Sums
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.native_recorder import tell
+from sac.recompute.parameter_only import ParameterOnlyIds
 from sac.recompute.rerun import ForwardMode, RecomputeMode, RerunRecorder
+from sac.recompute.table import CallSite, DecisionTable
 from sac.recompute.value_ids import ValueIds
+from sac.recompute.whole_modules import SavedModuleCall
 from sac.region.frame import Handle, Progress
+from sac.tensors import WeakStorages
 from sac.torch_private import OpOverload
 
 # Note [Native value ids]
@@ -33,36 +38,80 @@ from sac.torch_private import OpOverload
 # if tensors are plain, the library signs every op of torch's own, before Python sees the op, and `NativeValueIds` hands
 # that signature out. Python hashes only what the library signs in neither pass: ops of others, and those on subclasses.
 #
-# The tables are in C++ (csrc/value_ids.h), and Python reads and writes them through views. The thread of the pass gets
-# at them without the GIL. So no other thread may, and what a thread does that was forked inside of the region, which is
-# an error, is not recorded.
+# Inside of a module that is saved as a whole, no rule decides on ops, and what they compute is not named: the library
+# runs those that write to nothing. It also names a tensor from outside of the region, if all parameters are instances
+# of `Parameter` itself, so that the tensor is not a component of one.
+#
+# The tables are in C++ (csrc/value_ids.h), and Python reads and writes them through views, which are made when they are
+# first needed: most passes need none. The thread of the pass gets at them without the GIL. So no other thread may, and
+# what a thread does that was forked inside of the region, which is an error, is not recorded.
 
 
 class NativeValueIds(ValueIds):
     """Value ids whose signatures come from the library; see Note [Native value ids]."""
 
-    __slots__ = ("library", "native")
+    __slots__ = ("_owners", "library", "native")
 
     def __init__(self, library: Any, owners: tuple[nn.Module, ...] = ()) -> None:
-        self.library = library
+        self.library, self._owners = library, owners
         self.native = library.Ids()
-        super().__init__(owners)
+        self.packed = self.native.packs()
+        self.input_ids, self._draws = {}, {}
+        self.external_storages = WeakStorages()
+
+    def __getattr__(self, name: str) -> Any:
+        """Make the views of the library's tables: most passes do not need them in Python."""
+        if name not in ValueIds.__slots__:
+            raise AttributeError(name)
+        self.make_tables()
+        return getattr(self, name)
 
     def make_tables(self) -> None:
         """See ``ValueIds``: these are views of the library's."""
         views = self.native.views()
+        self.parameter_only = ParameterOnlyIds(self._owners)
         self._by_storage, self._moved, self.saved_versions, self.parameter_only.table, self.producers, *sets = views
         self.external, self._parameters, self._inputs, self._elsewhere, self.parameter_addresses, *sets = sets
-        self.recent, self._weak, self.packed = sets
+        self.recent, self._weak = sets
+        self._parameter_bytes = 0
+
+    def note_saved(self, part: Tensor) -> int:
+        """See ``ValueIds``."""
+        address: int | None = self.native.note_saved(part)
+        return super().note_saved(part) if address is None else address
+
+    def not_as_saved(self, values: list[Any]) -> list[Any]:
+        """See ``ValueIds``."""
+        found: list[Any] = self.library.not_as_saved(values)
+        return found
+
+    def signatures(self) -> Collection[int]:
+        """See ``ValueIds``."""
+        known: Collection[int] = self.native.producers()
+        return known
+
+    def name_input(self, tensor: Tensor, position: int, *, lasts: bool = True) -> None:
+        """See ``ValueIds``."""
+        named = self.native.name_input(tensor, hash(("input", position)), lasts)
+        if named is None:
+            super().name_input(tensor, position, lasts=lasts)
+        else:
+            self.input_ids[position] = named
+
+    def name_input_again(self, tensor: Tensor, input_ids: list[tuple[int, int]]) -> None:
+        """See ``ValueIds``."""
+        if not self.native.name_input_again(tensor, input_ids):
+            super().name_input_again(tensor, input_ids)
 
     def sums_of(self, out: Any) -> Sums:
         """See ``ValueIds``."""
         found: Sums | None = self.library.sums_of(out)
         return super().sums_of(out) if found is None else found
 
-    def tell_turn(self, *, is_paused: bool, is_inside: bool) -> None:
+    def tell_turn(self, *, is_paused: bool, inside: dict[int, CallSite] | None) -> None:
         """See ``ValueIds``."""
-        self.native.is_paused, self.native.is_inside = is_paused, is_inside
+        native = self.native
+        native.is_paused, native.is_inside, native.inside = is_paused, inside is not None, inside
 
     def signature(self, key: int, args: tuple[Any, ...], kwargs: Any) -> tuple[int, bool, int]:
         """See ``ValueIds``."""
@@ -90,6 +139,18 @@ class NativeRerunRecorder(RerunRecorder):
         """See ``RerunRecorder``."""
         self.native_ops = _native(self.state.value_ids).recorded
         return super().close(kept, last_missing)
+
+
+class _Inside(NamedTuple):
+    """What ``tell`` reads of a mode, for the ops inside of a saved module."""
+
+    table: DecisionTable
+    sites: dict[int, CallSite]
+
+    @classmethod
+    def of(cls, mode: RegionMode, call: SavedModuleCall) -> Any:
+        """Return what there is while ``call`` runs."""
+        return cls(mode.table, mode.table.sites_of(call.call_key[0]))
 
 
 def _tell(library: Any, mode: RegionMode, func: Any) -> None:
@@ -129,7 +190,7 @@ def native_forward_mode(library: Any, base: type[ForwardMode]) -> Any:
                 table.native(library),
                 self.packer,
                 *keeps,
-                state.modules is not None,
+                state.modules,
             )
             return self
 
@@ -140,8 +201,9 @@ def native_forward_mode(library: Any, base: type[ForwardMode]) -> Any:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if type(func) is not OpOverload:
                 _native(self.state.value_ids).forget()
+            inside = self.state.inside
             out = ForwardMode.__torch_dispatch__(self, func, types, args, kwargs)
-            _tell(library, self, func)
+            _tell(library, self if inside is None else _Inside.of(self, inside), func)
             return out
 
     return NativeForwardMode

@@ -37,7 +37,7 @@ from sac.region.inputs import RegionInputs
 from sac.region.module_state import ModuleState, UnseenWriteError
 from sac.region.rng import default_generator, state_of, states_of
 from sac.region.undo import UndoStack
-from sac.stores.saved_tensor import Held, SavedResult, compact, fetch_recomputed
+from sac.stores.saved_tensor import Held, SavedResult, SavedTensor, compact, fetch_recomputed
 from sac.tensors import (
     describe,
     equal,
@@ -129,7 +129,7 @@ class SavedValue:
     @property
     def written(self) -> bool:
         """Whether the region writes to a result later: it is held and served as a copy."""
-        return any(one.written for one in self.results)
+        return any([one.written for one in self.results])  # noqa: C419 (a generator takes longer)
 
 
 class RerunState:
@@ -199,7 +199,8 @@ class RerunState:
         self._tell_turn()
 
     def _tell_turn(self) -> None:
-        self.value_ids.tell_turn(is_paused=self.paused, is_inside=self.inside is not None)
+        inside = self.table.sites_of(self.inside.call_key[0]) if self.inside is not None else None
+        self.value_ids.tell_turn(is_paused=self.paused, inside=inside)
 
     @property
     def packs(self) -> int:
@@ -240,16 +241,18 @@ class RerunState:
 
     def save(self, value: SavedValue, out: Any, *, has_graph: bool = True) -> None:
         """Hold ``out``, the result of the call that ``value`` describes, without its graph."""
-        value.hold(map_tensors(out, SavedResult if has_graph else partial(SavedResult, has_graph=False)))
+        if type(out) is torch.Tensor:  # the usual case
+            value.outputs = one = SavedResult(out, has_graph=has_graph)
+            value.results = [one]
+        else:
+            value.hold(map_tensors(out, SavedResult if has_graph else partial(SavedResult, has_graph=False)))
         if self.verifies and not value.site.is_collective:  # the result of a collective is complete only after its wait
             value.sums = self.value_ids.sums_of(out)
-        value.packs_before = self.packs
+        value.packs_before = len(self.packed)
         self.saved.append(value)
-        for tensor in tensors_of(out):
+        for tensor in (out,) if type(out) is torch.Tensor else tensors_of(out):
             for part in tensor_parts(tensor):
-                address = storage_address(part)
-                self.by_storage.setdefault(address, []).append(value)
-                self.value_ids.saved_versions[address] = version_of(part)
+                self.by_storage.setdefault(self.value_ids.note_saved(part), []).append(value)
 
     def _look_at_version(self, tensor: torch.Tensor, address: int) -> bool:
         """Whether the value held at ``address`` is as its op left it; drop it if something else wrote to it."""
@@ -388,24 +391,28 @@ class RerunState:
             for address in addresses_of([value])
         }
         alive = [v for v in self.saved if v.packs_before <= last_missing and not self._is_dead(v, in_handles)]
-        held = {id(value) for value in alive}
-        addresses = addresses_of(alive)
         if self.modules is not None:
             self.modules.close(last_missing)
-        compact([handle for handle in kept if not handle.is_external and handle.storage not in addresses])
-        for value in self.saved:
-            if id(value) not in held:
-                self._release(value, in_handles)
+        own = [handle for handle in kept if not handle.is_external]
+        if own:
+            addresses = addresses_of(alive)
+            compact([handle for handle in own if handle.storage not in addresses])
+        if len(alive) < len(self.saved):
+            held = {id(value) for value in alive}
+            for value in self.saved:
+                if id(value) not in held:
+                    self._release(value, in_handles)
         self.decided, self.saved = self.saved, alive
         self.by_storage.clear()
-        self.snapshots.forget_freed()
-        for address in self.value_ids.parameter_addresses:  # FSDP gathers parameters into storages by out= ops
-            if address not in self.written_parameters:
-                self.snapshots.pop(address, None)
-        self.known = self.value_ids.producers.keys()
-        self.external_storages = (
-            self.value_ids.external_storages
-        )  # no external tensor of the recomputation has the value id of one of these
+        if self.snapshots:
+            self.snapshots.forget_freed()
+            for address in self.value_ids.parameter_addresses:  # FSDP gathers parameters into storages by out= ops
+                if address not in self.written_parameters:
+                    self.snapshots.pop(address, None)
+        # No external tensor of the recomputation has the value id of one of the forward's: the addresses are not used
+        # again. `known` holds the storages that the library has named.
+        self.known = self.value_ids.signatures()
+        self.external_storages = self.value_ids.external_storages
         self.value_ids = self.new_value_ids()
         return not (alive or self.writes_or_draws or (self.modules is not None and self.modules.calls))
 
@@ -438,11 +445,12 @@ class RerunState:
         """
         if self._is_packed_outside:
             return  # they were compared before the outer hooks packed them
-        values = [value for value in self.saved if value.sums and not value.overwritten]
-        different = find_different(
-            [(value.sums, self.value_ids.sums_of([one.fetch() for one in value.results])) for value in values]
-        )
-        for index in different:
+        values = [one for one in self.value_ids.not_as_saved(self.saved) if one.sums and not one.overwritten]
+        if not values:
+            return
+        sums_of = self.value_ids.sums_of
+        pairs = [(value.sums, sums_of([one.fetch() for one in value.results])) for value in values]
+        for index in find_different(pairs):
             values[index].overwritten = True
 
     def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
@@ -454,11 +462,13 @@ class RerunState:
 
     def held(self) -> Held:
         """See ``Recorder.held``."""
+        found: list[tuple[SavedTensor, int | None]] = []
         for value in self.saved:
-            for one in value.results:
-                yield one, value.rule.index if value.rule is not None else NO_RULE
+            rule = value.rule.index if value.rule is not None else NO_RULE
+            found += [(one, rule) for one in value.results]
         if self.modules is not None:
-            yield from self.modules.held()
+            found += self.modules.held()
+        return found
 
     # Recomputation
 
@@ -472,7 +482,11 @@ class RerunState:
 
 def addresses_of(values: Iterable[SavedValue]) -> frozenset[int]:
     """Return the addresses of the storages that hold the results of saved calls."""
-    return frozenset(address for value in values for one in value.results for address in one.sizes())
+    found: set[int] = set()
+    for value in values:
+        for one in value.results:
+            found.update(one.sizes())
+    return frozenset(found)
 
 
 def default_generators(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
@@ -770,15 +784,18 @@ class RecomputeMode(RegionMode):
         self.live: list[tuple[CallSite, Any]] = []  # calls that ran although a saved value of the same op is waiting
         self.state.look_for_overwritten()
         self.seen_in_forward = self.state.occurrences
-        self.waiting = {(value.signature, value.occurrence): value for value in self.state.saved}
+        saved = self.state.saved
+        self.waiting = {(value.signature, value.occurrence): value for value in saved}
         # Fetch now, above autograd and outside this mode: fetching may rerun a whole outer region.
         self._fetched = fetch_recomputed(self.state.held())
-        self._held = addresses_of(value for value in self.state.saved if not value.written)
+        self._held = addresses_of([value for value in saved if not value.written])
         self.occurrences: defaultdict[int, int] = defaultdict(int)
         self.calls: defaultdict[CallSite, int] = defaultdict(int)
-        served = (g for value in self.state.saved for g, _ in value.rng_after)  # serving advances these
         self._undo = UndoStack()
-        self.state.snapshots.enter_on(self._undo, served)
+        served = [g for value in saved for g, _ in value.rng_after]  # serving advances these
+        snapshots = self.state.snapshots
+        if served or snapshots or snapshots.generators:
+            snapshots.enter_on(self._undo, served)
         super().__enter__()
         return self
 
@@ -1057,14 +1074,16 @@ def figures_of(state: RerunState, kept: Iterable[Handle]) -> SavedFigures:
     for value in state.saved:
         rule = value.rule.index if value.rule is not None else NO_RULE
         for one in value.results:
-            sizes.update({address: (size, rule) for address, size in one.sizes().items()})
+            for address, size in one.sizes().items():
+                sizes[address] = size, rule
     counted = frozenset(sizes)  # a handle on one of these storages holds no copy
     calls = list(state.modules.calls.values()) if state.modules is not None else []
     for call in calls:
         sizes.update({address: (size, call.rule.index) for address, size in call.result_sizes().items()})
-    rule_of_no_op = state.rule_of_no_op
-    for handle in [one for one in kept if one.storage not in counted]:
-        if not handle.is_external:
+    others = [one for one in kept if one.storage not in counted and not one.is_external]
+    if others:
+        rule_of_no_op = state.rule_of_no_op
+        for handle in others:
             rule = state.rule_of.get(handle.storage, rule_of_no_op)
             for address, size in handle.sizes().items():
                 sizes.setdefault(address, (size, rule))

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import active_hooks
-from sac.region.ambient import BackendFlags
+from sac.region.ambient import GENERATOR, HOST, BackendFlags, surroundings_now
 from sac.region.fingerprint import PLAIN, attributes_of
 from sac.region.frame import Handle
 from sac.region.inputs import SavedObject, is_kept_object
@@ -24,6 +24,7 @@ from sac.region.module_state import bind, is_bound, is_own
 from sac.region.python_state import ReachableState
 from sac.region.rng import HostRandomState, RngSnapshot, generators_now, put_back, state_of, states_of
 from sac.region.settings import Settings
+from sac.region.tables import ModuleTables
 from sac.region.undo import UndoStack
 from sac.region.writes import give_history, writes_buffers_unseen
 from sac.stores.saved_tensor import AtHand, SavedLeaves, SavedResult, compact
@@ -374,8 +375,8 @@ class ModuleStates:
     """
 
     __slots__ = (
-        *("_before", "_flags", "_host_rng", "_moved", "_parameters", "_provided", "_reachable", "_settings"),
-        *("_tensors", "_trackers", "_training", "_variables", "are_restored", "written"),
+        *("_before", "_flags", "_host_rng", "_known", "_knows_default", "_moved", "_parameters", "_provided"),
+        *("_reachable", "_settings", "_tensors", "_trackers", "_training", "_variables", "are_restored", "written"),
     )
 
     def __init__(
@@ -385,14 +386,22 @@ class ModuleStates:
         reached: Sequence[torch.Tensor],
         generators: list[torch.Generator],
         settings: Settings,
+        again: Any = None,
     ) -> None:
+        """``again``: a survey's record of what ``owners`` could reach when the region began; None if there is none."""
         self._settings = settings
+        count = len(owners)
         owners = tuple(dict.fromkeys((*owners, *modules)))
-        self._reachable = reachable = ReachableState(owners)
+        is_as_then = again is not None and len(owners) == count and again.holds()
+        self._reachable = reachable = ReachableState(
+            owners, found=ModuleTables(None, reached=again) if is_as_then else None
+        )
         held = (one for owner in owners for one in owner._parameters.values() if one is not None)
         self._parameters = [(one, one.requires_grad, version_of(one)) for one in held]
         self._training = [(owner, owner.training) for owner in owners]
-        self._variables, self._flags = contextvars.copy_context(), BackendFlags()
+        self._known = known = surroundings_now()
+        self._variables = contextvars.copy_context()
+        self._flags = BackendFlags() if known is None else known.flags
         self.are_restored = False
         self.written: list[torch.Tensor] = []
         others = {id(one): one for one in (*reached, *reachable.tensors.values())}
@@ -400,7 +409,12 @@ class ModuleStates:
         self._host_rng: HostRandomState | None = None
         if settings.preserve_rng_state:
             generators = [*generators, *reachable.generators]
-            self._host_rng = HostRandomState(reachable.others)
+            is_known = known is not None and not reachable.others
+            self._host_rng = known.host if known is not None and is_known else HostRandomState(reachable.others)
+        default = torch.default_generator
+        self._knows_default = known is not None and default in generators and known.same(GENERATOR) != 0
+        if self._knows_default:
+            generators = [one for one in generators if one is not default]
         self._before = states_of(generators)
 
     def close(self) -> None:
@@ -416,12 +430,16 @@ class ModuleStates:
         )
         self._parameters, self._training, self._variables = [], [], contextvars.Context()
         self._moved = [(one, now) for one, was in self._before if not equal(now := state_of(one), was)]
-        self._before = []
+        known, self._known, self._before = self._known, None, []
+        same = 0 if known is None else known.same((GENERATOR if self._knows_default else 0) | HOST)
+        if self._knows_default and not same & GENERATOR:
+            self._moved.insert(0, (torch.default_generator, state_of(torch.default_generator)))
         self._reachable.keep_changes()
         if self._tensors is not None:
             self._tensors.keep_changes()
         if self._host_rng is not None:
-            self._host_rng = self._host_rng.again() if self._host_rng.has_moved() else None
+            is_same = known is not None and self._host_rng is known.host and same & HOST
+            self._host_rng = self._host_rng.again() if not is_same and self._host_rng.has_moved() else None
         trackers = settings.trackers and settings.preserve_rng_state
         self._trackers = RngSnapshot((), settings) if trackers else None
         self._provided = [(provider, provider.snapshot()) for provider in settings.providers]

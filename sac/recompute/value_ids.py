@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,15 @@ from torch.nn import Parameter
 
 from sac.checksums import Sums, sums_of
 from sac.recompute.parameter_only import NOT_PARAMETERS, ParameterOnlyIds
-from sac.tensors import WeakStorages, layout_key, offset_in_storage, storage_address, tensor_parts, wrapped_parts
+from sac.tensors import (
+    WeakStorages,
+    layout_key,
+    offset_in_storage,
+    storage_address,
+    tensor_parts,
+    version_of,
+    wrapped_parts,
+)
 
 if TYPE_CHECKING:
     from sac.recompute.table import CallSite
@@ -106,8 +114,25 @@ class ValueIds:
         """Return the checksums of the tensors in the result of an op."""
         return sums_of(out)
 
-    def tell_turn(self, *, is_paused: bool, is_inside: bool) -> None:
-        """Tell the library, if it runs ops, that these are not the region's own now; see ``RerunState``."""
+    def note_saved(self, part: Tensor) -> int:
+        """Note the version of ``part``, a part of a result that is saved; return the address of its storage."""
+        address = storage_address(part)
+        self.saved_versions[address] = version_of(part)
+        return address
+
+    def not_as_saved(self, values: list[Any]) -> list[Any]:
+        """Return those of the ``SavedValue`` that may differ from what their ops returned: here all of them."""
+        return values
+
+    def signatures(self) -> Collection[int]:
+        """Return the value ids that an op has a part in, which may outlive this object."""
+        return self.producers.keys()
+
+    def tell_turn(self, *, is_paused: bool, inside: dict[int, CallSite] | None) -> None:
+        """Tell the library, if it runs ops, that these are not the region's own now; see ``RerunState``.
+
+        ``inside``: if a saved module runs, the call sites of its ops.
+        """
 
     def name_input(self, tensor: torch.Tensor, position: int, *, lasts: bool = True) -> None:
         """Give the storage of a region's input the value id of its position.

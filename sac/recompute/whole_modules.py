@@ -175,6 +175,7 @@ class SavedModules:
         self.without_copy: frozenset[int] = frozenset()
         self.parameters: frozenset[int] = frozenset()
         self.owners: Sequence[nn.Module] = ()  # the region's modules
+        self.reached_again: Any = None  # a survey's record of what these could reach when the forward began
         self._hooks: list[Any] = []  # in forward: hooks on the autograd nodes of results
         self._keepers: dict[int, SavedModuleCall] = {}  # in forward: by address of a storage
 
@@ -188,6 +189,7 @@ class SavedModules:
         """See ``Recorder.set_start``."""
         self.reached = module_state.watched()
         self.owners = module_state.owners
+        self.reached_again, module_state.reached_again = module_state.reached_again, None  # some tensors have graphs
         if self.is_watched:
             self.parameters = module_state.parameter_addresses()
             self.without_copy = module_state.watched_without_copy() | self.parameters
@@ -245,7 +247,7 @@ class SavedModules:
             self._count_inside({*self.addresses(), *held})
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._keepers = [], {}
+        self._hooks, self._keepers, self.reached_again = [], {}, None
         for call in self.calls.values():
             if self.settings.early_stop and call.packs_before > last_missing:
                 call.drop()
@@ -357,7 +359,9 @@ class SavingPass:
         before = versions_of(given)
         passed = watcher.passed_generators() if watcher is not None else []
         generators, inside = [*self._generators, *passed], (*forward.module.modules(),)
-        call.states = states = ModuleStates(inside, modules.owners, modules.reached, generators, modules.settings)
+        call.states = states = ModuleStates(
+            inside, modules.owners, modules.reached, generators, modules.settings, modules.reached_again
+        )
         arguments = argument_state(args, kwargs, given)
         try:
             out = self._run(call, forward, args, kwargs)

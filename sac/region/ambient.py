@@ -528,6 +528,11 @@ class _Latest:
 _LATEST = _Latest()
 
 
+def surroundings_now() -> Surroundings | None:
+    """Return the record of what is there now; None without the library."""
+    return _LATEST.now()
+
+
 # -- The whole ambient state of a region call
 
 # It does not include dispatch modes: the modes of backward stay on in recomputation, as in torch's own checkpoint, so

@@ -122,6 +122,7 @@ class ModuleState:
         "_training",
         "_watched",
         "_written",
+        "reached_again",
     )
 
     def __init__(
@@ -139,6 +140,9 @@ class ModuleState:
         self._at_start: Any = None  # in place of what `_look` records; see Note [At the start]
         self._owners = owners
         parameters, training, buffers = None, None, None
+        self.reached_again: Any = (
+            found.reached if found is not None else None
+        )  # a survey's record of the modules' state
         if found is not None:
             parameters, training, buffers = found.parameters, found.training, found.buffers
         self._training = _training_of(owners) if training is None else training
@@ -209,7 +213,7 @@ class ModuleState:
         self.note_parameters()
         if before != self._marks:
             self._find_changes(before)
-        self._contents = None
+        self._contents = self.reached_again = None
 
     def _find_changes(self, before: bytes) -> None:
         """Find the parameters that the forward wrote to, and those whose data or gradient it exchanged."""
@@ -408,7 +412,7 @@ class ModuleState:
         self._buffers, self._parameters, self._watched = [], _NO_TABLES, []
         self._owners, self._training = (), []
         self._held, self._marked, self._need_grad, self._written = [], [], [], None
-        self._exchanged, self._contents, self._marks = [], None, b""
+        self._exchanged, self._contents, self._marks, self.reached_again = [], None, b"", None
 
     def unseen(self, tensor: torch.Tensor, where: str) -> Problem:
         """Return the problem that the forward wrote to ``tensor``, of which there is no copy."""
@@ -484,6 +488,11 @@ class Spare:
     @property
     def was_changed(self) -> bool:
         """Whether it was written to or got another storage since this object was made."""
+        native: Any = library()
+        if native is not None:
+            is_same = native.is_as_copied(self.tensor, self._storage, self._version, self._bytes, self.copy)
+            if is_same is not None:
+                return not is_same
         is_other_version = version_of(self.tensor) != self._version
         return is_other_version or self.was_moved or self.was_resized or self.was_written_unseen
 

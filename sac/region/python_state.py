@@ -180,6 +180,9 @@ class ReachableState:
 
     def keep_changes(self) -> None:
         """Keep only the holders whose contents have changed, with their current contents."""
+        if self._reached is not None and self._reached.holds():
+            self.drop()
+            return
         holders, self._holders = self._recorded(), []
         for holder in holders:
             if isinstance(holder, TablesHolder):

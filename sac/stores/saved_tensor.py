@@ -154,6 +154,14 @@ class SavedResult(SavedTensor):
         self.watched = None
         self.written = False
 
+    def sizes(self) -> dict[int, int]:
+        """See ``SavedTensor``."""
+        value = self.value
+        if type(value) is torch.Tensor and value.layout is torch.strided:  # the usual case
+            storage = value.untyped_storage()
+            return {storage._cdata: storage.nbytes()}
+        return super().sizes()
+
 
 class SavedLeaves:
     """A structure whose tensors are held: the arguments of a region, or what a module returned. ``tensors``: these."""
@@ -196,8 +204,16 @@ def fetch_recomputed(held: Held) -> AtHand:
     Called before a recomputation activates its own hooks and modes: the ops and modules of the outer region do not
     belong to this one.
     """
-    inner = ((one, one.value.flat if type(one.value) is Compacted else one.value) for one, _ in held)
-    return {id(one): one.fetch() for one, value in inner if isinstance(value, OuterPacked) and value.is_recomputed}
+    found: AtHand = {}
+    for one, _ in held:
+        value = one.value
+        if type(value) is torch.Tensor:  # the usual case
+            continue
+        if type(value) is Compacted:
+            value = value.flat
+        if isinstance(value, OuterPacked) and value.is_recomputed:
+            found[id(one)] = one.fetch()
+    return found
 
 
 class Alias(torch.autograd.Function):

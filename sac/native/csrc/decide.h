@@ -34,6 +34,36 @@ inline PyObject* sums_of(PyObject*, PyObject* out) {
   END_HANDLE_TH_ERRORS
 }
 
+// Whether the tensors of a saved value are what its op returned, so far as that can be found out here; see
+// `RerunState.look_for_overwritten`.
+inline bool is_as_saved(PyObject* value) {
+  Owned sums(checked(PyObject_GetAttr(value, names().sums)));
+  Owned results(checked(PyObject_GetAttr(value, names().results)));
+  if (!PyTuple_Check(sums.get()) || !PyList_CheckExact(results.get())) return false;
+  const Py_ssize_t count = PyTuple_GET_SIZE(sums.get());
+  if (PyList_GET_SIZE(results.get()) != count) return false;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    Owned held(checked(PyObject_GetAttr(PyList_GET_ITEM(results.get(), i), names().value)));
+    PyObject* sum = PyTuple_GET_ITEM(sums.get(), i);
+    if (reinterpret_cast<PyObject*>(Py_TYPE(held.get())) != THPVariableClass || !PyLong_CheckExact(sum)) return false;
+    const int64_t now = checksum_of(THPVariable_Unpack(held.get()), false);
+    if (now < 0 || now != key_of(sum)) return false;
+  }
+  return true;
+}
+
+// Saved values. Returns those that Python has to look at.
+inline PyObject* not_as_saved(PyObject*, PyObject* values) {
+  HANDLE_TH_ERRORS
+  Owned found(checked(PyList_New(0)));
+  for (Py_ssize_t i = 0; i < PyList_Size(values); i++) {
+    PyObject* value = PyList_GET_ITEM(values, i);
+    if (!is_as_saved(value) && PyList_Append(found.get(), value) < 0) return nullptr;
+  }
+  return PyErr_Occurred() != nullptr ? nullptr : found.release();
+  END_HANDLE_TH_ERRORS
+}
+
 inline int64_t count_of(PyObject* counts, PyObject* key) {
   PyObject* found = PyDict_GetItemWithError(counts, key);
   if (found == nullptr && PyErr_Occurred() != nullptr) throw python_error();

@@ -246,6 +246,23 @@ inline void note_op(Progress& progress) {
 
 inline bool is_done(const Progress& progress) { return progress.done; }
 
+// Do what `RecomputeProgress.stop_before` does, all being filled: whether the run stops before an op that writes to this
+// argument. Nothing if Python has to compare tensors that are not plain.
+inline std::optional<bool> may_stop(Progress& progress, const IValue* written) {
+  StorageImpl* storage = nullptr;
+  if (written != nullptr) {
+    if (!is_simple(written->toTensor())) return {};
+    storage = storage_of(written->toTensor().unsafeGetTensorImpl());
+  }
+  bool is_shared = false;
+  for (const Tensor& tensor : *progress.since_op) {
+    if (!is_simple(tensor)) return {};
+    is_shared = is_shared || storage_of(tensor.unsafeGetTensorImpl()) == storage;
+  }
+  note_op(progress);
+  return progress.early_stop && !is_shared;
+}
+
 inline PyObject* progress_after_op(Progress* self, PyObject*) {
   note_op(*self);
   Py_RETURN_NONE;

@@ -19,6 +19,7 @@ struct Ids {
   std::shared_ptr<IdTables>* tables;
   PyObject* packs;                // all that autograd has saved in forward, see `Packs`
   int64_t recorded;               // ops run here
+  signed char has_plain_parameters;  // -1 if that is not known yet
   // Of the op that Python is about to run.
   char has_signature;
   char is_external;
@@ -27,6 +28,7 @@ struct Ids {
   // Whether ops are not the region's own now: a recomputation runs inside of the forward, or a module that is saved whole.
   char is_paused;
   char is_inside;
+  PyObject* inside;  // the call sites of that module's ops
   // While its mode is on the stack: borrowed from the mode.
   Ids* outer;
   PyObject* mode;
@@ -37,13 +39,16 @@ struct Ids {
   PyObject* calls;        // of the mode or state, as are those below: counts by call site
   PyObject* occurrences;  // by signature
   PyObject* alternations;  // of a forward: by rule
+  PyObject* by_storage;    // of a forward: saved values by address of a storage
   PyObject* waiting;   // of a recomputation: saved values by signature and occurrence
   PyObject* known;     // of a recomputation: the forward's `occurrences`
   PyObject* fetched;   // of a recomputation: what an outer region has recomputed
   PyObject* held;      // of a recomputation: the addresses of what is served without a copy
   Progress* progress;  // of a recomputation; nullptr if Python has to ask it
   char may_save;       // of a forward: an op has run that may be saved
-  char has_modules;    // of a forward: whether modules are saved whole
+  char has_modules;    // of a forward: whether modules are saved whole; then also the two attributes of `SavedModules`
+  PyObject* keepers;
+  PyObject* reached;
   char has_rules;      // of a forward: whether inputs and parameters are compared, too
   char keeps_layouts;
   char keeps_persistent;
@@ -57,6 +62,7 @@ struct Ids {
 inline PyTypeObject* ProgressType = nullptr;
 inline void note_op(Progress& progress);  // see fill.h
 inline bool is_done(const Progress& progress);
+inline std::optional<bool> may_stop(Progress& progress, const IValue* written);
 inline bool pass_on(PyObject* progress);  // see late.h
 
 inline thread_local Ids* rerunning = nullptr;  // of the innermost such mode on this thread's stack
@@ -118,12 +124,22 @@ inline bool holds(PyObject* set, PyObject* key) {
 struct Names {
   PyObject* progress = PyUnicode_InternFromString("progress");
   PyObject* done = PyUnicode_InternFromString("done");
+  PyObject* stop = PyUnicode_InternFromString("stop");
   PyObject* stop_before = PyUnicode_InternFromString("stop_before");
   PyObject* after_op = PyUnicode_InternFromString("after_op");
   PyObject* of = PyUnicode_InternFromString("of");
   PyObject* note_reads = PyUnicode_InternFromString("note_reads");
   PyObject* keep_saved = PyUnicode_InternFromString("keep_saved");
   PyObject* parameter = PyUnicode_InternFromString("parameter");
+  PyObject* sums = PyUnicode_InternFromString("sums");
+  PyObject* results = PyUnicode_InternFromString("results");
+  PyObject* keepers = PyUnicode_InternFromString("_keepers");
+  PyObject* reached = PyUnicode_InternFromString("reached");
+  PyObject* owners = PyUnicode_InternFromString("_owners");
+  PyObject* parameters = PyUnicode_InternFromString("_parameters");
+  PyObject* foreign = PyUnicode_InternFromString("foreign");
+  PyObject* by_storage = PyUnicode_InternFromString("by_storage");
+  PyObject* read = PyUnicode_InternFromString("read");
   PyObject* hits = PyUnicode_InternFromString("hits");
   PyObject* calls = PyUnicode_InternFromString("calls");
   PyObject* occurrences = PyUnicode_InternFromString("occurrences");
@@ -186,13 +202,54 @@ inline bool is_named(const IdTables& t, bool is_parameter, int64_t address, int6
   return t.parameter_addresses.count(address) > 0 && info != nullptr && info->is_parameter;
 }
 
+// Whether a tensor is of torch's own class in Python, or would be.
+inline bool is_of_torch(const Tensor& tensor) {
+  PyObject* object = object_of(tensor.unsafeGetTensorImpl());
+  return object == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(object)) == THPVariableClass;
+}
+
+// Whether all parameters of the modules of a pass are instances of `Parameter` itself, so that no other tensor is a
+// component of one: see `_parts_of_parameters` in sac/recompute/parameter_only.py. With the GIL.
+inline bool has_plain_parameters(Ids& ids) {
+  if (ids.has_plain_parameters >= 0) return ids.has_plain_parameters == 1;
+  ids.has_plain_parameters = 0;
+  Owned owners(checked(PyObject_GetAttr(ids.owner, names().owners)));
+  if (!PyTuple_Check(owners.get())) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(owners.get()); i++) {
+    Owned table(checked(PyObject_GetAttr(PyTuple_GET_ITEM(owners.get(), i), names().parameters)));
+    if (!PyDict_CheckExact(table.get())) return false;
+    PyObject *name = nullptr, *value = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(table.get(), &at, &name, &value);)
+      if (value != Py_None && reinterpret_cast<PyObject*>(Py_TYPE(value)) != ParameterClass) return false;
+  }
+  ids.has_plain_parameters = 1;
+  return true;
+}
+
+// Do what `ValueIds.of_plain` does for a tensor that comes from outside of the region. With the GIL.
+inline int64_t name_foreign(Ids& ids, const Tensor& tensor, int64_t address) {
+  IdTables& t = **ids.tables;
+  Owned pair(checked(Py_BuildValue("(OL)", names().foreign, static_cast<long long>(address))));
+  const int64_t id = PyObject_Hash(pair.get());
+  ValueInfo& info = t.values[id];
+  if (!std::exchange(info.is_external, true))
+    t.foreign_storages.push_back(
+        c10::weak_intrusive_ptr<StorageImpl>::reclaim_copy(storage_of(tensor.unsafeGetTensorImpl())));
+  return t.foreign[address] = id;
+}
+
 inline int64_t value_id_of(Ids& ids, const Tensor& tensor, int64_t address) {
   IdTables& t = **ids.tables;
   const bool is_param = is_parameter(tensor.unsafeGetTensorImpl());
   const auto found = t.by_storage.find(address);
-  if (found != t.by_storage.end() && is_named(t, is_param, address, found->second)) return found->second;
+  const bool is_new = found == t.by_storage.end();
+  if (!is_new && is_named(t, is_param, address, found->second)) return found->second;
+  if (is_new && !is_param)
+    if (const auto known = t.foreign.find(address); known != t.foreign.end() && is_of_torch(tensor)) return known->second;
   Gil gil;
-  return found == t.by_storage.end() && is_param ? name_parameter(t, tensor, address) : ask_value_id(ids, tensor);
+  if (is_new && is_param) return name_parameter(t, tensor, address);
+  if (is_new && is_of_torch(tensor) && has_plain_parameters(ids)) return name_foreign(ids, tensor, address);
+  return ask_value_id(ids, tensor);
 }
 
 // What `lazy_bits` in sac/tensors.py returns.
@@ -279,7 +336,16 @@ inline int64_t version_of(const Tensor& tensor) {  // as in sac/tensors.py
   return counter.enabled() ? counter.current_version() : 0;
 }
 
-// Let Python note that an op reads what the region saves, unless it knows.
+// Do what `RerunState.note_reads` does for a value that is as its op left it.
+inline void note_read(Ids& ids, int64_t address) {
+  Owned key(checked(PyLong_FromLongLong(address)));
+  PyObject* values = PyDict_GetItemWithError(ids.by_storage, key.get());
+  if (values == nullptr && PyErr_Occurred() != nullptr) throw python_error();
+  for (Py_ssize_t i = 0; values != nullptr && i < PyList_GET_SIZE(values); i++)
+    if (PyObject_SetAttr(PyList_GET_ITEM(values, i), names().read, Py_True) < 0) throw python_error();
+}
+
+// Note that an op reads what the region saves, unless that is known. If something else has written to it, Python looks.
 inline void note_reads(Ids& ids, const Op& op, const Stack& stack, size_t base) {
   auto& saved = (*ids.tables)->saved;
   if (saved.empty()) return;
@@ -289,14 +355,17 @@ inline void note_reads(Ids& ids, const Op& op, const Stack& stack, size_t base) 
     StorageImpl* storage = storage_of(tensor.unsafeGetTensorImpl());
     if (storage != nullptr) {
       const auto found = saved.find(address_of(storage));
-      if (found == saved.end() || (found->second.is_read && version_of(tensor) <= found->second.version)) return;
+      if (found == saved.end()) return;
+      if (version_of(tensor) <= found->second.version) {
+        if (std::exchange(found->second.is_read, true)) return;
+        Gil gil;
+        return note_read(ids, found->first);
+      }
     }
     Gil gil;
     Owned wrapped(checked(THPVariable_Wrap(tensor)));
     Owned args(checked(PyTuple_Pack(1, wrapped.get())));
     Owned done(checked(PyObject_CallMethodOneArg(ids.state, names().note_reads, args.get())));
-    if (storage == nullptr) return;
-    if (const auto found = saved.find(address_of(storage)); found != saved.end()) found->second.is_read = true;
   };
   for (size_t i = 0; i < op.arguments.size(); i++) {
     const IValue& argument = stack[base + i];
@@ -363,6 +432,12 @@ inline void after_op(Ids& ids, const Site& site) {
 inline void stop_before(Ids& ids, const IValue* written) {
   if (ids.progress != nullptr && !is_done(*ids.progress)) return;
   Gil gil;
+  if (ids.progress != nullptr) {
+    if (const auto stops = may_stop(*ids.progress, written)) {
+      if (!*stops) return;
+      Owned stopped(checked(PyObject_CallMethodNoArgs(reinterpret_cast<PyObject*>(ids.progress), names().stop)));
+    }
+  }
   Owned progress(checked(PyObject_GetAttr(ids.mode, names().progress)));
   if ((written == nullptr && pass_on(progress.get())) || !is_set(progress.get(), names().done)) return;
   Owned tensors(checked(PyTuple_New(written != nullptr ? 1 : 0)));
@@ -379,13 +454,28 @@ inline Site* site_in(Ids& ids, const OperatorHandle& op) {
   return ids.path_sites != nullptr ? ids.sites->find(ids.path_sites, &op.schema()) : nullptr;
 }
 
+// Whether a module that is saved whole may have returned a storage, or may be able to reach it.
+inline bool is_of_modules(Ids& ids, const StorageImpl* storage) {
+  Gil gil;
+  const int kept = PyDict_Contains(ids.keepers, Owned(checked(PyLong_FromLongLong(address_of(storage)))).get());
+  if (kept < 0) throw python_error();
+  if (kept == 1 || !PyList_CheckExact(ids.reached)) return true;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(ids.reached); i++) {
+    PyObject* one = PyList_GET_ITEM(ids.reached, i);
+    if (!THPVariable_Check(one) || !is_simple(THPVariable_Unpack(one))) return true;
+    if (storage_of(THPVariable_Unpack(one).unsafeGetTensorImpl()) == storage) return true;
+  }
+  return false;
+}
+
 // Whether nothing needs what the op is about to overwrite: an op of this pass has made the tensor, it is not saved, and
 // autograd has not saved it since the last op. For all other tensors see `RerunState.before_write`, and
 // `RecomputeMode._check_write`.
 inline bool may_overwrite(Ids& ids, const Tensor& tensor) {
-  if (ids.has_modules) return false;
   const IdTables& t = **ids.tables;
-  const int64_t address = address_of(storage_of(tensor.unsafeGetTensorImpl()));
+  const StorageImpl* storage = storage_of(tensor.unsafeGetTensorImpl());
+  const int64_t address = address_of(storage);
+  if (ids.has_modules && is_of_modules(ids, storage)) return false;
   const auto id = t.by_storage.find(address);
   if (id == t.by_storage.end()) return false;
   const ValueInfo* info = t.find(id->second);

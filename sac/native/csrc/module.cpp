@@ -268,6 +268,11 @@ PyMethodDef ids_methods[] = {
     {"take", as_method(ids_take), METH_NOARGS, nullptr},
     {"forget", as_method(ids_forget), METH_NOARGS, nullptr},
     {"views", as_method(ids_views), METH_NOARGS, nullptr},
+    {"packs", as_method(ids_packs), METH_NOARGS, nullptr},
+    {"producers", as_method(ids_producers), METH_NOARGS, nullptr},
+    {"note_saved", as_method(ids_note_saved), METH_O, nullptr},
+    {"name_input", as_method(ids_name_input), METH_FASTCALL, nullptr},
+    {"name_input_again", as_method(ids_name_input_again), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 PyType_Slot ids_slots[] = {
@@ -406,7 +411,10 @@ PyType_Spec surroundings_spec = {"_sac_native.Surroundings", sizeof(Surroundings
 
 PyObject* sites_new(PyTypeObject* type, PyObject*, PyObject*) {
   auto* self = reinterpret_cast<Sites*>(type->tp_alloc(type, 0));
-  if (self != nullptr) self->paths = new std::unordered_map<PyObject*, std::unique_ptr<PathSites>>();
+  if (self == nullptr) return nullptr;
+  static uint64_t tables = 0;  // with the GIL
+  self->number = ++tables;
+  self->paths = new std::unordered_map<PyObject*, std::unique_ptr<PathSites>>();
   return reinterpret_cast<PyObject*>(self);
 }
 
@@ -504,6 +512,7 @@ PyMethodDef methods[] = {
     {"find_different", as_method(find_different), METH_FASTCALL, nullptr},
     {"crc32", as_method(crc32), METH_O, nullptr},
     {"sums_of", as_method(sums_of), METH_O, nullptr},
+    {"not_as_saved", as_method(not_as_saved), METH_O, nullptr},
     {"run", as_method(run_program), METH_FASTCALL, nullptr},
     {"wrap_interpreter", as_method(wrap_interpreter), METH_NOARGS, nullptr},
     {"flat_entries", as_method(flat_entries), METH_FASTCALL, nullptr},
@@ -520,6 +529,7 @@ PyMethodDef methods[] = {
     {"storages_of", as_method(storages_of), METH_O, nullptr},
     {"copy_of_storage", as_method(copy_of_storage), METH_O, nullptr},
     {"other_bytes", as_method(other_bytes), METH_FASTCALL, nullptr},
+    {"is_as_copied", as_method(is_as_copied), METH_FASTCALL, nullptr},
     {"modules_are_as", as_method(modules_are_as), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

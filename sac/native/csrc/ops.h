@@ -10,6 +10,7 @@
 
 #include <pthread.h>
 
+#include <array>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -107,9 +108,19 @@ inline void survive_forks() {
       [] { new (&sites_lock) std::shared_mutex(); });  // to unlock it takes the thread that has locked it
 }
 
+// What this thread has looked up lately.
+struct LastSite {
+  uint64_t table = 0;
+  const void *path = nullptr, *schema = nullptr;
+  Site* site = nullptr;
+};
+
+inline thread_local std::array<LastSite, 1024> last_sites;
+
 // The ordinary call sites of one decision table. Python's dictionary of a path's call sites stands for the path.
 struct Sites {
   PyObject_HEAD
+  uint64_t number;  // no other table has had it
   std::unordered_map<PyObject*, std::unique_ptr<PathSites>>* paths;
 
   PathSites* at(PyObject* path) {
@@ -118,10 +129,16 @@ struct Sites {
     return found == paths->end() ? nullptr : found->second.get();
   }
 
+  // A site stays where it is as long as its table does, so a thread need not look twice.
   Site* find(PathSites* path, const void* schema) {
+    const auto place = (reinterpret_cast<uintptr_t>(path) >> 4) * 31 + (reinterpret_cast<uintptr_t>(schema) >> 4);
+    LastSite& last = last_sites[place % last_sites.size()];
+    if (last.schema == schema && last.path == path && last.table == number) return last.site;
     std::shared_lock<std::shared_mutex> reading(sites_lock);
     const auto found = path->find(schema);
-    return found == path->end() ? nullptr : found->second.get();
+    if (found == path->end()) return nullptr;
+    last = LastSite{number, path, schema, found->second.get()};
+    return last.site;
   }
 };
 

@@ -14,11 +14,36 @@ inline void serve(Ids& ids, const Site& site, const std::vector<Tensor>& saved, 
   name_results(ids, *site.op, *stack, base, signature);
 }
 
+// Run an op of a module that is saved whole, on which no rule decides: do what `ForwardMode._run_inside` does if it
+// writes to nothing. Return false if Python has to run it.
+inline bool run_inside(Ids& ids, const OperatorHandle& op, Stack* stack) {
+  if (!ids.runs || ids.inside == nullptr || ids.sites == nullptr) return false;
+  PathSites* sites = ids.sites->at(ids.inside);
+  const Site* site = sites != nullptr ? ids.sites->find(sites, &op.schema()) : nullptr;
+  if (site == nullptr || site->written >= 0) return false;
+  const auto is_ours = [](const IValue& value) {
+    return !value.isTensor() || !value.toTensor().defined() || is_plain(value.toTensor().unsafeGetTensorImpl());
+  };
+  const Op& known = *site->op;
+  for (size_t i = 0, base = stack->size() - known.arguments.size(); i < known.arguments.size(); i++) {
+    const IValue& value = (*stack)[base + i];
+    if (known.arguments[i] == Kind::PLAIN || value.isNone()) continue;
+    if (value.isTensor() && !is_ours(value)) return false;
+    if (value.isList())
+      for (const IValue& one : value.toListRef())
+        if (!is_ours(one)) return false;
+  }
+  op.callBoxed(stack);
+  ids.recorded++;
+  return true;
+}
+
 // Run one op as the region's mode does; return false, with the stack as it was, if Python has to run it.
 inline bool rerun(Ids& ids, const OperatorHandle& op, Stack* stack) {
   torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;  // what Python runs in here is no op of the region
   ids.has_signature = 0;
-  if (ids.is_paused || ids.is_inside) return false;
+  if (ids.is_paused) return false;
+  if (ids.is_inside) return run_inside(ids, op, stack);
   Site* site = site_in(ids, op);
   const bool is_view = site != nullptr && site->memory != Memory::NEW, is_forward = ids.state != nullptr;
   const Op* known = site != nullptr ? site->op.get() : op_to_sign(op);
@@ -89,7 +114,7 @@ inline c10::intrusive_ptr<TensorImpl> rerun_detach(Ids& ids, const TensorImpl* t
   ids.has_signature = 0;
   PyObject* object = object_of(tensor);
   if (object != nullptr && reinterpret_cast<PyObject*>(Py_TYPE(object)) != THPVariableClass) return {};
-  if (ids.is_paused || ids.is_inside) return {};
+  if (ids.is_paused) return {};
   torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;
   ids.recorded++;
   return tensor->shallow_copy_and_detach(c10::VariableVersion(0), true);
@@ -158,6 +183,7 @@ inline PyObject* ids_new(PyTypeObject* type, PyObject*, PyObject*) {
   if (self == nullptr) return nullptr;
   self->tables = new std::shared_ptr<IdTables>(std::make_shared<IdTables>());
   self->hits = new std::vector<int>();
+  self->has_plain_parameters = -1;
   return reinterpret_cast<PyObject*>(self);
 }
 
@@ -170,18 +196,83 @@ inline void ids_dealloc(Ids* self) {
   delete self->tables;
   delete self->hits;
   Py_XDECREF(self->packs);
+  Py_XDECREF(self->inside);
   type->tp_free(self);
   Py_DECREF(type);
 }
 
-// The views of all tables, in the order of `Table`, and what autograd saves.
+// The views of all tables, in the order of `Table`.
 inline PyObject* ids_views(Ids* self, PyObject*) {
   HANDLE_TH_ERRORS
-  if (self->packs == nullptr) self->packs = new_packs();
-  Owned views(checked(PyTuple_New(TABLES + 1)));
+  Owned views(checked(PyTuple_New(TABLES)));
   for (int i = 0; i < TABLES; i++) PyTuple_SET_ITEM(views.get(), i, id_view(*self->tables, static_cast<Table>(i)));
-  PyTuple_SET_ITEM(views.get(), TABLES, Py_NewRef(self->packs));
   return views.release();
+  END_HANDLE_TH_ERRORS
+}
+
+inline PyObject* ids_producers(Ids* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  return id_view(*self->tables, Table::PRODUCERS);
+  END_HANDLE_TH_ERRORS
+}
+
+inline PyObject* ids_packs(Ids* self, PyObject*) {  // what autograd saves
+  HANDLE_TH_ERRORS
+  if (self->packs == nullptr) self->packs = new_packs();
+  return Py_NewRef(self->packs);
+  END_HANDLE_TH_ERRORS
+}
+
+// A plain tensor with a storage; nullptr for all else.
+inline const Tensor* simple_tensor(PyObject* object) {
+  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != THPVariableClass) return nullptr;
+  const Tensor& tensor = THPVariable_Unpack(object);
+  return is_simple(tensor) ? &tensor : nullptr;
+}
+
+// `ValueIds.name_input`: a tensor, the value id of its position, `lasts`. Returns what is noted of its one part; None if
+// Python has to name it.
+inline PyObject* ids_name_input(Ids* self, PyObject* const* args, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  const Tensor* tensor = simple_tensor(args[0]);
+  if (tensor == nullptr) Py_RETURN_NONE;
+  IdTables& t = **self->tables;
+  const int64_t address = address_of(storage_of(tensor->unsafeGetTensorImpl()));
+  const int64_t id = t.by_storage.insert({address, key_of(args[1])}).first->second;
+  ValueInfo& info = t.values[id];
+  info.is_input = true;
+  if (args[2] != Py_True) info.is_elsewhere = true;
+  return Py_BuildValue("[(LL)]", static_cast<long long>(id), static_cast<long long>(tensor->storage_offset()));
+  END_HANDLE_TH_ERRORS
+}
+
+// `ValueIds.note_saved`: a tensor. Returns the address of its storage; None if Python has to note it.
+inline PyObject* ids_note_saved(Ids* self, PyObject* object) {
+  HANDLE_TH_ERRORS
+  const Tensor* tensor = simple_tensor(object);
+  if (tensor == nullptr) Py_RETURN_NONE;
+  const int64_t address = address_of(storage_of(tensor->unsafeGetTensorImpl()));
+  (*self->tables)->saved[address] = SavedStorage{version_of(*tensor)};
+  return PyLong_FromLongLong(address);
+  END_HANDLE_TH_ERRORS
+}
+
+// `ValueIds.name_input_again`: a tensor, what `name_input` has noted. Returns whether Python need not name it.
+inline PyObject* ids_name_input_again(Ids* self, PyObject* const* args, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  const Tensor* tensor = simple_tensor(args[0]);
+  long long id = 0, offset = 0;
+  if (tensor == nullptr || !PyList_Check(args[1]) || PyList_GET_SIZE(args[1]) != 1) Py_RETURN_FALSE;
+  if (!PyArg_ParseTuple(PyList_GET_ITEM(args[1], 0), "LL", &id, &offset)) return nullptr;
+  IdTables& t = **self->tables;
+  StorageImpl* storage = storage_of(tensor->unsafeGetTensorImpl());
+  t.by_storage[address_of(storage)] = id;
+  t.values[id].is_input = true;
+  if (offset != tensor->storage_offset()) {
+    t.moved[address_of(storage)] = offset - tensor->storage_offset();
+    t.watch(storage);
+  }
+  Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }
 
@@ -197,7 +288,7 @@ inline bool borrow(PyObject* object, PyObject* name, PyObject*& found) {
 
 // The mode is on the stack now. Arguments: mode, value ids, state or None, whether ordinary ops run here, sites. Of a
 // forward also the recorder, whether there are rules, `keeps_layouts`, `keeps_persistent`, whether everything is saved,
-// and whether modules are saved whole. Of a recomputation also what the forward has packed, and what is held.
+// and the `SavedModules`, if modules are saved whole, or None. Of a recomputation also what the forward has packed, and what is held.
 inline PyObject* ids_enter(Ids* self, PyObject* const* args, Py_ssize_t) {
   self->mode = args[0];
   self->owner = args[1];
@@ -224,14 +315,21 @@ inline PyObject* ids_enter(Ids* self, PyObject* const* args, Py_ssize_t) {
   } else {
     if (!borrow(self->state, names().calls, self->calls) ||
         !borrow(self->state, names().occurrences, self->occurrences) ||
-        !borrow(self->state, names().alternations, self->alternations))
+        !borrow(self->state, names().alternations, self->alternations) ||
+        !borrow(self->state, names().by_storage, self->by_storage))
       return nullptr;
     self->recorder = args[5];
     self->has_rules = args[6] == Py_True;
     self->keeps_layouts = args[7] == Py_True;
     self->keeps_persistent = args[8] == Py_True;
     if (args[9] != Py_True) self->packed = reinterpret_cast<Packs*>(self->packs);
-    self->has_modules = args[10] == Py_True;
+    if (args[10] != Py_None) {
+      if (!borrow(args[10], names().keepers, self->keepers)) return nullptr;
+      Owned reached(PyObject_GetAttr(args[10], names().reached));  // which holds it
+      if (!reached) return nullptr;
+      self->reached = reached.get();
+      self->has_modules = 1;
+    }
   }
   self->outer = rerunning;
   rerunning = self;
@@ -286,6 +384,7 @@ inline PyObject* ids_forget(Ids* self, PyObject*) {  // an op comes that did not
 inline PyMemberDef ids_members[] = {
     {"is_paused", T_BOOL, offsetof(Ids, is_paused), 0, nullptr},
     {"is_inside", T_BOOL, offsetof(Ids, is_inside), 0, nullptr},
+    {"inside", T_OBJECT, offsetof(Ids, inside), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 

@@ -144,4 +144,29 @@ inline PyObject* other_bytes(PyObject*, PyObject* const* args, Py_ssize_t nargs)
   END_HANDLE_TH_ERRORS
 }
 
+// `Spare.was_changed`: a tensor, its storage at the start, its version and the bytes of its storage then, the copy of the
+// storage or None. Returns whether it is as it was; None if Python has to find out.
+inline PyObject* is_as_copied(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
+  HANDLE_TH_ERRORS
+  constexpr size_t MOST = 1 << 16;  // as in module_state.py
+  if (!has_count(nargs, 5)) return nullptr;
+  auto* type = reinterpret_cast<PyObject*>(THPStorageClass);
+  const TensorImpl* impl = plain_tensor(args[0]);
+  if (impl == nullptr || !impl->has_storage() || reinterpret_cast<PyObject*>(Py_TYPE(args[1])) != type) Py_RETURN_NONE;
+  const StorageImpl* storage = THPStorage_Unpack(args[1]).unsafeGetStorageImpl();
+  const auto& counter = impl->version_counter();
+  const int64_t version = PyLong_AsLongLong(args[2]), bytes = PyLong_AsLongLong(args[3]);
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  if ((counter.enabled() ? counter.current_version() : 0) != version) Py_RETURN_FALSE;
+  if (impl->unsafe_storage().unsafeGetStorageImpl() != storage || static_cast<int64_t>(storage->nbytes()) != bytes)
+    Py_RETURN_FALSE;
+  if (args[4] == Py_None || reinterpret_cast<PyObject*>(Py_TYPE(args[0])) != THPVariableClass) Py_RETURN_TRUE;
+  if (reinterpret_cast<PyObject*>(Py_TYPE(args[4])) != type) Py_RETURN_NONE;
+  const StorageImpl* copy = THPStorage_Unpack(args[4]).unsafeGetStorageImpl();
+  if (!is_in_memory(*storage) || !is_in_memory(*copy) || copy->nbytes() != storage->nbytes() || copy->nbytes() > MOST)
+    Py_RETURN_NONE;
+  return PyBool_FromLong(std::memcmp(copy->data(), storage->data(), copy->nbytes()) == 0);
+  END_HANDLE_TH_ERRORS
+}
+
 }  // namespace sac

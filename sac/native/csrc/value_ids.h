@@ -28,11 +28,14 @@ struct SavedStorage {
 struct IdTables {
   ska::flat_hash_map<int64_t, int64_t> by_storage;  // address of a storage -> value id
   ska::flat_hash_map<int64_t, ValueInfo> values;    // by value id
+  ska::flat_hash_map<int64_t, int64_t> foreign;     // address -> value id, of what comes from outside of the region
   ska::flat_hash_map<int64_t, int64_t> moved;       // address -> how much larger its offset was in forward
   ska::flat_hash_map<int64_t, SavedStorage> saved;  // of a forward: by address
   ska::flat_hash_set<int64_t> parameter_addresses;
   std::vector<int64_t> recent;  // of a forward: addresses of what autograd has saved since the last op
   std::vector<c10::weak_intrusive_ptr<StorageImpl>> storages;  // so that no other storage gets their addresses
+  // Of `foreign`. They stay as long as a view does: see `RerunState.external_storages`.
+  std::vector<c10::weak_intrusive_ptr<StorageImpl>> foreign_storages;
   std::vector<Owned> owned;     // producers that Python has named, and the call sites of the others
 
   const ValueInfo* find(int64_t id) const {
