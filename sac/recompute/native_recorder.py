@@ -41,6 +41,11 @@ from sac.torch_private import OpOverload
 # There is one tape. Its values and entries are in C++, and `NativeTape` gives Python the methods and lists of `Tape` on
 # them. What only some entries have is in Python's dictionaries, as without the library.
 #
+# Two steps have a short way, which a call takes if nothing about it is unusual. A tape with the layout of the last one
+# is closed with few questions (`_ends_as_before`). A replay is one call of the library, which loads, runs and returns
+# what the handles get (`_replay_at_once`). Each decides before it changes or runs anything, and else leaves all of the
+# step to the code that it is short for.
+#
 # Example. A region runs `h = up(x); h = dropout(h); down(h)`. `t`, `mm`, and of dropout `empty_like`, `div_` and `mul`
 # are recorded in C++. `bernoulli_` writes and draws: Python runs it and appends its entry to the same tape.
 # An `mm` that a rule saves asks Python whether they are computed from parameters alone; from the
