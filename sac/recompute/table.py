@@ -256,7 +256,10 @@ class DecisionTable:
 
     def sites_of(self, path: str) -> dict[int, CallSite]:
         """Return the call sites so far, by id of the op, of the module at ``path`` of the region."""
-        return self._sites.setdefault(path, {})
+        try:
+            return self._sites[path]  # the usual case: each module asks when it begins
+        except KeyError:
+            return self._sites.setdefault(path, {})
 
     def sites_inside(self, path: str) -> tuple[str, dict[int, CallSite]]:
         """Return path and call sites, without rules, of ops in the module at ``path`` while it is saved as a whole."""
