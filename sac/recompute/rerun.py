@@ -393,10 +393,9 @@ class RerunState:
         alive = [v for v in self.saved if v.packs_before <= last_missing and not self._is_dead(v, in_handles)]
         if self.modules is not None:
             self.modules.close(last_missing)
-        own = [handle for handle in kept if not handle.is_external]
-        if own:
+        if kept:
             addresses = addresses_of(alive)
-            compact([handle for handle in own if handle.storage not in addresses])
+            compact([handle for handle in kept if not handle.is_external and handle.storage not in addresses])
         if len(alive) < len(self.saved):
             held = {id(value) for value in alive}
             for value in self.saved:

@@ -257,7 +257,10 @@ class DecisionTable:
 
     def sites_of(self, path: str) -> dict[int, CallSite]:
         """Return the call sites so far, by id of the op, of the module at ``path`` of the region."""
-        return self.sites_at.setdefault(path, {})
+        try:
+            return self.sites_at[path]  # the usual case: each module asks when it begins
+        except KeyError:
+            return self.sites_at.setdefault(path, {})
 
     def sites_inside(self, path: str) -> tuple[str, dict[int, CallSite]]:
         """Return path and call sites, without rules, of ops in the module at ``path`` while it is saved as a whole."""

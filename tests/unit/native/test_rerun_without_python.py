@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import sac
+from sac.recompute import rerun
 from sac.recompute.rerun import ForwardMode, RecomputeMode, RerunState
 from sac.recompute.value_ids import ValueIds
 from sac.region import module_state
@@ -68,6 +69,23 @@ def test_a_mixture_of_experts_needs_no_python(owner: Any, name: str) -> None:
     assert calls_of(owner, name, build, FULL, native=False) > 0
     if name != "stop_before":  # the class of the library has it too
         assert calls_of(owner, name, build, FULL, native=True) == 0
+
+
+def test_saved_results_are_compared_in_the_library() -> None:
+    build = lambda: Stack(FunctionBlock(routes))  # noqa: E731
+    assert calls_of(rerun, "find_different", build, FULL, native=False) == 1
+    assert calls_of(rerun, "find_different", build, FULL, native=True) == 0
+
+
+def test_a_saved_result_is_overwritten_in_some_steps() -> None:
+    def function(block: FunctionBlock, x: Tensor) -> Tensor:
+        h = x @ block.a
+        if block.calls % 2:
+            h.detach().numpy()[1] = 0.5  # no op, and no version moves
+        return (h * 2).sin() @ block.b
+
+    value = selective(policy(PRODUCTS), engine="rerun")
+    assert_same_with_library(lambda: Stack(FunctionBlock(function)), value, ops=None, steps=5)
 
 
 class Sub(nn.Module):
