@@ -371,8 +371,14 @@ class ModuleState:
         """Restore names, data and flags of the forward; restore the current ones when ``stack`` is left."""
         # This includes values that are the same now: the recomputation may change them, as the forward may have.
         native: Any = library()
-        leaves = [*self._marked, *(one.tensor for one in self._watched if one.tensor.requires_grad)]
-        wanted = _Wanted(self._owners, self._training, self._buffers, self._held, self._need_grad, leaves)
+        at_start = self._at_start
+        changed: Sequence[_Watched] = ()
+        if at_start is not None and at_start.has_same_tensors():
+            held, needs, leaves = at_start.held, at_start.needs, [*at_start.marked, *at_start.trained]
+        else:
+            held, needs, changed = self._held, self._need_grad, self._watched
+            leaves = [*self._marked, *(one.tensor for one in changed if one.tensor.requires_grad)]
+        wanted = _Wanted(self._owners, self._training, self._buffers, held, needs, leaves)
         is_same = native is not None and native.modules_are_as(*wanted)
         if is_same:
             stack.callback(_put_wanted, wanted)
@@ -395,15 +401,15 @@ class ModuleState:
                 stack.callback(bound.update, {name: now[name] for name in other})
                 bound.update(other)
         if not is_same:
-            need_grad = _states_of(self._held)[1]
-            stack.callback(_put_needs, self._held, need_grad)
-            if need_grad != self._need_grad:
-                _put_needs(self._held, self._need_grad)
+            need_grad = _states_of(held)[1]
+            stack.callback(_put_needs, held, need_grad)
+            if need_grad != needs:
+                _put_needs(held, needs)
             stack.callback(put_hooks, leaves, hooks_of(leaves))
         for parameter, name, before in self._exchanged:
             stack.callback(setattr, parameter, name, detached(parameter) if name == "data" else parameter.grad)
             setattr(parameter, name, before)
-        for one in self._watched:
+        for one in changed:
             one.enter_on(stack)
 
     def drop(self) -> None:

@@ -212,6 +212,15 @@ inline PyObject* at_start_spares(AtStart* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
+inline PyObject* at_start_trained(AtStart* self, void*) {  // the small tensors that need a gradient now
+  HANDLE_TH_ERRORS
+  Owned found(checked(PyList_New(0)));
+  for (const SpareTensor& one : *self->spares)
+    if (one.tensor.requires_grad() && PyList_Append(found.get(), one.object) < 0) return nullptr;
+  return found.release();
+  END_HANDLE_TH_ERRORS
+}
+
 inline PyObject* at_start_marks(AtStart* self, void*) { return marks_as_bytes(*self->marks); }
 
 inline PyMemberDef at_start_members[] = {
@@ -223,6 +232,7 @@ inline PyMemberDef at_start_members[] = {
 
 inline PyGetSetDef at_start_getset[] = {
     {"marks", reinterpret_cast<getter>(at_start_marks), nullptr, nullptr, nullptr},
+    {"trained", reinterpret_cast<getter>(at_start_trained), nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
