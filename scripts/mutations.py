@@ -136,8 +136,8 @@ MUTATIONS = (
         1,
         _BINDINGS,
         "a parameter frozen between the passes stays frozen",
-        "        _put_needs(self._held, self._need_grad)",
-        "        pass",
+        "_put_needs(held, needs)",
+        "pass",
         earlier=("parameter.requires_grad_(needs)", "pass"),
     ),
     Mutation(
