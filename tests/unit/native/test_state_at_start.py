@@ -13,7 +13,9 @@ from sac import tensors
 from sac.region import marks, module_state
 from sac.region.module_state import MOST_COPIED_BYTES_UNRECORDED, ModuleState
 from sac.tensors import STORAGE_WATCHERS
+from tests.support.native_engine import needs_library
 
+pytestmark = needs_library
 SWITCHED = (marks, module_state, tensors)
 LARGE = 1 << 15  # elements: more bytes than are ever copied
 
