@@ -224,7 +224,7 @@ def default_generator(device: torch.device) -> torch.Generator | None:
 
 def _accelerator_generators(tensors: Iterable[torch.Tensor]) -> list[torch.Generator]:
     """Return the generators of the devices of ``tensors`` and of the accelerator's current device, not the CPU's."""
-    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+    devices = {tensor.device for tensor in tensors if not (tensor.is_cpu or tensor.is_meta)}
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None and not devices:
         return []
