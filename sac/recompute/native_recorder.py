@@ -582,7 +582,7 @@ def is_run_natively(site: CallSite) -> bool:
 def _written_argument(site: CallSite) -> int:
     """Return the index of the argument that an op writes to, if it is the only one and what the op returns; else -1."""
     traits, schema = site.traits, site.op._schema
-    if len(traits.mutated_args) != 1 or traits.mutated_kwargs or len(schema.returns) != 1 or site.has_generator:
+    if len(traits.mutated_args) != 1 or traits.mutated_kwargs or len(schema.returns) != 1:
         return -1
     (index,) = traits.mutated_args
     argument, result = schema.arguments[index], schema.returns[0]
