@@ -18,7 +18,7 @@ from sac.policy.model import Decision
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.op_trace import NO_RULE
 from sac.recompute.recorder import ReplayRecorder, TapeMode, _fills, _writes_parts
-from sac.recompute.replay import Before, Filled, ReplayFrame, leaf_as_then, run_unusual, wait
+from sac.recompute.replay import Before, Filled, ReplayFrame, generators_kept, leaf_as_then, run_unusual, wait
 from sac.recompute.rerun import LIFT_FRESH
 from sac.recompute.schedule import ReplaySchedule
 from sac.recompute.table import CallSite, gathers
@@ -54,7 +54,7 @@ from sac.torch_private import OpOverload
 
 _IN_CPP = (
     *("known", "has_moved", "number", "entry_count", "value_count", "append", "version", "set_version", "root_at"),
-    *("record_storage", "sync", "tensor_of", "alive", "layout", "has_layout", "forget_tensors"),
+    *("record_storage", "sync", "tensor_of", "alive", "layout", "has_layout", "forget_tensors", "take_draws"),
 )
 
 
@@ -353,6 +353,7 @@ class NativeReplayRecorder(ReplayRecorder):
     def end(self, kept: list[Handle], missing: list[int]) -> None:
         """See ``ReplayRecorder``."""
         native = self.tape.native
+        self.random_states.catch_up()
         for rule, count in native.hits().items():
             self.hits[rule] += count
         self.may_save = self.may_save or native.may_save
@@ -367,9 +368,7 @@ class NativeReplayRecorder(ReplayRecorder):
             layout is None
             or layout.figures is None
             or tape.not_replayable
-            or tape.writers
             or tape.overwritten
-            or tape.states
             or tape.states_after
             or self.maybe_modified
             or self.wrote_inputs
@@ -381,8 +380,11 @@ class NativeReplayRecorder(ReplayRecorder):
             or self.offloads
             or self.modules is not None
             or (self.may_fall_back and tape.kept.keys() != self._rules.keys())
-            or not layout.matches(tape, self._places, missing)
         ):
+            return False
+        if tape.writers:
+            self._find_modified_after_save(missing)
+        if self.modified_after_save or not layout.matches(tape, self._places, missing):
             return False
         self.schedule = schedule = layout.schedule
         self._check_leaves()
@@ -394,10 +396,10 @@ class NativeReplayRecorder(ReplayRecorder):
             return False
         if found[1]:
             compact(found[1])
-        self.needs_mode = self.may_save
+        self.needs_mode = self.may_save or self._wrote_late
         self.figures = layout.figures
         tape.kept = held
-        self.random_states.drop()
+        self.random_states.close({step.number for step in schedule.steps} if tape.states else set(), ())
         tape.close()
         return True
 
@@ -440,7 +442,6 @@ class NativeReplayFrame(WithNativeHandles, ReplayFrame):
             or recorder.external_handles
             or recorder.modified_after_save
             or recorder.snapshots
-            or tape.states
             or not module_state.is_known_to_be_same()
             or (self.settings.checks_metadata and not module_state.has_same_versions())
             or (recorder.has_external and recorder.changed_external())
@@ -461,17 +462,19 @@ class NativeReplayFrame(WithNativeHandles, ReplayFrame):
             return bool(works)
 
         program = schedule.orders or self.runner.program(schedule)
-        filled = program.replay(
-            tape.native,
-            self._handles,
-            task,
-            tape.kept,
-            tape.writers,
-            values,
-            partial(leaf_as_then, tape, inputs),
-            unusual,
-            partial(wait, works),
-        )
+        with generators_kept(schedule, tape):
+            filled = program.replay(
+                tape.native,
+                self._handles,
+                task,
+                tape.kept,
+                tape.writers,
+                values,
+                partial(leaf_as_then, tape, inputs),
+                unusual,
+                partial(wait, works),
+                partial(_set_states, tape),
+            )
         if filled is None:
             return False
         if works:
@@ -524,14 +527,16 @@ class _NativeRunner:
             run_unusual(schedule, tape, entry, values, works)
             return bool(works)
 
-        def set_states(entry: int) -> None:
-            for generator, state in tape.states.get(entry, ()):
-                generator.set_state(state)
-
         run = partial(self._library.run, program, tape.native, values)
-        filled += run(unusual, partial(wait, works), set_states)
+        filled += run(unusual, partial(wait, works), partial(_set_states, tape))
         wait(works)
         return filled
+
+
+def _set_states(tape: Tape, entry: int) -> None:
+    """Put the generators that an entry draws from where they were, if the entry before it does not leave them there."""
+    for generator, state in tape.states.get(entry, ()):
+        generator.set_state(state)
 
 
 _runner = cache(_NativeRunner)

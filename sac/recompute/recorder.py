@@ -47,6 +47,7 @@ from sac.tensors import (
     storage_bytes,
     storage_sizes,
     storages_of,
+    tell_of,
     tensor_parts,
     tensors_of,
     version_of,
@@ -91,20 +92,30 @@ class RandomOpStates:
 
     def after(self, entry: int, *, runs_again: bool) -> None:
         """Record which generators the op of ``entry`` advanced, and their states before it if it ``runs_again``."""
+        self.catch_up()
         before, self._before = self._before, []
+        moved = ((generator, state, state_of(generator)) for generator, state in before)
+        self._note(entry, [one for one in moved if not equal(one[1], one[2])], runs_again=runs_again)
+
+    def catch_up(self) -> None:
+        """Record the draws of the ops that the C++ library has recorded since the last call."""
+        for entry, before, now in self._tape.take_draws():
+            self._note(entry, [(torch.default_generator, tell_of(before), tell_of(now))], runs_again=True)
+
+    def _note(
+        self, entry: int, moved: list[tuple[torch.Generator, torch.Tensor, torch.Tensor]], *, runs_again: bool
+    ) -> None:
+        """Record that an op has advanced these generators, with their states before and after it."""
         if self._at_start is not None:
             self._last = {id(generator): (generator, -1, state) for generator, state in self._at_start.states}
             self._at_start = None
         found: States = []
         left: States = []
         previous = []
-        for generator, state in before:
-            now = state_of(generator)
-            if equal(now, state):
-                continue
+        for generator, state, now in moved:
             _, last, known = self._last.get(id(generator), (None, -1, None))
             left.append((generator, now))
-            if known is not None and equal(known, state):
+            if known is not None and (known is state or equal(known, state)):
                 found.append((generator, known))
                 previous.append(last)
             else:
@@ -122,6 +133,7 @@ class RandomOpStates:
 
         ``running``: the entries of a replay; ``served``: those that Python, if it runs again, will not run.
         """
+        self.catch_up()
         tape, every = self._tape, self._tape.states
         if not (every or tape.states_after):  # nothing was drawn
             self.drop()

@@ -91,13 +91,18 @@ def run_schedule(
     # Active dispatch modes see the ops, as they would inside a mode's handler; autograd and autocast do not.
     with runner.below():
         _load(schedule, runner.load(schedule, tape, before, values), tape, inputs, before, values)
-        if not tape.states:
+        with generators_kept(schedule, tape):
             return runner.run(schedule, tape, values)
-        with UndoStack() as stack:
-            generators = {id(g): g for step in schedule.steps for g, _ in tape.states.get(step.number, ())}
-            for generator in generators.values():
-                stack.callback(generator.set_state, state_of(generator))
-            return runner.run(schedule, tape, values)
+
+
+def generators_kept(schedule: ReplaySchedule, tape: Tape) -> AbstractContextManager[Any]:
+    """Return a context after which the generators that the steps of ``schedule`` draw from are as before it."""
+    stack = UndoStack()
+    if tape.states:
+        generators = {id(g): g for step in schedule.steps for g, _ in tape.states.get(step.number, ())}
+        for generator in generators.values():
+            stack.callback(generator.set_state, state_of(generator))
+    return stack
 
 
 def _load(
@@ -560,6 +565,7 @@ class ReplayFrame(Frame):
         """
         if not self._forward_over:
             self.recorder.check_left()
+            self.recorder.random_states.catch_up()
         tape = self.recorder.tape
         if tape.not_replayable:
             raise CannotReplay(tape.not_replayable)

@@ -419,6 +419,13 @@ class Tape:
         self.ids, self.by_storage, self.unsynced = {}, {}, []
         self.storages = WeakStorages()
 
+    def take_draws(self) -> Sequence[tuple[int, Tensor, Tensor]]:
+        """Return the entries of the C++ library that have drawn since the last call; see ``RandomOpStates``.
+
+        With each, the states of the CPU's default generator before and after it.
+        """
+        return ()
+
     def close(self) -> None:
         """End the forward."""
         self.forget_tensors()

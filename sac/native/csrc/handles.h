@@ -292,7 +292,9 @@ inline int pack_known(Hooks* self, Handle* handle, PyObject* object, const Tenso
   if (found == t.ids.end() || !impl->version_counter().enabled()) return 0;
   const int value = found->second, root = t.values[value].root;
   const uint32_t version = impl->version_counter().current_version();
-  if (version != t.values[value].version || has_moved(t.values[value], impl)) return 0;
+  if (has_moved(t.values[value], impl)) return 0;
+  if (version != t.values[value].version && (self->tape->seen_at == nullptr || !accept_version(*self->tape, value, version)))
+    return 0;
   if (!t.factories.empty() && has_to_be_explained(*self->tape, root, tensor)) return 0;
   Owned key(checked(PyLong_FromLong(root)));
   const bool is_kept = PyDict_GET_SIZE(self->kept_in) > 0 && has(self->kept_in, key.get());

@@ -324,7 +324,7 @@ inline PyObject* wrapped(const Op& op, const Stack& stack, size_t base) {
 }
 
 // Let Python decide on the results, and keep those that are saved. `state`: of the default generator before the op, if
-// the op has drawn from it.
+// the op has drawn from it and Python has not been told.
 inline void ask_decision(Tape& tape, Site& site, const Stack& stack, size_t base, int count, const Entry& entry,
                          const Tensor& state) {
   Gil gil;
@@ -430,7 +430,8 @@ struct Draw {
     before = generator.clone();
   }
 
-  Tensor state_before() {  // undefined if the op has drawn nothing
+  // The states before and after the op; undefined if it has drawn nothing.
+  std::pair<Tensor, Tensor> states() {
     if (!before.defined()) return {};
     std::lock_guard<std::mutex> lock(generator.mutex());
     auto* now = at::check_generator<at::CPUGeneratorImpl>(generator);
@@ -440,7 +441,7 @@ struct Draw {
         a.state_ == b.state_ && now->next_float_normal_sample() == then->next_float_normal_sample() &&
         now->next_double_normal_sample() == then->next_double_normal_sample())
       return {};
-    return Tensor(then->get_state());
+    return {Tensor(then->get_state()), Tensor(now->get_state())};
   }
 
   at::Generator generator, before;
@@ -596,16 +597,17 @@ inline bool record(Tape& tape, const OperatorHandle& op, Stack* stack) {
     t.pool.resize(entry.arguments);
     throw;
   }
+  auto [before, after] = draw.states();
   entry.reads = static_cast<int>(t.reads.size());
   t.reads.insert(t.reads.end(), t.scratch.begin(), t.scratch.end());
   entry.first = static_cast<int>(t.values.size());
   const auto results = number_results(tape, *site, *stack, base);
-  const Tensor state = draw.state_before();
-  entry.draws = state.defined();
+  entry.draws = before.defined();
   const int number = static_cast<int>(t.entries.size());
   t.entries.push_back(entry);
   t.recorded++;
-  decide(tape, *site, *stack, base, results, entry, state);
+  if (entry.draws && site->verdict == Verdict::RECOMPUTE) note_draw(t, number, std::exchange(before, {}), after);
+  decide(tape, *site, *stack, base, results, entry, before);
   if ((site->on_tape & FACTORY) != 0 && static_cast<int>(t.values.size()) > entry.first)
     t.factories.push_back(Factory{entry.first, number, (site->on_tape & UNINITIALISED) != 0});
   if (written >= 0) look_at_recent(tape, written, number);

@@ -330,7 +330,7 @@ inline PyObject* look_at_kept(PyObject*, PyObject* const* args, Py_ssize_t) {
 }
 
 // What Python does in a replay: `unusual(entry)` runs a step and returns whether communication is in flight, `wait()`
-// waits for that, `set_states(entry)` puts the generators that an entry draws from where they were (null: no entry does).
+// waits for that, `set_states(entry)` puts the generators that an entry draws from where they were.
 struct FromPython {
   PyObject *unusual, *wait, *set_states;
 };
@@ -354,8 +354,7 @@ inline void run_steps(const Plan& plan, const Tables& t, std::vector<Tensor>& va
       if (in_flight || entry.draws) {
         pybind11::gil_scoped_acquire gil;
         if (in_flight) check(PyObject_CallNoArgs(python.wait));
-        if (entry.draws && python.set_states != nullptr)
-          check(PyObject_CallFunction(python.set_states, "i", step.entry));
+        if (entry.draws) check(PyObject_CallFunction(python.set_states, "i", step.entry));
         in_flight = false;
       }
       run_step(t, step, values, stack);
@@ -396,12 +395,12 @@ inline bool fills_what_waits(const Plan& plan, const Handles& handles, Py_ssize_
 }
 
 // `Program.replay`: tape, handles, graph task, kept values (number -> tensor), roots with writers, values,
-// `load(leaf)`, `unusual(entry)`, `wait()`. Does all of a replay at once: returns what the handles get. Returns None,
+// `load(leaf)`, and the three functions of `FromPython`. Does all of a replay at once: returns what the handles get. Returns None,
 // before anything runs, if other handles wait, if a kept value is not held as a plain tensor, or if `load`, which is
 // asked for leaves that are not parameters, has returned None: Python finds out what to do.
 inline PyObject* program_replay(Program* self, PyObject* const* args, Py_ssize_t nargs) {
   HANDLE_TH_ERRORS
-  if (!has_count(nargs, 9)) return nullptr;
+  if (!has_count(nargs, 10)) return nullptr;
   const Plan& plan = *self->plan;
   const Tables& t = *reinterpret_cast<Tape*>(args[0])->tables;
   auto& values = *reinterpret_cast<Values*>(args[5])->tensors;
@@ -423,7 +422,7 @@ inline PyObject* program_replay(Program* self, PyObject* const* args, Py_ssize_t
   }
   Filled filled;
   for (const Pair& fill : plan.fills) filled.emplace_back(fill.first, values.at(fill.second));
-  run_steps(plan, t, values, FromPython{args[7], args[8], nullptr}, filled);
+  run_steps(plan, t, values, FromPython{args[7], args[8], args[9]}, filled);
   return pairs_for_python(filled);
   END_HANDLE_TH_ERRORS
 }

@@ -101,7 +101,7 @@ inline bool rerun(Ids& ids, const OperatorHandle& op, Stack* stack) {
   op.callBoxed(stack);
   ids.recorded++;
   if (is_decided && is_forward)
-    decide(ids, *site, op, arguments, *stack, base, signature, draw.state_before().defined());
+    decide(ids, *site, op, arguments, *stack, base, signature, draw.states().first.defined());
   (*ids.tables)->values[static_cast<int64_t>(signature.hash)].producer = site->object;
   name_results(ids, *site->op, *stack, base, signature);
   after_op(ids, *site);

@@ -12,6 +12,8 @@
 #include <torch/csrc/utils/object_ptr.h>
 #include <torch/csrc/utils/tensor_memoryformats.h>
 
+#include <cstring>
+
 namespace torch::jit {
 TORCH_PYTHON_API py::object toPyObject(IValue value);  // its header takes seconds to compile
 }
@@ -66,6 +68,11 @@ struct ParameterLeaf {  // a parameter that the recorder here has met
   bool is_told;  // Python's tables have it too
 };
 
+struct TapeDraw {  // an op that has drawn from the default generator of the CPU and runs again: its states before and after
+  int entry;
+  Tensor before, after;
+};
+
 struct Tables {
   std::vector<Value> values;
   std::vector<Entry> entries;
@@ -83,6 +90,7 @@ struct Tables {
   ska::flat_hash_map<PyObject*, int> calls;  // by CallSite: calls on which was decided
   std::vector<ParameterLeaf> parameters;
   std::vector<Factory> factories;
+  std::vector<TapeDraw> drawn;  // that Python has not been told of
   bool may_save = false;
   int64_t recorded = 0;  // entries written here
 };
@@ -577,6 +585,29 @@ inline PyObject* tape_tell_parameters(Tape* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
+// An op has drawn. It has mostly begun in the state that the last one has left: then both have one tensor.
+inline void note_draw(Tables& t, int entry, Tensor before, Tensor after) {
+  if (!t.drawn.empty()) {
+    const Tensor& left = t.drawn.back().after;
+    if (left.nbytes() == before.nbytes() && std::memcmp(left.const_data_ptr(), before.const_data_ptr(), left.nbytes()) == 0)
+      before = left;
+  }
+  t.drawn.push_back(TapeDraw{entry, std::move(before), std::move(after)});
+}
+
+inline PyObject* tape_take_draws(Tape* self, PyObject*) {  // what Python has not been told of: entry, before, after
+  HANDLE_TH_ERRORS
+  std::vector<TapeDraw> drawn;
+  drawn.swap(self->tables->drawn);
+  Owned found(checked(PyList_New(0)));
+  for (const TapeDraw& one : drawn) {
+    Owned told(checked(Py_BuildValue("(iNN)", one.entry, THPVariable_Wrap(one.before), THPVariable_Wrap(one.after))));
+    if (PyList_Append(found.get(), told.get()) < 0) return nullptr;
+  }
+  return found.release();
+  END_HANDLE_TH_ERRORS
+}
+
 inline const ParameterLeaf* parameter_of(const Tables& t, int value) {
   for (const ParameterLeaf& leaf : t.parameters)
     if (leaf.value == value) return &leaf;
@@ -689,6 +720,7 @@ inline void forget_python(Tape& tape) {
 inline void release(Tape* self) {
   Tables& t = *self->tables;
   t.parameters.clear();
+  t.drawn.clear();
   forget_tensors(t);
   for (Entry& entry : t.entries)
     if (entry.op == nullptr) {

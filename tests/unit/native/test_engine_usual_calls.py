@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sac.recompute.native_recorder import NativeReplayFrame, NativeReplayRecorder
 from sac.region.module_state import ModuleState
-from tests.support.blocks import FunctionBlock, Stack, llama_stack
+from tests.support.blocks import FunctionBlock, Stack, llama_stack, with_dropout
 from tests.support.native_engine import assert_same_with_library, needs_library, with_library
 from tests.support.replay_programs import ON_EACH, POLICIES, applied, block_of, replay
 from tests.support.training import assert_same, built, train
@@ -53,11 +53,16 @@ def steps_of(model: Stack, make_input: Callable[[], Tensor], steps: int) -> None
         model(make_input()).square().sum().backward()
 
 
+def with_dropouts() -> Stack:
+    return with_dropout(llama_stack(), attention=0.1)
+
+
 @ON_EACH
 @pytest.mark.parametrize("verify", ["always", "never"])
-def test_a_usual_call_takes_the_short_ways(chosen: dict[str, Any], verify: str) -> None:
+@pytest.mark.parametrize("build", [llama_stack, with_dropouts])
+def test_a_usual_call_takes_the_short_ways(build: Callable[[], Stack], chosen: dict[str, Any], verify: str) -> None:
     with with_library():
-        model = applied(llama_stack, replay(chosen, verify))
+        model = applied(build, replay(chosen, verify))
         width = next(model.parameters()).shape[-1]
 
         def make_input() -> Tensor:
