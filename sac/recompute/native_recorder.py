@@ -46,11 +46,12 @@ from sac.torch_private import OpOverload
 # what the handles get (`_replay_at_once`). Each decides before it changes or runs anything, and else leaves all of the
 # step to the code that it is short for.
 #
-# Example. A region runs `h = up(x); h = dropout(h); down(h)`. `t`, `mm`, and of dropout `empty_like`, `div_` and `mul`
-# are recorded in C++. `bernoulli_` writes and draws: Python runs it and appends its entry to the same tape.
-# An `mm` that a rule saves asks Python whether they are computed from parameters alone; from the
-# second call of the region on, the library knows. In backward, the library runs the schedule without the GIL, and takes
-# it to let Python run `bernoulli_`.
+# Example. A region runs `h = up(x); h = dropout(h); down(h)`. `t`, `mm`, and `empty_like`, `bernoulli_`, `div_` and
+# `mul` of the dropout are recorded in C++. So are the generator's states around `bernoulli_`, of which Python is told
+# when the forward ends (`RandomOpStates.catch_up`). With a generator of the user, or on a GPU, Python would run it and
+# append its entry to the same tape. An `mm` that a rule saves asks Python whether it is computed from parameters alone;
+# from the second call of the region on, the library knows. In backward, the library runs the schedule without the GIL,
+# and takes it to put the generator where `bernoulli_` found it.
 
 _IN_CPP = (
     *("known", "has_moved", "number", "entry_count", "value_count", "append", "version", "set_version", "root_at"),
