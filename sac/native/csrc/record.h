@@ -449,17 +449,13 @@ struct Draw {
 
 // Whether the only generator that an op may draw from is the default one of the CPU.
 inline bool draws_on_cpu(const Op& op, const Stack& stack, size_t base) {
-  bool has_tensor = false;
   for (size_t i = 0; i < op.arguments.size(); i++) {
     const IValue& argument = stack[base + i];
-    if (argument.isTensor() && argument.toTensor().defined()) {
-      has_tensor = true;
-      if (!argument.toTensor().is_cpu()) return false;
-    } else if (argument.isGenerator() || argument.isDevice() || argument.isTensorList()) {
-      return false;
-    }
+    if (argument.isTensor() && argument.toTensor().defined() && !argument.toTensor().is_cpu()) return false;
+    if (argument.isDevice() && !argument.toDevice().is_cpu()) return false;
+    if (argument.isGenerator() || argument.isTensorList()) return false;
   }
-  return has_tensor;
+  return true;
 }
 
 // Number what an op has returned, unless it has returned arguments; return the tensors, unless there is just one.

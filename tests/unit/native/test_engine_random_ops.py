@@ -44,6 +44,13 @@ def fills(block: FunctionBlock, x: Tensor) -> Tensor:
     return (x @ block.a * noise).sin() @ block.b
 
 
+def makes_noise(block: FunctionBlock, x: Tensor) -> Tensor:
+    """From no tensor, or from one."""
+    noise = torch.rand(8, 8) + torch.randn(8, 8, device="cpu") + torch.randint(3, (8, 8)) + torch.randperm(8)
+    h = x @ block.a
+    return (h * noise + torch.rand_like(h) + torch.normal(0.0, 1.0, (8, 8))).sin() @ block.b
+
+
 def draws_again(block: FunctionBlock, x: Tensor) -> Tensor:
     """Into what autograd has saved a view of."""
     h = (x @ block.a).sin()
@@ -121,7 +128,7 @@ def strided(block: FunctionBlock, x: Tensor) -> Tensor:
 
 
 BODIES = (
-    *(drops, drops_in_place, fills, draws_again, has_a_generator, seeds, puts_a_state_back),
+    *(drops, drops_in_place, fills, makes_noise, draws_again, has_a_generator, seeds, puts_a_state_back),
     *(draws_at_times, draws_last, draws_what_nothing_reads, mixes_with_python, attends, halves, strided),
 )
 ON_BODIES = pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
@@ -154,7 +161,7 @@ def test_the_default_generator_may_be_passed(value: dict[str, Any]) -> None:
 
 
 @ON_ENGINES
-@pytest.mark.parametrize("body", [drops, fills, draws_what_nothing_reads], ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", [drops, fills, makes_noise, draws_what_nothing_reads], ids=lambda body: body.__name__)
 def test_draws_of_the_default_generator_need_no_python(body: Body, value: dict[str, Any]) -> None:
     with with_library():
         model = applied(block_of(body), value)
