@@ -936,6 +936,14 @@ MUTATIONS = (
         "",
     ),
     Mutation(
+        "native-module-stays",
+        9,
+        "native/csrc/forwards.h",
+        "rules for a module apply to the ops that come after it",
+        "    Py_XSETREF(mode_->sites, sites_);\n",
+        "    Py_XDECREF(sites_);\n",
+    ),
+    Mutation(
         "native-choice-unwatched",
         10,
         _CPP_WATCH,

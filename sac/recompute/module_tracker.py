@@ -11,10 +11,22 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from sac.errors import Problem, RegionError
+from sac.native.load import library
 from sac.recompute.table import DecisionTable
 from sac.torch_private import CAN_SKIP_DYNAMO, NO_TASK, TorchDispatchMode, current_graph_task_id, skip_dynamo
 
 # -- Instance-level forwards that report the running module
+
+# Note [Calls of modules in C++]
+#
+# `TrackedForward.__call__` runs once per module of a region. With the library its usual case is C++: no forward was on
+# the module before, and no `ModulePass` is active, and the mode, if there is one, derives from the library's, which has
+# its `path` and `sites`. All else is this class as it is: the library only replaces how the interpreter calls the
+# function object (its `vectorcall`), and calls the function's Python in every other case. So what is installed,
+# pickled, and traced by Dynamo is the same with the library and without it. While Dynamo looks at the frames that run,
+# they are those of Python too.
+#
+# The library gets the listeners of a thread whenever they change. It knows nothing of a thread before that.
 
 
 class ModuleListener(Protocol):
@@ -51,13 +63,15 @@ _ACTIVE = _Active()  # one per thread: backward may run on a thread of its own
 def enter(mode: ModuleListener | None, modules: ModulePass | None = None) -> Outer:
     """Make these the active listeners of this thread; return the previous ones."""
     outer = _ACTIVE.listeners
-    _ACTIVE.listeners = mode, modules
+    leave((mode, modules))
     return outer
 
 
 def leave(outer: Outer) -> None:
     """Make ``outer`` the active listeners again."""
     _ACTIVE.listeners = outer
+    if (native := library()) is not None:
+        native.listen(_CALL, *outer)
 
 
 class TrackedForward:
@@ -106,6 +120,9 @@ class TrackedForward:
             return type(self.module).forward(self.module, *args, **kwargs)
         finally:
             leave(outer)
+
+
+_CALL = TrackedForward.__call__
 
 
 # -- Base classes of dispatch modes

@@ -294,8 +294,11 @@ class Region:
             log_decisions(self.path, self.group.op_trace)
         everything = self.group.table.saves_everything
         evidence = self.evidence
-        if not everything and (
-            recorder.needs_mode or frame.ambient.module_state.were_written or needs_recorder(frame.owners)
+        is_known = signature is not None and signature in evidence.needs_no_mode  # of the same modules and options
+        if not (everything or evidence.needs_recorder) and (
+            recorder.needs_mode
+            or frame.ambient.module_state.were_written
+            or (not is_known and needs_recorder(frame.owners))
         ):
             evidence.needs_recorder = True
         if signature is not None:

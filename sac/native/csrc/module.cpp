@@ -5,6 +5,7 @@
 #include "at_start.h"
 #include "checksum.h"
 #include "fill.h"
+#include "forwards.h"
 #include "late.h"
 #include "handles.h"
 #include "interpreter.h"
@@ -229,6 +230,7 @@ PyType_Spec late_spec = {"_sac_native.LatePacking", sizeof(LatePacking), 0,
 
 PyMemberDef mode_members[] = {
     {"sites", T_OBJECT_EX, offsetof(Mode, sites), 0, nullptr},
+    {"path", T_OBJECT_EX, offsetof(Mode, path), 0, nullptr},
     {"__weaklistoffset__", T_PYSSIZET, offsetof(Mode, weakrefs), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
@@ -236,11 +238,15 @@ PyMemberDef mode_members[] = {
 int mode_traverse(Mode* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(self->sites);
+  Py_VISIT(self->path);
+  Py_VISIT(self->sites_at);
   return 0;
 }
 
 int mode_clear(Mode* self) {
   Py_CLEAR(self->sites);
+  Py_CLEAR(self->path);
+  Py_CLEAR(self->sites_at);
   return 0;
 }
 
@@ -506,6 +512,7 @@ PyObject* built_for(PyObject*, PyObject*) {
 
 PyMethodDef methods[] = {
     {"built_for", as_method(built_for), METH_NOARGS, nullptr},
+    {"listen", as_method(listen), METH_FASTCALL, nullptr},
     {"start", as_method(start), METH_FASTCALL, nullptr},
     {"stop", as_method(stop), METH_O, nullptr},
     {"load_parameters", as_method(load_parameters), METH_FASTCALL, nullptr},
@@ -559,6 +566,7 @@ PyMODINIT_FUNC PyInit__sac_native() {
     if (type == nullptr || PyModule_AddObject(made, name, type) < 0) return nullptr;
     if (spec == &sac::places_spec) sac::PlacesType = reinterpret_cast<PyTypeObject*>(type);
     if (spec == &sac::checksums_spec) sac::ChecksumsType = reinterpret_cast<PyTypeObject*>(type);
+    if (spec == &sac::mode_spec) sac::ModeType = reinterpret_cast<PyTypeObject*>(type);
     if (spec == &sac::handle_spec) sac::HandleType = reinterpret_cast<PyTypeObject*>(type);
     if (spec == &sac::progress_spec) sac::ProgressType = reinterpret_cast<PyTypeObject*>(type);
     if (spec == &sac::late_spec) sac::LatePackingType = reinterpret_cast<PyTypeObject*>(type);

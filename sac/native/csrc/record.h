@@ -9,10 +9,12 @@
 
 namespace sac {
 
-// A mode's part that is read without the GIL, by the thread on whose stack the mode is.
+// A mode's part that the library reads. The thread on whose stack the mode is reads `sites` without the GIL.
 struct Mode {
   PyObject_HEAD
-  PyObject* sites;  // the call sites of the module that runs, by id of the op
+  PyObject* sites;     // the call sites of the module that runs, by id of the op
+  PyObject* path;      // of this module
+  PyObject* sites_at;  // the call sites of each path, once the mode listens
   PyObject* weakrefs;
 };
 

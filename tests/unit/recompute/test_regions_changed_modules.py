@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import sac
+from sac.recompute import regions
 from sac.recompute import rerun as modes
+from sac.region.writes import needs_recorder
 from tests.support.blocks import FULL, Stack, policy, selective
 from tests.support.stores import MODES
 from tests.support.training import same_bits
@@ -163,3 +165,27 @@ def test_an_unchanged_block_is_learnt_although_it_counts_its_calls(monkeypatch: 
     for _ in range(6):
         model(torch.ones(2, 6)).sum().backward()
     assert 1 <= len(entered) <= 2
+
+
+def test_modules_are_asked_what_they_do_once_per_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def counting(modules: Any) -> bool:
+        asked.append(needs_recorder(modules))
+        return asked[-1]  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(regions, "needs_recorder", counting)
+    block = Block()
+    block.linear.max_norm = None
+    model = sac.apply(Stack(block), {**FULL, "engine": "replay"})
+
+    def step(rows: int) -> None:
+        model(torch.ones(rows, 6)).sum().backward()
+
+    for rows in (2, 2, 2, 3, 3, 2):
+        step(rows)
+    assert asked == [False, False]
+    block.linear.max_norm = 1.0
+    for _ in range(3):
+        step(2)
+    assert asked == [False, False, True]
