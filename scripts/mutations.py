@@ -691,8 +691,16 @@ MUTATIONS = (
         1,
         _CPP_RECORD,
         "replay draws other random numbers than forward",
-        "entry.draws = state.defined();",
+        "entry.draws = before.defined();",
         "entry.draws = false;",
+    ),
+    Mutation(
+        "native-draws-in-a-row",
+        1,
+        "native/csrc/tape.h",
+        "a random op is replayed from the state that the last one left, although the program has set another",
+        "    if (left.nbytes() == before.nbytes() && std::memcmp(left.const_data_ptr(), before.const_data_ptr(), left.nbytes()) == 0)\n",
+        "",
     ),
     Mutation(
         "native-turn-not-taken",
@@ -780,8 +788,8 @@ MUTATIONS = (
         1,
         "recompute/native_recorder.py",
         "a tape is replayed by the schedule of another one",
-        "            or not layout.matches(tape, self._places, missing)\n",
-        "",
+        "if self.modified_after_save or not layout.matches(tape, self._places, missing):",
+        "if self.modified_after_save:",
     ),
     Mutation(
         "numbers-alike",
