@@ -972,7 +972,7 @@ MUTATIONS = (
         1,
         _CPP_SURVEY,
         "what changed after the forward is not put back in recomputation",
-        "return value == self->values->all[at];",
+        "return value == self->value(place);",
         "return true;",
     ),
 )

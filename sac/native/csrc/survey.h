@@ -7,6 +7,8 @@
 
 #include "state.h"
 
+#include <c10/util/SmallVector.h>
+
 namespace sac {
 
 enum class Look : uint8_t {  // what an entry must be; in the order of `Look` in survey.py
@@ -29,20 +31,26 @@ enum class Look : uint8_t {  // what an entry must be; in the order of `Look` in
 enum class Source : uint8_t { ROOT, DICT_OF, ASKED, ITSELF, CLASS, OWNER, GIVEN };  // of a table; as in survey.py
 enum class Form : uint8_t { ENTRIES, NAMES, ITEMS, CELLS, ORDERED };        // how a table is compared; as there
 
+constexpr uint32_t NOT_KEPT = UINT32_MAX;
+
 struct Place {  // an entry of a table
-  Look look;
   Owned name, known;
-  size_t row = 0;
-  Owned code, defaults, title, file;  // of a function
-  bool has_dict = false;              // whether the dict of a function has a row too
+  Look look;
+  uint32_t row = 0, function = 0;  // the row that it leads to, and its function's parts
+  uint32_t kept = NOT_KEPT;        // its number among the values of a `Reached`
+};
+
+struct FunctionParts {
+  Owned code, defaults, title, file;
+  bool has_dict;  // whether the dict of a function has a row too
 };
 
 struct SurveyRow {  // a table
   Source source;
   Form form;
   Owned given;
-  size_t place;
-  size_t first, begin, end;  // entries before `first` are not part of the state
+  size_t from;                // the value that leads to it, among those that are kept
+  size_t first, begin, end;   // its places; entries before `first` are not part of the state
 };
 
 struct ClassGuard {  // what must not have changed in a class; null is not compared
@@ -58,18 +66,15 @@ struct SurveyContent {
   Standard standard;
   std::vector<SurveyRow> rows;
   std::vector<Place> places;
+  std::vector<FunctionParts> functions;
+  std::vector<PyObject*> known;  // of the places that are kept
   std::vector<ClassGuard> guards;
   std::vector<size_t> modules, tensors;  // rows, places
   size_t parameters = 0, buffers = 0;    // their places in the row of a module
-};
-
-struct References {  // what `Owned` is for one object; null is allowed
-  References() = default;
-  References(References&& other) noexcept : all(std::move(other.all)) {}
-  ~References() {
-    for (PyObject* one : all) Py_XDECREF(one);
-  }
-  std::vector<PyObject*> all;
+  // Of the last call that found no difference, only to be compared: the objects that led to the rows, and how many
+  // parameters there were.
+  std::vector<const PyObject*> owners;
+  size_t count = 0;
 };
 
 struct Survey {
@@ -77,11 +82,21 @@ struct Survey {
   SurveyContent* content;
 };
 
+// Of each row its table, and the value of each place that is kept: all but those that are not part of the state. A value
+// that is what the survey knows of its place is held by the survey.
 struct Reached {
-  PyObject_HEAD
+  PyObject_VAR_HEAD
   Survey* survey;
-  // Of each row its table, and of each place its value, except for those that are not part of the state.
-  References *targets, *values;
+  PyObject* items[1];
+
+  PyObject*& target(size_t row) { return items[row]; }
+  PyObject*& value(size_t kept) { return items[survey->content->rows.size() + kept]; }
+  PyObject* value(Place& place) { return value(place.kept); }
+
+  void keep(Place& place, PyObject* object) {
+    value(place.kept) = object;
+    if (object != place.known.get()) Py_XINCREF(object);
+  }
 };
 
 inline PyTypeObject* ReachedType = nullptr;
@@ -92,10 +107,10 @@ inline bool is_empty(PyObject* table) {
   return (PyDict_CheckExact(table) || PyODict_CheckExact(table)) && PyDict_Size(table) == 0;
 }
 
-inline bool has_code(PyObject* object, Place& place) {
+inline bool has_code(PyObject* object, FunctionParts& parts) {
   auto* function = reinterpret_cast<PyFunctionObject*>(object);
-  return function->func_code == place.code.get() && function->func_name == place.title.get() &&
-         function->func_defaults == place.defaults.get() && function->func_module == place.file.get();
+  return function->func_code == parts.code.get() && function->func_name == parts.title.get() &&
+         function->func_defaults == parts.defaults.get() && function->func_module == parts.file.get();
 }
 
 inline bool has_no_attributes(PyObject* function) {
@@ -103,9 +118,9 @@ inline bool has_no_attributes(PyObject* function) {
   return held == nullptr || is_empty(held);
 }
 
-inline bool is_unchanged(PyObject* object, Place& place, PyObject* plain) {
+inline bool is_unchanged(PyObject* object, FunctionParts& parts, PyObject* plain) {
   auto* function = reinterpret_cast<PyFunctionObject*>(object);
-  return has_code(object, place) &&
+  return has_code(object, parts) &&
          has_no_attributes(object) &&
          (function->func_kwdefaults == nullptr || may_hold(object, plain) == 0);
 }
@@ -128,8 +143,10 @@ inline bool is_plain_value(SurveyContent& survey, PyTypeObject* type) {
   return is_usual_class(type) && PySet_Contains(survey.plain.get(), reinterpret_cast<PyObject*>(type)) == 1;
 }
 
+using Owners = c10::SmallVector<PyObject*, 64>;
+
 // `owners`: of each row the object that has led to it. `is_same_function`: set to false if a PART is another one.
-inline bool is_expected(SurveyContent& survey, Place& place, PyObject* value, std::vector<PyObject*>& owners,
+inline bool is_expected(SurveyContent& survey, Place& place, PyObject* value, Owners& owners,
                         bool& is_same_function) {
   if (value == nullptr) return place.look == Look::MISSING;
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(value));
@@ -147,7 +164,7 @@ inline bool is_expected(SurveyContent& survey, Place& place, PyObject* value, st
     case Look::KIND:
       return type == place.known.get();
     case Look::FUNCTION:
-      return value == place.known.get() && is_unchanged(value, place, survey.plain.get());
+      return value == place.known.get() && is_unchanged(value, survey.functions[place.function], survey.plain.get());
     case Look::TENSOR:
       return type == place.known.get() && !may_have_graph(value);
     case Look::EMPTY:
@@ -163,12 +180,14 @@ inline bool is_expected(SurveyContent& survey, Place& place, PyObject* value, st
       if (type != place.known.get()) return false;
       if (owners[place.row] == nullptr) owners[place.row] = value;
       return owners[place.row] == value;
-    case Look::CLOSURE:
-      if (!PyFunction_Check(value) || !has_code(value, place)) return false;
+    case Look::CLOSURE: {
+      FunctionParts& parts = survey.functions[place.function];
+      if (!PyFunction_Check(value) || !has_code(value, parts)) return false;
       if (reinterpret_cast<PyFunctionObject*>(value)->func_kwdefaults != nullptr) return false;
-      if (!place.has_dict && !has_no_attributes(value)) return false;
+      if (!parts.has_dict && !has_no_attributes(value)) return false;
       if (owners[place.row] == nullptr) owners[place.row] = value;
       return owners[place.row] == value;
+    }
     case Look::MISSING:
       return false;
   }
@@ -254,16 +273,16 @@ inline Owned plain_dict_of(PyObject* object, bool asks) {
 }
 
 // The table of a row; null if there is none any more.
-inline Owned table_of(SurveyRow& row, PyObject* root, const References& values) {
+inline Owned table_of(SurveyRow& row, PyObject* root, Reached& reached) {
   switch (row.source) {
     case Source::ROOT:
       return plain_dict_of(root, false);
     case Source::DICT_OF:
-      return plain_dict_of(values.all[row.place], false);
+      return plain_dict_of(reached.value(row.from), false);
     case Source::ASKED:  // its class has a `__getattribute__` of its own
-      return plain_dict_of(values.all[row.place], true);
+      return plain_dict_of(reached.value(row.from), true);
     case Source::ITSELF:
-      return Owned(Py_NewRef(values.all[row.place]));
+      return Owned(Py_NewRef(reached.value(row.from)));
     case Source::CLASS:
       return dict_of_table(row.given.get());
     case Source::GIVEN:
@@ -283,19 +302,23 @@ inline Owned table_of(SurveyRow& row, PyObject* root, const References& values) 
 // Whether the function is the same, what was reached, what `ModuleTables` needs of the modules (themselves, their
 // parameters as `TablesHolder` records them, their flags, and their buffers), and the values of the TENSOR places. Null
 // after an error.
-inline PyObject* given_of(SurveyContent& survey, PyObject* root, PyObject* reached,
-                          const std::vector<PyObject*>& owners, const References& values, bool is_same_function) {
+inline PyObject* given_of(SurveyContent& survey, PyObject* root, Reached& reached, const Owners& owners,
+                          bool is_same_function) {
   const auto count = static_cast<Py_ssize_t>(survey.modules.size());
   Owned modules(PyTuple_New(count)), training(PyList_New(count)), buffers(PyList_New(0));
   Owned tensors(PyList_New(static_cast<Py_ssize_t>(survey.tensors.size())));
   if (!modules || !training || !buffers || !tensors) return nullptr;
   FoundTables parameters(0);
+  parameters.tables.reserve(survey.modules.size());
+  parameters.sizes.reserve(survey.modules.size());
+  parameters.entries.reserve(survey.count);
   for (Py_ssize_t i = 0; i < count; ++i) {
     SurveyRow& row = survey.rows[survey.modules[i]];
+    Place* place = &survey.places[row.begin];
     PyObject* module = row.source == Source::ROOT ? root : owners[survey.modules[i]];
     PyTuple_SET_ITEM(modules.get(), i, Py_NewRef(module));
-    PyList_SET_ITEM(training.get(), i, Py_NewRef(values.all[row.begin]));
-    PyObject *held = values.all[row.begin + survey.parameters], *bound = values.all[row.begin + survey.buffers];
+    PyList_SET_ITEM(training.get(), i, Py_NewRef(reached.value(*place)));
+    PyObject *held = reached.value(place[survey.parameters]), *bound = reached.value(place[survey.buffers]);
     if (PyDict_Size(held) != 0) parameters.add(held);
     if (PyDict_Size(bound) != 0) {
       Owned copy(PyDict_Copy(bound)), pair(copy ? PyTuple_Pack(2, module, copy.get()) : nullptr);
@@ -303,10 +326,25 @@ inline PyObject* given_of(SurveyContent& survey, PyObject* root, PyObject* reach
     }
   }
   for (size_t i = 0; i < survey.tensors.size(); ++i)
-    PyList_SET_ITEM(tensors.get(), static_cast<Py_ssize_t>(i), Py_NewRef(values.all[survey.tensors[i]]));
+    PyList_SET_ITEM(tensors.get(), static_cast<Py_ssize_t>(i),
+                    Py_NewRef(reached.value(survey.places[survey.tensors[i]])));
+  survey.count = parameters.entries.size();
   Owned held(parameters.given());
   if (!held) return nullptr;
-  return PyTuple_Pack(7, is_same_function ? Py_True : Py_False, reached, modules.get(), held.get(), training.get(), buffers.get(), tensors.get());
+  return PyTuple_Pack(7, is_same_function ? Py_True : Py_False, reinterpret_cast<PyObject*>(&reached), modules.get(),
+                      held.get(), training.get(), buffers.get(), tensors.get());
+}
+
+// Whether no object has led to two rows. What was so in an earlier call is so if the objects have the same addresses.
+inline bool are_distinct(SurveyContent& survey, const Owners& owners) {
+  if (std::equal(owners.begin(), owners.end(), survey.owners.begin(), survey.owners.end())) return true;
+  Owners distinct;
+  for (PyObject* owner : owners)
+    if (owner != nullptr) distinct.push_back(owner);
+  std::sort(distinct.begin(), distinct.end());
+  if (std::adjacent_find(distinct.begin(), distinct.end()) != distinct.end()) return false;
+  survey.owners.assign(owners.begin(), owners.end());
+  return true;
 }
 
 // `Survey.take`: the root. Returns None if something is not as it was; else see `given_of`.
@@ -314,38 +352,28 @@ inline PyObject* survey_take(Survey* self, PyObject* root) {
   HANDLE_TH_ERRORS
   SurveyContent& survey = *self->content;
   if (reinterpret_cast<PyObject*>(Py_TYPE(root)) != survey.root_type.get()) Py_RETURN_NONE;
+  Owned made(ReachedType->tp_alloc(ReachedType, static_cast<Py_ssize_t>(survey.rows.size() + survey.known.size())));
+  if (!made) return nullptr;
+  auto& reached = *reinterpret_cast<Reached*>(made.get());
+  reached.survey = reinterpret_cast<Survey*>(Py_NewRef(reinterpret_cast<PyObject*>(self)));
   for (ClassGuard& guard : survey.guards)
     if (!is_as_known(survey, guard)) return left_to_python();
-  References targets, values;
-  targets.all.reserve(survey.rows.size());
-  values.all.reserve(survey.places.size());
-  std::vector<PyObject*> owners(survey.rows.size(), nullptr);
+  Owners owners(survey.rows.size(), nullptr);
   owners[0] = root;
   bool is_same_function = true;
-  for (SurveyRow& row : survey.rows) {
-    Owned table = table_of(row, root, values);
-    if (!table) return left_to_python();
+  for (size_t i = 0; i < survey.rows.size(); ++i) {
+    SurveyRow& row = survey.rows[i];
+    PyObject* table = reached.target(i) = table_of(row, root, reached).release();
+    if (table == nullptr) return left_to_python();
     const bool is_same = visit_entries(survey, row, table, [&](size_t at, PyObject* value) {
       Place& place = survey.places[at];
-      const bool is_needed = at - row.begin >= row.first || place.look != Look::ANY;
-      values.all.push_back(is_needed ? Py_XNewRef(value) : nullptr);
+      if (place.kept != NOT_KEPT) reached.keep(place, value);
       return is_expected(survey, place, value, owners, is_same_function);
     });
     if (!is_same) return left_to_python();
-    targets.all.push_back(table.release());
   }
-  std::vector<PyObject*> distinct;
-  for (PyObject* owner : owners)
-    if (owner != nullptr) distinct.push_back(owner);
-  std::sort(distinct.begin(), distinct.end());
-  if (std::adjacent_find(distinct.begin(), distinct.end()) != distinct.end()) Py_RETURN_NONE;
-  Owned made(ReachedType->tp_alloc(ReachedType, 0));
-  if (!made) return nullptr;
-  auto* reached = reinterpret_cast<Reached*>(made.get());
-  reached->survey = reinterpret_cast<Survey*>(Py_NewRef(reinterpret_cast<PyObject*>(self)));
-  reached->targets = new References(std::move(targets));
-  reached->values = new References(std::move(values));
-  return given_of(survey, root, made, owners, *reached->values, is_same_function);
+  if (!are_distinct(survey, owners)) Py_RETURN_NONE;
+  return given_of(survey, root, reached, owners, is_same_function);
   END_HANDLE_TH_ERRORS
 }
 
@@ -355,9 +383,10 @@ inline PyObject* reached_holds(Reached* self, PyObject*) {
   SurveyContent& survey = *self->survey->content;
   for (size_t i = 0; i < survey.rows.size(); ++i) {
     SurveyRow& row = survey.rows[i];
-    const bool is_same = visit_entries(survey, row, self->targets->all[i], [&](size_t at, PyObject* value) {
-      if (at - row.begin >= row.first) return value == self->values->all[at];
-      return survey.places[at].look != Look::EMPTY || is_empty(value);
+    const bool is_same = visit_entries(survey, row, self->target(i), [&](size_t at, PyObject* value) {
+      Place& place = survey.places[at];
+      if (at - row.begin >= row.first) return value == self->value(place);
+      return place.look != Look::EMPTY || is_empty(value);
     });
     if (!is_same) {
       PyErr_Clear();
@@ -379,12 +408,12 @@ inline PyObject* reached_table(Reached* self, PyObject* number) {
   Owned names(PyList_New(0)), values(PyList_New(0));
   if (!names || !values) return nullptr;
   for (size_t i = row.begin + row.first; i < row.end; ++i) {
-    PyObject *name = survey.places[i].name.get(), *value = self->values->all[i];
+    PyObject *name = survey.places[i].name.get(), *value = self->value(survey.places[i]);
     if (value == nullptr) continue;
     if (PyList_Append(names.get(), name != nullptr ? name : Py_None) < 0 || PyList_Append(values.get(), value) < 0)
       return nullptr;
   }
-  PyObject* table = row.source == Source::CLASS ? row.given.get() : self->targets->all[at];
+  PyObject* table = row.source == Source::CLASS ? row.given.get() : self->target(at);
   return PyTuple_Pack(3, table, names.get(), values.get());
   END_HANDLE_TH_ERRORS
 }
@@ -407,30 +436,34 @@ inline bool add_row(SurveyContent& survey, PyObject* given) {
     return false;
   }
   const size_t begin = survey.places.size();
-  survey.rows.push_back(SurveyRow{static_cast<Source>(source), static_cast<Form>(form), owned(what),
-                                  static_cast<size_t>(place), static_cast<size_t>(first), begin,
-                                  begin + static_cast<size_t>(length)});
+  const size_t from = static_cast<size_t>(place) < begin ? survey.places[place].kept : 0;
+  survey.rows.push_back(SurveyRow{static_cast<Source>(source), static_cast<Form>(form), owned(what), from,
+                                  static_cast<size_t>(first), begin, begin + static_cast<size_t>(length)});
   for (Py_ssize_t i = 0; i < length; ++i) {
-    Place one{static_cast<Look>(PyBytes_AS_STRING(looks)[i])};
+    Place one{Owned(), Owned(), static_cast<Look>(PyBytes_AS_STRING(looks)[i])};
     PyObject* object = PyTuple_GET_ITEM(known, i);
     if (names != Py_None) one.name = Owned(Py_NewRef(PyTuple_GET_ITEM(names, i)));
     if (one.look == Look::LEADS || one.look == Look::CLOSURE) {
       if (one.look == Look::LEADS) one.known = Owned(Py_NewRef(PyTuple_GetItem(object, 0)));
-      one.row = PyLong_AsSize_t(PyTuple_GetItem(object, 1));
-      one.has_dict = one.look == Look::CLOSURE && PyTuple_GetItem(object, 2) == Py_True;
+      one.row = static_cast<uint32_t>(PyLong_AsSize_t(PyTuple_GetItem(object, 1)));
     } else {
       one.known = Owned(Py_NewRef(object));
     }
     if (one.look == Look::FUNCTION || one.look == Look::CLOSURE) {
       auto* function =
           reinterpret_cast<PyFunctionObject*>(one.look == Look::FUNCTION ? object : PyTuple_GetItem(object, 0));
-      one.code = Owned(Py_NewRef(function->func_code));
-      one.defaults = Owned(Py_XNewRef(function->func_defaults));
-      one.title = Owned(Py_NewRef(function->func_name));
-      one.file = Owned(Py_XNewRef(function->func_module));
+      one.function = static_cast<uint32_t>(survey.functions.size());
+      survey.functions.push_back(FunctionParts{
+          Owned(Py_NewRef(function->func_code)), Owned(Py_XNewRef(function->func_defaults)),
+          Owned(Py_NewRef(function->func_name)), Owned(Py_XNewRef(function->func_module)),
+          one.look == Look::CLOSURE && PyTuple_GetItem(object, 2) == Py_True});
     }
     if (one.look == Look::PARAMETERS) survey.parameters = static_cast<size_t>(i);
     if (one.look == Look::BUFFERS) survey.buffers = static_cast<size_t>(i);
+    if (i >= first || (one.look != Look::ANY && one.look != Look::EMPTY)) {
+      one.kept = static_cast<uint32_t>(survey.known.size());
+      survey.known.push_back(one.known.get());
+    }
     survey.places.push_back(std::move(one));
   }
   return !PyErr_Occurred();
@@ -482,10 +515,8 @@ inline int survey_traverse(Survey* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   if (self->content == nullptr) return 0;
   for (SurveyRow& row : self->content->rows) Py_VISIT(row.given.get());
-  for (Place& place : self->content->places) {
-    Py_VISIT(place.known.get());
-    Py_VISIT(place.defaults.get());
-  }
+  for (Place& place : self->content->places) Py_VISIT(place.known.get());
+  for (FunctionParts& parts : self->content->functions) Py_VISIT(parts.defaults.get());
   for (ClassGuard& guard : self->content->guards) {
     Py_VISIT(guard.cls.get());
     Py_VISIT(guard.mro.get());
@@ -508,20 +539,32 @@ inline void survey_dealloc(Survey* self) {
   Py_DECREF(type);
 }
 
+template <typename Visit>
+int visit_owned(Reached* self, Visit visit) {
+  if (self->survey == nullptr) return 0;
+  const auto& known = self->survey->content->known;
+  const size_t rows = self->survey->content->rows.size();
+  for (size_t i = 0; i < rows; ++i)
+    if (const int result = self->target(i) != nullptr ? visit(self->target(i)) : 0; result != 0) return result;
+  for (size_t i = 0; i < known.size(); ++i)
+    if (PyObject* value = self->value(i); value != nullptr && value != known[i])
+      if (const int result = visit(value); result != 0) return result;
+  return 0;
+}
+
 inline int reached_traverse(Reached* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(self->survey);
-  for (auto* held : {self->targets, self->values})
-    if (held != nullptr)
-      for (PyObject* one : held->all) Py_VISIT(one);
-  return 0;
+  return visit_owned(self, [=](PyObject* one) { return visit(one, arg); });
 }
 
 inline void reached_dealloc(Reached* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
-  delete self->targets;
-  delete self->values;
+  visit_owned(self, [](PyObject* one) {
+    Py_DECREF(one);
+    return 0;
+  });
   Py_CLEAR(self->survey);
   type->tp_free(self);
   Py_DECREF(type);
