@@ -367,7 +367,7 @@ PyType_Slot reached_slots[] = {
     {Py_tp_methods, reached_methods},
     {0, nullptr},
 };
-PyType_Spec reached_spec = {"_sac_native.Reached", offsetof(Reached, items), sizeof(PyObject*),
+PyType_Spec reached_spec = {"_sac_native.Reached", offsetof(Reached, items), sizeof(Reached::Item),
                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                             reached_slots};
 
@@ -529,6 +529,7 @@ PyMethodDef methods[] = {
     {"storages_of", as_method(storages_of), METH_O, nullptr},
     {"copy_of_storage", as_method(copy_of_storage), METH_O, nullptr},
     {"other_bytes", as_method(other_bytes), METH_FASTCALL, nullptr},
+    {"survey_versions", as_method(survey_versions), METH_O, nullptr},
     {"is_as_copied", as_method(is_as_copied), METH_FASTCALL, nullptr},
     {"modules_are_as", as_method(modules_are_as), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},

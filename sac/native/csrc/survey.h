@@ -45,17 +45,26 @@ struct FunctionParts {
   bool has_dict;  // whether the dict of a function has a row too
 };
 
+struct Range {
+  size_t begin = 0, end = 0;
+};
+
 struct SurveyRow {  // a table
   Source source;
   Form form;
   Owned given;
-  size_t from;                // the value that leads to it, among those that are kept
-  size_t first, begin, end;   // its places; entries before `first` are not part of the state
+  size_t from;               // the value that leads to it, among those that are kept
+  size_t first, begin, end;  // its places; entries before `first` are not part of the state
+  Range kept, again, empty;  // its parts of what the survey has of all rows
+  // Of the last comparison entry by entry: the version of the table (0: none), and whether a PART was another one.
+  uint64_t version = 0;
+  bool has_other_part = false;
 };
 
 struct ClassGuard {  // what must not have changed in a class; null is not compared
   Owned cls, mro, forward, dict, access, globals, found;
   bool is_module;
+  unsigned int version = 0;  // of the class when this was last found; 0: none
 };
 
 struct SurveyContent {
@@ -68,6 +77,7 @@ struct SurveyContent {
   std::vector<Place> places;
   std::vector<FunctionParts> functions;
   std::vector<PyObject*> known;  // of the places that are kept
+  std::vector<uint32_t> again;   // the places to be looked at even if the table has not changed
   std::vector<ClassGuard> guards;
   std::vector<size_t> modules, tensors;  // rows, places
   size_t parameters = 0, buffers = 0;    // their places in the row of a module
@@ -75,6 +85,9 @@ struct SurveyContent {
   // parameters there were.
   std::vector<const PyObject*> owners;
   size_t count = 0;
+  // Not held, and only valid while the table of their row has the row's version: the values that are kept, and those of
+  // the EMPTY places.
+  std::vector<PyObject*> values, empty;
 };
 
 struct Survey {
@@ -87,10 +100,15 @@ struct Survey {
 struct Reached {
   PyObject_VAR_HEAD
   Survey* survey;
-  PyObject* items[1];
+  union Item {
+    PyObject* object;
+    uint64_t version;
+  } items[1];
 
-  PyObject*& target(size_t row) { return items[row]; }
-  PyObject*& value(size_t kept) { return items[survey->content->rows.size() + kept]; }
+  static size_t count(const SurveyContent& survey) { return 2 * survey.rows.size() + survey.known.size(); }
+  PyObject*& target(size_t row) { return items[row].object; }
+  uint64_t& version(size_t row) { return items[survey->content->rows.size() + row].version; }  // of its table; 0: none
+  PyObject*& value(size_t kept) { return items[2 * survey->content->rows.size() + kept].object; }
   PyObject* value(Place& place) { return value(place.kept); }
 
   void keep(Place& place, PyObject* object) {
@@ -100,6 +118,35 @@ struct Reached {
 };
 
 inline PyTypeObject* ReachedType = nullptr;
+
+// -- Versions of tables and classes
+
+#if PY_VERSION_HEX < 0x030C0000  // later ones have none, or share it with those who watch the dict
+constexpr bool HAS_VERSIONS = true;
+inline uint64_t version_of_dict(PyObject* dict) { return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag; }
+inline unsigned int version_of_class(PyTypeObject* type) {
+  return PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG) ? type->tp_version_tag : 0;
+}
+#else
+constexpr bool HAS_VERSIONS = false;
+inline uint64_t version_of_dict(PyObject*) { return 0; }
+inline unsigned int version_of_class(PyTypeObject*) { return 0; }
+#endif
+
+inline bool uses_versions = HAS_VERSIONS;  // tests also run without
+
+// `survey_versions`: whether surveys use versions, where Python has them. Returns whether they did.
+inline PyObject* survey_versions(PyObject*, PyObject* wanted) {
+  const bool before = uses_versions;
+  uses_versions = HAS_VERSIONS && wanted == Py_True;
+  return PyBool_FromLong(before);
+}
+
+// Of a table whose entries are all that it has, in this order; 0 for all others.
+inline uint64_t version_of(const SurveyRow& row, PyObject* table) {
+  if (!uses_versions || !(row.form == Form::ENTRIES || row.form == Form::NAMES) || !PyDict_Check(table)) return 0;
+  return version_of_dict(table);
+}
 
 // -- One pass over all tables
 
@@ -242,18 +289,25 @@ bool visit_entries(SurveyContent& survey, SurveyRow& row, PyObject* table, Visit
   return true;
 }
 
+inline bool has_found(ClassGuard& guard) {
+  if (guard.globals.get() == nullptr) return true;
+  Owned found(PyObject_GetAttr(guard.globals.get(), words().found));
+  return found.get() == guard.found.get();
+}
+
 inline bool is_as_known(SurveyContent& survey, ClassGuard& guard) {
   auto* type = reinterpret_cast<PyTypeObject*>(guard.cls.get());
   const Words& w = words();
   if (type->tp_mro != guard.mro.get()) return false;
+  const unsigned int version = uses_versions ? version_of_class(type) : 0;
+  if (version != 0 && version == guard.version) return (!guard.is_module || is_usual_class(type)) && has_found(guard);
   if (guard.dict.get() != nullptr && (_PyType_Lookup(type, w.dict) != guard.dict.get() ||
                                         _PyType_Lookup(type, w.access) != guard.access.get()))
     return false;
   if (guard.is_module && !has_usual_access(type, survey.standard)) return false;
   if (guard.forward.get() != nullptr && _PyType_Lookup(type, w.forward) != guard.forward.get()) return false;
-  if (guard.globals.get() == nullptr) return true;
-  Owned found(PyObject_GetAttr(guard.globals.get(), w.found));
-  return found.get() == guard.found.get();
+  guard.version = version_of_class(type);
+  return has_found(guard);
 }
 
 inline Owned referent_of(PyObject* reference) {
@@ -295,6 +349,62 @@ inline Owned table_of(SurveyRow& row, PyObject* root, Reached& reached) {
     }
   }
   return Owned();
+}
+
+struct Pass {
+  SurveyContent& survey;
+  Reached& reached;
+  Owners owners;
+  bool is_same_function = true;
+};
+
+// Compare a table entry by entry. If Python has a version of it, a later pass can take it for the same.
+inline bool compare_entries(Pass& pass, size_t number, PyObject* table) {
+  SurveyContent& survey = pass.survey;
+  SurveyRow& row = survey.rows[number];
+  const uint64_t version = version_of(row, table);
+  bool is_same = true;  // the function
+  const bool holds = visit_entries(survey, row, table, [&](size_t at, PyObject* value) {
+    Place& place = survey.places[at];
+    if (place.kept != NOT_KEPT) pass.reached.keep(place, value);
+    return is_expected(survey, place, value, pass.owners, is_same);
+  });
+  if (!is_same) pass.is_same_function = false;
+  if (!holds || version == 0 || version_of(row, table) != version) return holds;
+  pass.reached.version(number) = version;
+  row.version = version;
+  row.has_other_part = !is_same;
+  for (size_t i = row.kept.begin; i < row.kept.end; ++i) survey.values[i] = pass.reached.value(i);
+  if (row.empty.begin == row.empty.end) return true;
+  size_t next = row.empty.begin;
+  return visit_entries(survey, row, table, [&](size_t at, PyObject* value) {
+    if (survey.places[at].look == Look::EMPTY) survey.empty[next++] = value;
+    return true;
+  });
+}
+
+inline bool are_empty(SurveyContent& survey, SurveyRow& row) {
+  const auto at = survey.empty.begin();
+  return std::all_of(at + row.empty.begin, at + row.empty.end, is_empty);
+}
+
+// The same for a table that still has the version of its row: names and values are what they were.
+inline bool compare_again(Pass& pass, size_t number) {
+  SurveyContent& survey = pass.survey;
+  SurveyRow& row = survey.rows[number];
+  pass.reached.version(number) = row.version;
+  if (row.has_other_part) pass.is_same_function = false;
+  for (size_t i = row.kept.begin; i < row.kept.end; ++i) {
+    PyObject* value = survey.values[i];
+    pass.reached.value(i) = value;
+    if (value != survey.known[i]) Py_XINCREF(value);
+  }
+  if (!are_empty(survey, row)) return false;
+  for (size_t i = row.again.begin; i < row.again.end; ++i) {
+    Place& place = survey.places[survey.again[i]];
+    if (!is_expected(survey, place, pass.reached.value(place), pass.owners, pass.is_same_function)) return false;
+  }
+  return true;
 }
 
 // -- What a pass has found
@@ -352,28 +462,24 @@ inline PyObject* survey_take(Survey* self, PyObject* root) {
   HANDLE_TH_ERRORS
   SurveyContent& survey = *self->content;
   if (reinterpret_cast<PyObject*>(Py_TYPE(root)) != survey.root_type.get()) Py_RETURN_NONE;
-  Owned made(ReachedType->tp_alloc(ReachedType, static_cast<Py_ssize_t>(survey.rows.size() + survey.known.size())));
+  Owned made(ReachedType->tp_alloc(ReachedType, static_cast<Py_ssize_t>(Reached::count(survey))));
   if (!made) return nullptr;
   auto& reached = *reinterpret_cast<Reached*>(made.get());
   reached.survey = reinterpret_cast<Survey*>(Py_NewRef(reinterpret_cast<PyObject*>(self)));
   for (ClassGuard& guard : survey.guards)
     if (!is_as_known(survey, guard)) return left_to_python();
-  Owners owners(survey.rows.size(), nullptr);
-  owners[0] = root;
-  bool is_same_function = true;
+  Pass pass{survey, reached, Owners(survey.rows.size(), nullptr)};
+  pass.owners[0] = root;
   for (size_t i = 0; i < survey.rows.size(); ++i) {
     SurveyRow& row = survey.rows[i];
     PyObject* table = reached.target(i) = table_of(row, root, reached).release();
     if (table == nullptr) return left_to_python();
-    const bool is_same = visit_entries(survey, row, table, [&](size_t at, PyObject* value) {
-      Place& place = survey.places[at];
-      if (place.kept != NOT_KEPT) reached.keep(place, value);
-      return is_expected(survey, place, value, owners, is_same_function);
-    });
-    if (!is_same) return left_to_python();
+    const uint64_t version = version_of(row, table);
+    const bool is_as_then = version != 0 && version == row.version;
+    if (!(is_as_then ? compare_again(pass, i) : compare_entries(pass, i, table))) return left_to_python();
   }
-  if (!are_distinct(survey, owners)) Py_RETURN_NONE;
-  return given_of(survey, root, reached, owners, is_same_function);
+  if (!are_distinct(survey, pass.owners)) Py_RETURN_NONE;
+  return given_of(survey, root, reached, pass.owners, pass.is_same_function);
   END_HANDLE_TH_ERRORS
 }
 
@@ -383,7 +489,13 @@ inline PyObject* reached_holds(Reached* self, PyObject*) {
   SurveyContent& survey = *self->survey->content;
   for (size_t i = 0; i < survey.rows.size(); ++i) {
     SurveyRow& row = survey.rows[i];
-    const bool is_same = visit_entries(survey, row, self->target(i), [&](size_t at, PyObject* value) {
+    PyObject* table = self->target(i);
+    const uint64_t version = version_of(row, table);
+    if (version != 0 && version == self->version(i)) {  // no value was exchanged
+      if (row.empty.begin == row.empty.end) continue;
+      if (version == row.version && are_empty(survey, row)) continue;
+    }
+    const bool is_same = visit_entries(survey, row, table, [&](size_t at, PyObject* value) {
       Place& place = survey.places[at];
       if (at - row.begin >= row.first) return value == self->value(place);
       return place.look != Look::EMPTY || is_empty(value);
@@ -422,6 +534,21 @@ inline PyObject* reached_table(Reached* self, PyObject* number) {
 
 inline Owned owned(PyObject* object) { return Owned(object == Py_None ? nullptr : Py_NewRef(object)); }
 
+// Whether an entry of this look may differ although it is the same object. EMPTY ones are looked at on their own.
+inline bool depends_on_more(Look look) {
+  switch (look) {
+    case Look::KIND:  // it may have got another class
+    case Look::FUNCTION:
+    case Look::TENSOR:
+    case Look::INSTALLED:
+    case Look::LEADS:
+    case Look::CLOSURE:
+      return true;
+    default:
+      return false;
+  }
+}
+
 // A row: source, what it is given or None, place, form, first, names or None, looks (bytes), known (a tuple).
 inline bool add_row(SurveyContent& survey, PyObject* given) {
   int source = 0, form = 0;
@@ -439,6 +566,10 @@ inline bool add_row(SurveyContent& survey, PyObject* given) {
   const size_t from = static_cast<size_t>(place) < begin ? survey.places[place].kept : 0;
   survey.rows.push_back(SurveyRow{static_cast<Source>(source), static_cast<Form>(form), owned(what), from,
                                   static_cast<size_t>(first), begin, begin + static_cast<size_t>(length)});
+  SurveyRow& row = survey.rows.back();
+  row.kept.begin = survey.known.size();
+  row.again.begin = survey.again.size();
+  row.empty.begin = survey.empty.size();
   for (Py_ssize_t i = 0; i < length; ++i) {
     Place one{Owned(), Owned(), static_cast<Look>(PyBytes_AS_STRING(looks)[i])};
     PyObject* object = PyTuple_GET_ITEM(known, i);
@@ -464,8 +595,14 @@ inline bool add_row(SurveyContent& survey, PyObject* given) {
       one.kept = static_cast<uint32_t>(survey.known.size());
       survey.known.push_back(one.known.get());
     }
+    if (one.look == Look::EMPTY) survey.empty.push_back(nullptr);
+    if (depends_on_more(one.look)) survey.again.push_back(static_cast<uint32_t>(survey.places.size()));
     survey.places.push_back(std::move(one));
   }
+  row.kept.end = survey.known.size();
+  row.again.end = survey.again.size();
+  row.empty.end = survey.empty.size();
+  survey.values.resize(survey.known.size());
   return !PyErr_Occurred();
 }
 
