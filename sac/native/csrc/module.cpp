@@ -367,7 +367,7 @@ PyType_Slot reached_slots[] = {
     {Py_tp_methods, reached_methods},
     {0, nullptr},
 };
-PyType_Spec reached_spec = {"_sac_native.Reached", offsetof(Reached, items), sizeof(Reached::Item),
+PyType_Spec reached_spec = {"_sac_native.Reached", sizeof(Reached), 0,
                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                             reached_slots};
 

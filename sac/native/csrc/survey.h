@@ -67,9 +67,25 @@ struct ClassGuard {  // what must not have changed in a class; null is not compa
   unsigned int version = 0;  // of the class when this was last found; 0: none
 };
 
+// The parameters of all modules, as they were last found one by one.
+struct FoundParameters {
+  std::vector<uint64_t> versions;  // of the table of each module; 0: none
+  std::vector<PyObject*> values;   // not held, and only valid while the tables have these versions
+  Owned lengths, counts, names;    // of the tables that are not empty, as in `FoundTables::given`; they never change
+};
+
+constexpr size_t MOST_SPARE = 8;  // more calls of one region rarely wait for their backward
+
+union Item {  // of what a `Reached` keeps
+  PyObject* object;
+  uint64_t version;
+};
+
 struct SurveyContent {
   SurveyContent(PyObject* names, PyObject* plain)
-      : names(Py_NewRef(names)), plain(Py_NewRef(plain)), standard(names) {}
+      : names(Py_NewRef(names)), plain(Py_NewRef(plain)), standard(names) {
+    spare.reserve(MOST_SPARE);
+  }
 
   Owned names, plain, root_type;
   Standard standard;
@@ -81,13 +97,15 @@ struct SurveyContent {
   std::vector<ClassGuard> guards;
   std::vector<size_t> modules, tensors;  // rows, places
   size_t parameters = 0, buffers = 0;    // their places in the row of a module
-  // Of the last call that found no difference, only to be compared: the objects that led to the rows, and how many
-  // parameters there were.
+  FoundParameters found;
+  // Of the last call that found no difference, only to be compared: the objects that led to the rows.
   std::vector<const PyObject*> owners;
-  size_t count = 0;
   // Not held, and only valid while the table of their row has the row's version: the values that are kept, and those of
   // the EMPTY places.
   std::vector<PyObject*> values, empty;
+  std::vector<std::unique_ptr<Item[]>> spare;  // see `Reached`
+
+  size_t items() const { return 2 * rows.size() + known.size(); }
 };
 
 struct Survey {
@@ -96,16 +114,13 @@ struct Survey {
 };
 
 // Of each row its table, and the value of each place that is kept: all but those that are not part of the state. A value
-// that is what the survey knows of its place is held by the survey.
+// that is what the survey knows of its place is held by the survey. Their memory is used again: a block of more than a
+// thousand bytes makes malloc tidy up first, which takes longer than the rest of a pass.
 struct Reached {
-  PyObject_VAR_HEAD
+  PyObject_HEAD
   Survey* survey;
-  union Item {
-    PyObject* object;
-    uint64_t version;
-  } items[1];
+  Item* items;
 
-  static size_t count(const SurveyContent& survey) { return 2 * survey.rows.size() + survey.known.size(); }
   PyObject*& target(size_t row) { return items[row].object; }
   uint64_t& version(size_t row) { return items[survey->content->rows.size() + row].version; }  // of its table; 0: none
   PyObject*& value(size_t kept) { return items[2 * survey->content->rows.size() + kept].object; }
@@ -409,6 +424,67 @@ inline bool compare_again(Pass& pass, size_t number) {
 
 // -- What a pass has found
 
+inline PyObject* module_at(SurveyContent& survey, size_t number, PyObject* root, const Owners& owners) {
+  const size_t row = survey.modules[number];
+  return survey.rows[row].source == Source::ROOT ? root : owners[row];
+}
+
+// An entry of nn.Module itself.
+inline PyObject* standard_at(SurveyContent& survey, size_t number, size_t place, Reached& reached) {
+  return reached.value(survey.places[survey.rows[survey.modules[number]].begin + place]);
+}
+
+// The parameters of the modules as `TablesHolder` records them; null after an error.
+inline Owned parameters_one_by_one(SurveyContent& survey, Reached& reached) {
+  FoundTables tables(0);
+  tables.entries.reserve(survey.found.values.size());
+  FoundParameters found;
+  for (size_t i = 0; i < survey.modules.size(); ++i) {
+    PyObject* held = standard_at(survey, i, survey.parameters, reached);
+    found.versions.push_back(version_of_dict(held));
+    if (PyDict_Size(held) != 0) tables.add(held);
+  }
+  for (Named& one : tables.entries) found.values.push_back(one.value.get());
+  Owned given(tables.given());
+  if (!given) return given;
+  found.lengths = Owned(Py_NewRef(PyTuple_GET_ITEM(given.get(), 1)));
+  found.counts = Owned(Py_NewRef(PyTuple_GET_ITEM(given.get(), 2)));
+  found.names = Owned(Py_NewRef(PyTuple_GET_ITEM(given.get(), 3)));
+  std::swap(survey.found, found);  // what was there is freed when this is whole
+  return given;
+}
+
+inline bool have_same_parameters(SurveyContent& survey, Reached& reached) {
+  const auto& versions = survey.found.versions;
+  if (!uses_versions || versions.size() != survey.modules.size()) return false;
+  for (size_t i = 0; i < versions.size(); ++i) {
+    const uint64_t version = version_of_dict(standard_at(survey, i, survey.parameters, reached));
+    if (version == 0 || version != versions[i]) return false;
+  }
+  return true;
+}
+
+// The same, if no table has changed.
+inline Owned parameters_of(SurveyContent& survey, Reached& reached) {
+  FoundParameters& found = survey.found;
+  if (!have_same_parameters(survey, reached)) return parameters_one_by_one(survey, reached);
+  Owned lengths(Py_NewRef(found.lengths.get())), counts(Py_NewRef(found.counts.get())),
+      names(Py_NewRef(found.names.get())), tables(PyList_New(PyList_GET_SIZE(lengths.get()))),
+      values(PyList_New(PyList_GET_SIZE(names.get())));
+  if (!tables || !values) return Owned();
+  // To make a list may have run Python, in a finalizer.
+  if (found.names.get() != names.get() || !have_same_parameters(survey, reached))
+    return parameters_one_by_one(survey, reached);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values.get()); ++i)
+    PyList_SET_ITEM(values.get(), i, Py_NewRef(found.values[static_cast<size_t>(i)]));
+  Py_ssize_t next = 0;
+  for (size_t i = 0; i < survey.modules.size(); ++i) {
+    PyObject* held = standard_at(survey, i, survey.parameters, reached);
+    if (PyDict_Size(held) != 0) PyList_SET_ITEM(tables.get(), next++, Py_NewRef(held));
+  }
+  return Owned(PyTuple_Pack(5, tables.get(), lengths.get(), counts.get(), names.get(), values.get()));
+}
+
 // Whether the function is the same, what was reached, what `ModuleTables` needs of the modules (themselves, their
 // parameters as `TablesHolder` records them, their flags, and their buffers), and the values of the TENSOR places. Null
 // after an error.
@@ -418,18 +494,12 @@ inline PyObject* given_of(SurveyContent& survey, PyObject* root, Reached& reache
   Owned modules(PyTuple_New(count)), training(PyList_New(count)), buffers(PyList_New(0));
   Owned tensors(PyList_New(static_cast<Py_ssize_t>(survey.tensors.size())));
   if (!modules || !training || !buffers || !tensors) return nullptr;
-  FoundTables parameters(0);
-  parameters.tables.reserve(survey.modules.size());
-  parameters.sizes.reserve(survey.modules.size());
-  parameters.entries.reserve(survey.count);
   for (Py_ssize_t i = 0; i < count; ++i) {
-    SurveyRow& row = survey.rows[survey.modules[i]];
-    Place* place = &survey.places[row.begin];
-    PyObject* module = row.source == Source::ROOT ? root : owners[survey.modules[i]];
+    const auto number = static_cast<size_t>(i);
+    PyObject* module = module_at(survey, number, root, owners);
     PyTuple_SET_ITEM(modules.get(), i, Py_NewRef(module));
-    PyList_SET_ITEM(training.get(), i, Py_NewRef(reached.value(*place)));
-    PyObject *held = reached.value(place[survey.parameters]), *bound = reached.value(place[survey.buffers]);
-    if (PyDict_Size(held) != 0) parameters.add(held);
+    PyList_SET_ITEM(training.get(), i, Py_NewRef(standard_at(survey, number, 0, reached)));
+    PyObject* bound = standard_at(survey, number, survey.buffers, reached);
     if (PyDict_Size(bound) != 0) {
       Owned copy(PyDict_Copy(bound)), pair(copy ? PyTuple_Pack(2, module, copy.get()) : nullptr);
       if (!pair || PyList_Append(buffers.get(), pair.get()) < 0) return nullptr;
@@ -438,11 +508,28 @@ inline PyObject* given_of(SurveyContent& survey, PyObject* root, Reached& reache
   for (size_t i = 0; i < survey.tensors.size(); ++i)
     PyList_SET_ITEM(tensors.get(), static_cast<Py_ssize_t>(i),
                     Py_NewRef(reached.value(survey.places[survey.tensors[i]])));
-  survey.count = parameters.entries.size();
-  Owned held(parameters.given());
+  Owned held = parameters_of(survey, reached);
   if (!held) return nullptr;
   return PyTuple_Pack(7, is_same_function ? Py_True : Py_False, reinterpret_cast<PyObject*>(&reached), modules.get(),
                       held.get(), training.get(), buffers.get(), tensors.get());
+}
+
+inline Owned reached_new(Survey* survey) {
+  Owned made(ReachedType->tp_alloc(ReachedType, 0));
+  if (!made) return made;
+  auto* reached = reinterpret_cast<Reached*>(made.get());
+  reached->survey = reinterpret_cast<Survey*>(Py_NewRef(reinterpret_cast<PyObject*>(survey)));
+  SurveyContent& content = *survey->content;
+  std::unique_ptr<Item[]> items;
+  if (content.spare.empty()) {
+    items.reset(new Item[content.items()]);
+  } else {
+    items = std::move(content.spare.back());
+    content.spare.pop_back();
+  }
+  std::memset(items.get(), 0, content.items() * sizeof(Item));
+  reached->items = items.release();
+  return made;
 }
 
 // Whether no object has led to two rows. What was so in an earlier call is so if the objects have the same addresses.
@@ -462,10 +549,9 @@ inline PyObject* survey_take(Survey* self, PyObject* root) {
   HANDLE_TH_ERRORS
   SurveyContent& survey = *self->content;
   if (reinterpret_cast<PyObject*>(Py_TYPE(root)) != survey.root_type.get()) Py_RETURN_NONE;
-  Owned made(ReachedType->tp_alloc(ReachedType, static_cast<Py_ssize_t>(Reached::count(survey))));
+  Owned made = reached_new(self);
   if (!made) return nullptr;
   auto& reached = *reinterpret_cast<Reached*>(made.get());
-  reached.survey = reinterpret_cast<Survey*>(Py_NewRef(reinterpret_cast<PyObject*>(self)));
   for (ClassGuard& guard : survey.guards)
     if (!is_as_known(survey, guard)) return left_to_python();
   Pass pass{survey, reached, Owners(survey.rows.size(), nullptr)};
@@ -664,6 +750,7 @@ inline int survey_traverse(Survey* self, visitproc visit, void* arg) {
     Py_VISIT(guard.found.get());
   }
   Py_VISIT(self->content->root_type.get());
+  Py_VISIT(self->content->found.names.get());
   return 0;
 }
 
@@ -678,7 +765,7 @@ inline void survey_dealloc(Survey* self) {
 
 template <typename Visit>
 int visit_owned(Reached* self, Visit visit) {
-  if (self->survey == nullptr) return 0;
+  if (self->items == nullptr) return 0;
   const auto& known = self->survey->content->known;
   const size_t rows = self->survey->content->rows.size();
   for (size_t i = 0; i < rows; ++i)
@@ -702,6 +789,11 @@ inline void reached_dealloc(Reached* self) {
     Py_DECREF(one);
     return 0;
   });
+  if (self->items != nullptr) {
+    std::unique_ptr<Item[]> items(self->items);
+    auto& spare = self->survey->content->spare;
+    if (spare.size() < MOST_SPARE) spare.push_back(std::move(items));
+  }
   Py_CLEAR(self->survey);
   type->tp_free(self);
   Py_DECREF(type);
