@@ -968,6 +968,22 @@ MUTATIONS = (
         "",
     ),
     Mutation(
+        "native-survey-version",
+        1,
+        _CPP_SURVEY,
+        "what has changed in a table since an earlier call is not seen",
+        "version != 0 && version == row.version;",
+        "version != 0 && row.version != 0;",
+    ),
+    Mutation(
+        "native-survey-behind",
+        1,
+        _CPP_SURVEY,
+        "a function that has got other code or defaults is taken for what it was",
+        "    case Look::FUNCTION:\n    case Look::TENSOR:\n",
+        "    case Look::TENSOR:\n",
+    ),
+    Mutation(
         "native-survey-holds",
         1,
         _CPP_SURVEY,

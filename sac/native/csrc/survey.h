@@ -1,8 +1,8 @@
 // Surveys of what a region's Python can reach: Note [Surveys] in sac/region/survey.py, which makes them.
 //
-// A survey is made once and never changes. `survey_take` compares it with what is there now, in one pass, and returns the
-// objects that it has found; `reached_holds` compares these with what is there later. While a table is compared, no
-// Python runs; between two tables, only a class's own `__getattribute__`, if it has one.
+// A survey is made once; what it asks for never changes. `survey_take` compares it with what is there now, in
+// one pass, and returns the objects that it has found; `reached_holds` compares these with what is there later. While a
+// table is compared, no Python runs; between two tables, only a class's own `__getattribute__`, if it has one.
 #pragma once
 
 #include "state.h"
@@ -113,8 +113,8 @@ struct Survey {
   SurveyContent* content;
 };
 
-// Of each row its table, and the value of each place that is kept: all but those that are not part of the state. A value
-// that is what the survey knows of its place is held by the survey. Their memory is used again: a block of more than a
+// Of each row its table, and the value of each place that is kept: all but those that are not part of the state. A
+// value that is what the survey knows of its place is held by the survey. Their memory is used again: a block of more than a
 // thousand bytes makes malloc tidy up first, which takes longer than the rest of a pass.
 struct Reached {
   PyObject_HEAD
@@ -134,7 +134,7 @@ struct Reached {
 
 inline PyTypeObject* ReachedType = nullptr;
 
-// -- Versions of tables and classes
+// -- Versions of tables and classes: Note [Versions] in sac/region/survey.py
 
 #if PY_VERSION_HEX < 0x030C0000  // later ones have none, or share it with those who watch the dict
 constexpr bool HAS_VERSIONS = true;
