@@ -71,15 +71,29 @@ from sac.torch_private import HOOKS, HOOKS_OF_ALL_MODULES
 #                       the same object wherever a table is reached twice. They may be other objects than before if
 #                       their contents are as they were
 #
-# Between calls a survey holds names, plain values, classes and functions, but no tensor, module or container. It never
-# changes. There is none, and each call does all the work, if a table is of another kind (a set with elements, a deque,
-# `__slots__`), or if there are hooks, iterators, generators, modules that are not registered, tensors with
-# graphs, or functions of the user among the attributes of a module.
+# Between calls a survey holds names, plain values, classes and functions, but no tensor, module or container. What it
+# asks for never changes. There is none, and each call does all the work, if a table is of another kind (a set with
+# elements, a deque, `__slots__`), or if there are hooks, iterators, generators, modules that are not registered,
+# tensors with graphs, or functions of the user among the attributes of a module.
 #
 # Example. A block has `self.scale = 0.5` and `self.seen = [loss]`. The survey has `scale`, which must be this very
 # float, and a list with one tensor without a graph. A step that appends to the list finds a difference: its call does
 # all the work again, and makes a new survey. A step that sets `scale` to 0.4 takes the fingerprint again. A step that
 # exchanges the tensor in the list finds no difference: the record of that call holds the new tensor.
+#
+# Note [Versions]
+#
+# Python 3.10 and 3.11 give a dict another version whenever it is made or an entry is added, removed or exchanged, and
+# never use one twice. So a dict that has the version of its row's last comparison has the same names and the very same
+# values, and it is this dict. Only what lies behind its values may differ and is looked at again: the class of an
+# object, the code of a function, the graph of a tensor, whether a table of hooks is empty. A survey remembers such
+# values without holding them. They are read only after the version was compared, and before any Python runs: until then
+# the dict holds them. A class has a version too, which changes with it and with its bases, so what it gives its objects
+# is looked up again only if it has another one. Later Pythons have no such versions, or share them with those who watch
+# a dict: there each entry is compared in each call, as here if `survey_versions(False)` was called in a test.
+#
+# Example. In most steps nothing in `__dict__` of a module changes. Its 20 entries are then one comparison, and five
+# looks at tables of hooks.
 
 _USES = 16  # calls that a survey must be of use to, on average; to make one takes as long as three of them save
 _MOST_CREDIT = 4 * _USES

@@ -537,6 +537,7 @@ PyMethodDef methods[] = {
     {"storages_of", as_method(storages_of), METH_O, nullptr},
     {"copy_of_storage", as_method(copy_of_storage), METH_O, nullptr},
     {"other_bytes", as_method(other_bytes), METH_FASTCALL, nullptr},
+    {"survey_versions", as_method(survey_versions), METH_O, nullptr},
     {"is_as_copied", as_method(is_as_copied), METH_FASTCALL, nullptr},
     {"modules_are_as", as_method(modules_are_as), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
 import pickle
+import random
 import sys
 import types
 import weakref
@@ -170,6 +172,16 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     for one in handles:
         if isinstance(one, RemovableHandle):
             one.remove()
+
+
+@pytest.fixture
+def versions() -> Iterator[Callable[[bool], Any]]:
+    """Turn the use of versions on or off."""
+    native: Any = library()
+    before = native.survey_versions(False)
+    native.survey_versions(before)
+    yield native.survey_versions
+    native.survey_versions(before)
 
 
 def closure_of(method: Any) -> tuple[Any, ...]:
@@ -360,6 +372,10 @@ def _by_identity(value: Any) -> Any:
     return value if isinstance(value, int) else id(value)
 
 
+def of_modules(found: Any) -> Any:
+    return _by_identity([*found.parameters.recorded()]), found.training, _by_identity(found.buffers)
+
+
 class Found(NamedTuple):
     """What a call finds that has no survey."""
 
@@ -375,8 +391,12 @@ def by_python(block: nn.Module) -> Found:
     return Found(_key(found) if found.is_known else None, owners, taken, ReachableState(owners, None, found=taken))
 
 
+@pytest.mark.parametrize("with_versions", [True, False])
 @CHANGED
-def test_a_survey_finds_what_python_finds(name: str, changed: Callable[..., None]) -> None:
+def test_a_survey_finds_what_python_finds(
+    name: str, changed: Callable[..., None], with_versions: bool, versions: Callable[[bool], Any]
+) -> None:
+    versions(with_versions)
     model, region, surveys = with_survey()
     assert is_made(surveys)
     key = region.evidence.function_keys[by_python(model[0]).parts]
@@ -390,18 +410,18 @@ def test_a_survey_finds_what_python_finds(name: str, changed: Callable[..., None
         assert found_key is (key if holds else None)
         assert region.evidence.function_keys.get(wanted.parts) is found_key
         assert owners == wanted.owners
-        of_modules = [
-            (_by_identity([*one.parameters.recorded()]), one.training, _by_identity(one.buffers))
-            for one in (found, wanted.tables)
-        ]
-        assert of_modules[0] == of_modules[1]
+        assert of_modules(found) == of_modules(wanted.tables)
         assert [*state.tensors] == [*wanted.state.tensors]
         assert [*state.parameters] == [*wanted.state.parameters]
         assert contents(state) == contents(wanted.state)
 
 
+@pytest.mark.parametrize("with_versions", [True, False])
 @CHANGED
-def test_what_changes_later_is_found_and_undone_as_by_python(name: str, changed: Callable[..., None]) -> None:
+def test_what_changes_later_is_found_and_undone_as_by_python(
+    name: str, changed: Callable[..., None], with_versions: bool, versions: Callable[[bool], Any]
+) -> None:
+    versions(with_versions)
     model, _, surveys = with_survey()
     again = surveys.taken(model[0])
     assert again is not None
@@ -708,3 +728,200 @@ def test_without_the_library_there_are_no_surveys(monkeypatch: pytest.MonkeyPatc
     surveys = with_survey()[2]
     assert not is_made(surveys)
     assert not surveys.is_wanted(None)
+
+
+# -- With versions of tables and classes, and without: see Note [Versions]
+
+
+class Spare:
+    """An object of which a random change may make an entry."""
+
+    def __init__(self) -> None:
+        self.width = 4
+
+
+def spare_values() -> list[Any]:
+    values = [0.5, 0.25, "plain", None, True, 1, [1], [torch.ones(2), 1], {"a": [1]}, (4, 4), (4, [1]), {1}, set()]
+    values += [torch.ones(4), nn.Parameter(torch.ones(4)), torch.ones(4, requires_grad=True) * 1, nn.Linear(4, 4)]
+    values += [Settings(), Careful(), Choices(), Spare(), Spare, Part, object(), halved, torch.tanh, lambda x: x * 2]
+    return [*values, counting(halved), OrderedDict(), OrderedDict(a=1), {}, iter([1]), torch.Generator()]
+
+
+def restoring_dict(table: dict[Any, Any]) -> Callable[[], None]:
+    before = {**table}
+
+    def restore() -> None:
+        table.clear()
+        table.update(before)
+
+    return restore
+
+
+def change_dict(table: dict[Any, Any], values: list[Any], rng: random.Random) -> Callable[[], None]:
+    restore, names = restoring_dict(table), [*table]
+    kind, name = rng.randrange(6), rng.choice(names) if names else "first"
+    if kind == 0:
+        table[f"more{rng.randrange(3)}"] = rng.choice(values)
+    elif kind == 1:
+        table.pop(name, None)
+    elif kind == 2 and names:
+        table[name] = table.pop(name)
+    elif kind == 3:
+        restore()  # the same again
+    elif kind == 4 and names:
+        table[name] = copy.copy(table[name]) if type(table[name]) in (list, dict, float, Settings) else table[name]
+    else:
+        table[name] = rng.choice(values)
+    return restore
+
+
+def change_list(one: list[Any], values: list[Any], rng: random.Random) -> Callable[[], None]:
+    before = [*one]
+    if rng.random() < 0.4 or not one:
+        one.append(rng.choice(values))
+    elif rng.random() < 0.3:
+        one.pop()
+    else:
+        one[rng.randrange(len(one))] = rng.choice(values)
+    return lambda: one.__setitem__(slice(None), before)
+
+
+def change_class(cls: Any, values: list[Any], rng: random.Random) -> Callable[[], None]:
+    own = [name for name in vars(cls) if name[:2] != "__"]
+    name = rng.choice([*own, "forward", "_buffers", "__getattribute__", "more"])
+    usual = {"forward": patched_forward, "_buffers": property(lambda self: {}), "__getattribute__": reading}
+    had, before = name in vars(cls), vars(cls).get(name)
+    setattr(cls, name, usual.get(name) or rng.choice(values))
+    return lambda: setattr(cls, name, before) if had else delattr(cls, name)
+
+
+def reading(self: Any, name: str) -> Any:
+    return object.__getattribute__(self, name)
+
+
+def change_function(function: Any, values: list[Any], rng: random.Random) -> Callable[[], None]:
+    name, value = rng.choice(
+        [
+            ("__defaults__", (0.25,)),
+            ("__defaults__", ([1],)),
+            ("__kwdefaults__", {"by": 1.0}),
+            ("__module__", "torch"),
+            ("__name__", "other"),
+            ("note", [1]),
+        ]
+    )
+    had, before = name != "note" or name in vars(function), getattr(function, name, None)
+    setattr(function, name, value)
+    return lambda: setattr(function, name, before) if had else vars(function).pop(name)
+
+
+def change_attribute(one: Any, name: str, value: Any) -> Callable[[], None]:
+    before = getattr(one, name)
+    setattr(one, name, value)
+    return lambda: setattr(one, name, before)
+
+
+def change_global(name: str, value: Any) -> Callable[[], None]:
+    had, before = name in globals(), globals().get(name)
+    globals()[name] = value
+    return lambda: globals().update({name: before}) if had else globals().__delitem__(name)
+
+
+def random_change(block: Any, values: list[Any], rng: random.Random) -> Callable[[], None]:
+    """Change something of a block, or of what it reaches; return what undoes it."""
+    second, cell = block.second, closure_of(Part.scaled)[0]
+    dicts = [vars(block), vars(block.first), vars(second), vars(second.fc), vars(block.norm), vars(block.config)]
+    dicts += [block.table, block.choices, vars(block.choices), LIMITS, block._modules, second._modules]
+    dicts += [block._buffers, second.fc._parameters, block._forward_hooks, second._backward_hooks, block.none_yet]
+    dicts += [block.careful.__dict__]
+    return rng.choice(
+        [
+            *[lambda: change_dict(rng.choice(dicts), values, rng)] * 8,
+            lambda: change_list(rng.choice([block.seen, block.table["a"], block.pairs[1], Part.memory]), values, rng),
+            lambda: change_class(rng.choice([Part, Block, Settings, Choices, nn.LayerNorm]), values, rng),
+            lambda: change_function(rng.choice([halved, Part.scaled, patched_forward]), values, rng),
+            lambda: change_global(rng.choice(["FACTOR", "LIMITS", "halved", "a_new_name"]), rng.choice(values)),
+            lambda: change_attribute(cell, "cell_contents", rng.choice(values)),
+            lambda: change_attribute(rng.choice([block.first, second]), "__class__", Other),
+            lambda: change_attribute(block.config, "__class__", Spare),
+            lambda: change_attribute(Careful, "other", "x"),
+            lambda: change_attribute(block.config, "__dict__", {**vars(block.config)}),
+            lambda: change_attribute(second, "__dict__", {**vars(second)}),
+            lambda: change_attribute(block, "offset", torch.zeros(4).add_(torch.ones(4, requires_grad=True))),
+            lambda: change_attribute(second.forward.__self__, "before", patched_forward),
+            lambda: change_attribute(rng.choice([block, second.fc]), "training", False),
+        ]
+    )()
+
+
+def found_by(known: Any, root: Any, native: Any, *, with_versions: bool) -> Any:
+    """What the pass of a survey finds, by identity, and its record."""
+    native.survey_versions(with_versions)
+    found = known.survey.take(root)
+    if found is None:
+        return None, None
+    is_same_function, reached, *others = found
+    return (is_same_function, recorded_by(known, reached), _by_identity(others)), reached
+
+
+def recorded_by(known: Any, reached: Any) -> list[Any]:
+    rows = sorted({row for _, rows, _ in known.parts for row in rows})
+    return [(id(table), names, [*map(id, values)]) for table, names, values in map(reached.table, rows)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_changes_are_found_as_without_versions(seed: int, versions: Callable[[bool], Any]) -> None:
+    rng, native = random.Random(seed), library()
+    block: Any = Block()
+    block.none_yet = {}
+    _model, _, surveys = with_survey(block)
+    known, values = surveys._known, spare_values()
+    assert known is not None
+    undo: list[Callable[[], None]] = []
+    earlier: list[tuple[Any, Any]] = []  # records, and what they were
+    outcomes = {True: 0, False: 0}
+    try:
+        for _ in range(120):
+            for _ in range(rng.choice([0, 1, 1, 2])):
+                if undo and (len(undo) > 1 or rng.random() < 0.5):
+                    undo.pop()()
+                else:
+                    with contextlib.suppress(AttributeError, KeyError, TypeError):  # an earlier change is in the way
+                        undo.append(random_change(block, values, rng))
+            orders = rng.choice([(True, False), (False, True), (True, True, False)])
+            answers = [found_by(known, block, native, with_versions=one) for one in orders]
+            assert all(one == answers[0][0] for one, _ in answers)
+            outcomes[answers[0][0] is not None] += 1
+            for reached, was in earlier:
+                holds = []
+                for one in (True, False, True):
+                    native.survey_versions(one)
+                    holds.append(reached.holds())
+                assert len({*holds}) == 1
+                assert recorded_by(known, reached) == was
+            native.survey_versions(True)
+            again = surveys.taken(block)
+            surveys._known = known
+            if again is not None:
+                wanted, state = by_python(block), ReachableState(again.owners, None, found=again.tables)
+                assert contents(state) == contents(wanted.state)
+                assert again.owners == wanted.owners
+                assert of_modules(again.tables) == of_modules(wanted.tables)
+            earlier += [(reached, one[1]) for one, reached in answers if one is not None and rng.random() < 0.3]
+            del earlier[:-3]
+    finally:
+        while undo:
+            undo.pop()()
+    assert min(outcomes.values()) > 3
+    assert found_by(known, block, native, with_versions=True)[0] is not None
+
+
+def test_a_table_with_the_entries_of_before_has_another_version(versions: Callable[[bool], Any]) -> None:
+    model, _, surveys = with_survey()
+    block = model[0]
+    held = vars(block.config)
+    for change in (lambda: held.update(width=5), lambda: held.update(width=4), lambda: held.update(names=["x", 1])):
+        change()
+        answers = [found_by(surveys._known, block, library(), with_versions=one)[0] for one in (True, False, True)]
+        assert answers[0] is not None
+        assert answers[0] == answers[1] == answers[2]
