@@ -56,6 +56,7 @@ from sac.torch_private import OpOverload
 _IN_CPP = (
     *("known", "has_moved", "number", "entry_count", "value_count", "append", "version", "set_version", "root_at"),
     *("record_storage", "sync", "tensor_of", "alive", "layout", "has_layout", "forget_tensors", "take_draws"),
+    "note_left",
 )
 
 

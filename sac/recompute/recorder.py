@@ -77,6 +77,8 @@ class RandomOpStates:
     def begin(self, snapshot: RngSnapshot | None) -> None:
         """Start from ``snapshot``, the generator states at the start of the region; it is held until backward."""
         self._at_start = snapshot
+        if snapshot is not None:
+            self._tape.note_left(snapshot.states[0][1])
 
     def before(self, generators: list[torch.Generator]) -> None:
         """Record the states of ``generators``, from which the next op may draw."""
@@ -122,6 +124,8 @@ class RandomOpStates:
                 found.append((generator, state))
                 previous.append(-1)
             self._last[id(generator)] = generator, entry, now
+            if generator is torch.default_generator:
+                self._tape.note_left(now)
         if runs_again and found:
             self._tape.states[entry] = found
             self._previous[entry] = tuple(previous)

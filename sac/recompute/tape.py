@@ -419,6 +419,9 @@ class Tape:
         self.ids, self.by_storage, self.unsynced = {}, {}, []
         self.storages = WeakStorages()
 
+    def note_left(self, state: Tensor) -> None:
+        """Tell the C++ library in which state the CPU's default generator is now; it is held anyway."""
+
     def take_draws(self) -> Sequence[tuple[int, Tensor, Tensor]]:
         """Return the entries of the C++ library that have drawn since the last call; see ``RandomOpStates``.
 

@@ -65,6 +65,7 @@ PyMethodDef tape_methods[] = {
     {"set_calls", as_method(tape_set_calls), METH_FASTCALL, nullptr},
     {"alternations", as_method(tape_alternations), METH_O, nullptr},
     {"set_alternations", as_method(tape_set_alternations), METH_FASTCALL, nullptr},
+    {"note_left", as_method(tape_note_left), METH_O, nullptr},
     {"take_draws", as_method(tape_take_draws), METH_NOARGS, nullptr},
     {"tell_parameters", as_method(tape_tell_parameters), METH_NOARGS, nullptr},
     {"leaves_to_check", as_method(tape_leaves_to_check), METH_O, nullptr},

@@ -91,6 +91,7 @@ struct Tables {
   std::vector<ParameterLeaf> parameters;
   std::vector<Factory> factories;
   std::vector<TapeDraw> drawn;  // that Python has not been told of
+  Tensor left;  // the state in which the CPU's default generator was last seen, which is held anyway
   bool may_save = false;
   int64_t recorded = 0;  // entries written here
 };
@@ -585,14 +586,23 @@ inline PyObject* tape_tell_parameters(Tape* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
+inline bool is_same_state(const Tensor& one, const Tensor& other) {
+  return one.defined() && one.nbytes() == other.nbytes() &&
+         std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.nbytes()) == 0;
+}
+
 // An op has drawn. It has mostly begun in the state that the last one has left: then both have one tensor.
 inline void note_draw(Tables& t, int entry, Tensor before, Tensor after) {
-  if (!t.drawn.empty()) {
-    const Tensor& left = t.drawn.back().after;
-    if (left.nbytes() == before.nbytes() && std::memcmp(left.const_data_ptr(), before.const_data_ptr(), left.nbytes()) == 0)
-      before = left;
-  }
+  if (is_same_state(t.left, before)) before = t.left;
+  t.left = after;
   t.drawn.push_back(TapeDraw{entry, std::move(before), std::move(after)});
+}
+
+inline PyObject* tape_note_left(Tape* self, PyObject* state) {  // see `left`
+  HANDLE_TH_ERRORS
+  self->tables->left = tensor_from(state);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 inline PyObject* tape_take_draws(Tape* self, PyObject*) {  // what Python has not been told of: entry, before, after
@@ -721,6 +731,7 @@ inline void release(Tape* self) {
   Tables& t = *self->tables;
   t.parameters.clear();
   t.drawn.clear();
+  t.left.reset();
   forget_tensors(t);
   for (Entry& entry : t.entries)
     if (entry.op == nullptr) {
@@ -735,6 +746,7 @@ inline void release(Tape* self) {
 
 inline PyObject* tape_forget_tensors(Tape* self, PyObject*) {  // the forward is over
   forget_tensors(*self->tables);
+  self->tables->left.reset();
   self->tables->scratch = {};
   forget_python(*self);
   Py_RETURN_NONE;

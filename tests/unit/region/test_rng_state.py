@@ -315,6 +315,7 @@ def test_the_current_device_and_those_of_the_inputs_are_taken(monkeypatch):
     class Input:
         def __init__(self, device: str) -> None:
             self.device = torch.device(device)
+            self.is_cpu, self.is_meta = device == "cpu", device == "meta"
 
     inputs: Any = [Input("cuda:3"), Input("cpu"), Input("meta"), Input("cuda:1"), Input("cuda:3")]
     assert rng._accelerator_generators(inputs) == [generators[1], generators[3], generators[2]]
