@@ -70,7 +70,8 @@ class RandomOpStates:
         self._tape = tape
         self._at_start: RngSnapshot | None = None
         self._before: States = []  # generator states before the op that is running
-        # By id: a generator that was drawn from, the entry that drew last (-1: none yet), the state that it left.
+        # By address, as Python may have several objects for one: a generator that was drawn from, the entry that drew
+        # last (-1: none yet), the state that it left.
         self._last: dict[int, tuple[torch.Generator, int, torch.Tensor]] = {}
         self._previous: dict[int, tuple[int, ...]] = {}  # entry -> the entries that left each of its states; -1: none
 
@@ -109,13 +110,13 @@ class RandomOpStates:
     ) -> None:
         """Record that an op has advanced these generators, with their states before and after it."""
         if self._at_start is not None:
-            self._last = {id(generator): (generator, -1, state) for generator, state in self._at_start.states}
+            self._last = {_address(generator): (generator, -1, state) for generator, state in self._at_start.states}
             self._at_start = None
         found: States = []
         left: States = []
         previous = []
         for generator, state, now in moved:
-            _, last, known = self._last.get(id(generator), (None, -1, None))
+            _, last, known = self._last.get(_address(generator), (None, -1, None))
             left.append((generator, now))
             if known is not None and (known is state or equal(known, state)):
                 found.append((generator, known))
@@ -123,8 +124,8 @@ class RandomOpStates:
             else:
                 found.append((generator, state))
                 previous.append(-1)
-            self._last[id(generator)] = generator, entry, now
-            if generator is torch.default_generator:
+            self._last[_address(generator)] = generator, entry, now
+            if _address(generator) == _address(torch.default_generator):
                 self._tape.note_left(now)
         if runs_again and found:
             self._tape.states[entry] = found
@@ -158,6 +159,10 @@ class RandomOpStates:
     def drop(self) -> None:
         """Release everything."""
         self._at_start, self._last, self._previous, self._before = None, {}, {}, []
+
+
+def _address(generator: torch.Generator) -> int:
+    return generator._cdata  # type: ignore[attr-defined, no-any-return]
 
 
 # -- Bytes that one region call keeps for backward, for the report

@@ -84,13 +84,16 @@ from sac.torch_private import HOOKS, HOOKS_OF_ALL_MODULES
 # Note [Versions]
 #
 # Python 3.10 and 3.11 give a dict another version whenever it is made or an entry is added, removed or exchanged, and
-# never use one twice. So a dict that has the version of its row's last comparison has the same names and the very same
-# values, and it is this dict. Only what lies behind its values may differ and is looked at again: the class of an
-# object, the code of a function, the graph of a tensor, whether a table of hooks is empty. A survey remembers such
-# values without holding them. They are read only after the version was compared, and before any Python runs: until then
-# the dict holds them. A class has a version too, which changes with it and with its bases, so what it gives its objects
-# is looked up again only if it has another one. Later Pythons have no such versions, or share them with those who watch
-# a dict: there each entry is compared in each call, as here if `survey_versions(False)` was called in a test.
+# never use one twice. There is one exception: the quick way of 3.11 to set an attribute frees the old value, which may
+# run Python, before the dict gets its new version. An object whose class has a `__setattr__`, as nn.Module has, is not
+# set that way, nor is a class: only their dicts are known by their versions. Such a dict, if it has the version of its
+# row's last comparison, has the same names and the very same values, and it is this dict. Only what lies behind its
+# values may differ and is looked at again: the class of an object, the code of a function, the graph of a tensor,
+# whether a table of hooks is empty. A survey remembers such values without holding them. They are read only after the
+# version was compared, and before any Python runs: until then the dict holds them. A class has a version too, which
+# changes with it and with its bases, so what it gives its objects is looked up again only if it has another one. Later
+# Pythons have no such versions, or share them with those who watch a dict: there each entry is compared in each call,
+# as here if `survey_versions(False)` was called in a test.
 #
 # Example. In most steps nothing in `__dict__` of a module changes. Its 20 entries are then one comparison, and five
 # looks at tables of hooks.

@@ -157,9 +157,12 @@ inline PyObject* survey_versions(PyObject*, PyObject* wanted) {
   return PyBool_FromLong(before);
 }
 
-// Of a table whose entries are all that it has, in this order; 0 for all others.
-inline uint64_t version_of(const SurveyRow& row, PyObject* table) {
+// Of a table whose entries are all that it has, in this order, and in which Python exchanges no entry without a new
+// version; 0 for all others. `owner`: the object that led to it.
+inline uint64_t version_of(const SurveyRow& row, PyObject* owner, PyObject* table) {
   if (!uses_versions || !(row.form == Form::ENTRIES || row.form == Form::NAMES) || !PyDict_Check(table)) return 0;
+  const bool is_of_object = row.source == Source::ROOT || row.source == Source::DICT_OF;
+  if (is_of_object ? Py_TYPE(owner)->tp_setattro == PyObject_GenericSetAttr : row.source != Source::CLASS) return 0;
   return version_of_dict(table);
 }
 
@@ -374,10 +377,10 @@ struct Pass {
 };
 
 // Compare a table entry by entry. If Python has a version of it, a later pass can take it for the same.
-inline bool compare_entries(Pass& pass, size_t number, PyObject* table) {
+inline bool compare_entries(Pass& pass, size_t number, PyObject* owner, PyObject* table) {
   SurveyContent& survey = pass.survey;
   SurveyRow& row = survey.rows[number];
-  const uint64_t version = version_of(row, table);
+  const uint64_t version = version_of(row, owner, table);
   bool is_same = true;  // the function
   const bool holds = visit_entries(survey, row, table, [&](size_t at, PyObject* value) {
     Place& place = survey.places[at];
@@ -385,7 +388,7 @@ inline bool compare_entries(Pass& pass, size_t number, PyObject* table) {
     return is_expected(survey, place, value, pass.owners, is_same);
   });
   if (!is_same) pass.is_same_function = false;
-  if (!holds || version == 0 || version_of(row, table) != version) return holds;
+  if (!holds || version == 0 || version_of(row, owner, table) != version) return holds;
   pass.reached.version(number) = version;
   row.version = version;
   row.has_other_part = !is_same;
@@ -560,9 +563,10 @@ inline PyObject* survey_take(Survey* self, PyObject* root) {
     SurveyRow& row = survey.rows[i];
     PyObject* table = reached.target(i) = table_of(row, root, reached).release();
     if (table == nullptr) return left_to_python();
-    const uint64_t version = version_of(row, table);
+    PyObject* owner = row.source == Source::DICT_OF ? reached.value(row.from) : root;
+    const uint64_t version = version_of(row, owner, table);
     const bool is_as_then = version != 0 && version == row.version;
-    if (!(is_as_then ? compare_again(pass, i) : compare_entries(pass, i, table))) return left_to_python();
+    if (!(is_as_then ? compare_again(pass, i) : compare_entries(pass, i, owner, table))) return left_to_python();
   }
   if (!are_distinct(survey, pass.owners)) Py_RETURN_NONE;
   return given_of(survey, root, reached, pass.owners, pass.is_same_function);
@@ -576,8 +580,8 @@ inline PyObject* reached_holds(Reached* self, PyObject*) {
   for (size_t i = 0; i < survey.rows.size(); ++i) {
     SurveyRow& row = survey.rows[i];
     PyObject* table = self->target(i);
-    const uint64_t version = version_of(row, table);
-    if (version != 0 && version == self->version(i)) {  // no value was exchanged
+    const uint64_t version = self->version(i);
+    if (version != 0 && version == version_of_dict(table)) {  // no value was exchanged
       if (row.empty.begin == row.empty.end) continue;
       if (version == row.version && are_empty(survey, row)) continue;
     }

@@ -71,6 +71,16 @@ def has_the_default_generator(block: FunctionBlock, x: Tensor) -> Tensor:
     return F.dropout(x @ block.a * mask, 0.3).sin() @ block.b
 
 
+def draws_by_another_object(block: FunctionBlock, x: Tensor) -> Tensor:
+    """Python has another object for the default generator that is passed. From the third call on it moves it, too."""
+    h = (x @ block.a).sin()
+    first = torch.empty(8, 8).bernoulli_(0.5)
+    state = torch.get_rng_state()
+    second = torch.empty(8, 8).uniform_(generator=torch.default_generator if block.calls > 2 else None)
+    torch.set_rng_state(state)
+    return (h * first * second * torch.empty(8, 8).uniform_()).cos() @ block.b
+
+
 def seeds(block: FunctionBlock, x: Tensor) -> Tensor:
     h = F.dropout(x @ block.a, 0.3)
     torch.manual_seed(block.calls)
@@ -152,8 +162,9 @@ def test_the_same_numbers_are_drawn_again(body: Body, value: dict[str, Any]) -> 
 
 
 @ON_ENGINES
-def test_the_default_generator_may_be_passed(value: dict[str, Any]) -> None:
-    build = stack_of(has_the_default_generator)
+@pytest.mark.parametrize("body", [has_the_default_generator, draws_by_another_object], ids=lambda body: body.__name__)
+def test_the_default_generator_may_be_passed(body: Body, value: dict[str, Any]) -> None:
+    build = stack_of(body)
     plain = train(built(build), steps=5, make_input=square)
     for native in (True, False):
         with with_library(native):

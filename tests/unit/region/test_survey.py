@@ -925,3 +925,71 @@ def test_a_table_with_the_entries_of_before_has_another_version(versions: Callab
         answers = [found_by(surveys._known, block, library(), with_versions=one)[0] for one in (True, False, True)]
         assert answers[0] is not None
         assert answers[0] == answers[1] == answers[2]
+
+
+class CallsWhenFreed:
+    """Calls ``then`` when it is freed, if that is set."""
+
+    then: ClassVar[Callable[[], object] | None] = None
+
+    def __del__(self) -> None:
+        call, CallsWhenFreed.then = CallsWhenFreed.then, None
+        if call is not None:
+            call()
+
+
+class WithItsOwnDict:
+    def __init__(self) -> None:
+        self.__dict__ = {"seen": [torch.ones(1)]}  # not the kind of dict that objects get from Python
+
+
+class ReadsHolder(nn.Module):
+    def __init__(self, holder: Any) -> None:
+        super().__init__()
+        self.lin, self.holder = nn.Linear(8, 8), holder
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x).sin() * self.holder.seen[0]
+
+
+def with_a_list() -> nn.Module:
+    module = nn.Module()
+    module.seen = [torch.ones(1)]
+    return module
+
+
+@pytest.mark.parametrize("new_holder", [WithItsOwnDict, with_a_list], ids=["object", "module"])
+def test_a_region_runs_while_an_attribute_is_exchanged(new_holder: Callable[[], Any]) -> None:
+    """The old value is freed in the middle of the store, and its finalizer runs forward and backward."""
+
+    def put(holder: Any, value: Any) -> None:  # in a function of its own, which the interpreter makes quicker
+        holder.seen = value
+
+    def gradients(is_ours: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        holder = new_holder()
+        model: Any = nn.Sequential(ReadsHolder(holder))
+        if is_ours:
+            sac.apply(model, {"mode": "full", "blocks": ["*"]})
+        found = []
+
+        def step() -> None:
+            x = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
+            model(x).sum().backward()
+            found.append(x.grad)
+
+        for number in range(40):
+            put(holder, [torch.full((1,), float(number))])
+        for _ in range(20):
+            step()
+        for number in range(5):
+            put(holder, [torch.full((1,), number + 7.0), CallsWhenFreed()])
+            for _ in range(4):
+                step()
+            CallsWhenFreed.then = step  # called by the next store, or by `del`
+        holder.seen = None
+        return found
+
+    plain, ours = gradients(False), gradients(True)
+    assert len(plain) == len(ours) > 40
+    assert all(map(torch.equal, plain, ours))
