@@ -988,8 +988,8 @@ MUTATIONS = (
         1,
         _CPP_SURVEY,
         "an attribute that was set after the forward is not put back in recomputation",
-        "if (version != 0 && version == self->version(i)) {",
-        "if (version != 0 && self->version(i) != 0) {",
+        "if (version != 0 && version == version_of_dict(table)) {",
+        "if (version != 0) {",
     ),
     Mutation(
         "native-survey-other-part",
