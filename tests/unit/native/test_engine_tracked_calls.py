@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import pickle
 import sys
@@ -71,6 +72,25 @@ def native_mode(*paths: str) -> Any:
 def track(module: nn.Module, path: str, way: str = "library") -> Any:
     module.__dict__["forward"] = MethodType(WAYS[way], TrackedForward(module, path))
     return module
+
+
+@pytest.fixture(autouse=True)
+def usual_evaluator() -> Iterator[Callable[[bool], None]]:
+    """The interpreter itself runs frames. Dynamo may still do so if an earlier test of this process compiled in another
+    thread, which has ended. Called with False, what was there before does.
+    """
+    api = ctypes.pythonapi
+    get_interpreter = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyInterpreterState_Get", api))
+    get = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(("_PyInterpreterState_GetEvalFrameFunc", api))
+    put = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(("_PyInterpreterState_SetEvalFrameFunc", api))
+    usual, before = ctypes.cast(api._PyEval_EvalFrameDefault, ctypes.c_void_p), get(get_interpreter())
+
+    def to(is_usual: bool) -> None:
+        put(get_interpreter(), usual if is_usual else before)
+
+    to(True)
+    yield to
+    to(False)
 
 
 @pytest.fixture(autouse=True)
@@ -226,10 +246,12 @@ def test_each_thread_has_its_own_listeners() -> None:
     assert mode.path == ""
 
 
-def test_other_evaluator_of_frames_sees_python() -> None:
+def test_other_evaluator_of_frames_sees_python(usual_evaluator: Callable[[bool], None]) -> None:
     module = track(Caller(), "a")
     enter(native_mode("a"))
+    usual_evaluator(False)  # Dynamo puts its own only where it thinks that there is none
     assert torch._dynamo.run(lambda: module())()  # type: ignore[no-untyped-call]
+    usual_evaluator(True)
     assert not module()
 
 
