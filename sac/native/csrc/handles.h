@@ -293,8 +293,9 @@ inline int pack_known(Hooks* self, Handle* handle, PyObject* object, const Tenso
   const int value = found->second, root = t.values[value].root;
   const uint32_t version = impl->version_counter().current_version();
   if (has_moved(t.values[value], impl)) return 0;
-  if (version != t.values[value].version && (self->tape->seen_at == nullptr || !accept_version(*self->tape, value, version)))
-    return 0;
+  if (version != t.values[value].version) {  // the region's own writes may explain it
+    if (self->tape->seen_at == nullptr || !accept_version(*self->tape, value, version)) return 0;
+  }
   if (!t.factories.empty() && has_to_be_explained(*self->tape, root, tensor)) return 0;
   Owned key(checked(PyLong_FromLong(root)));
   const bool is_kept = PyDict_GET_SIZE(self->kept_in) > 0 && has(self->kept_in, key.get());

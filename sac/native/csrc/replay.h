@@ -395,9 +395,9 @@ inline bool fills_what_waits(const Plan& plan, const Handles& handles, Py_ssize_
 }
 
 // `Program.replay`: tape, handles, graph task, kept values (number -> tensor), roots with writers, values,
-// `load(leaf)`, and the three functions of `FromPython`. Does all of a replay at once: returns what the handles get. Returns None,
-// before anything runs, if other handles wait, if a kept value is not held as a plain tensor, or if `load`, which is
-// asked for leaves that are not parameters, has returned None: Python finds out what to do.
+// `load(leaf)`, and the three functions of `FromPython`. Does all of a replay at once: returns what the handles get.
+// Returns None, before anything runs, if other handles wait, if a kept value is not held as a plain tensor, or if
+// `load`, which is asked for leaves that are not parameters, has returned None: Python finds out what to do.
 inline PyObject* program_replay(Program* self, PyObject* const* args, Py_ssize_t nargs) {
   HANDLE_TH_ERRORS
   if (!has_count(nargs, 10)) return nullptr;

@@ -270,18 +270,17 @@ class Other(Tensor):
     pass
 
 
+POSSIBLE = [(kind, one) for kind in TENSORS for one in CHANGES if not (kind == "empty" and one.startswith("by numpy"))]
+
+
 @pytest.mark.parametrize("most", [0, 1 << 16])
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("kind", TENSORS)
+@pytest.mark.parametrize(("kind", "change"), POSSIBLE)
 def test_a_spare_tensor_was_changed(kind: str, change: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = []
     for native in (LIBRARY, None):
         monkeypatch.setattr(module_state, "library", lambda native=native: native)
         one = TENSORS[kind]()
         spare = Spare(one, most)
-        try:
-            CHANGES[change](one)
-        except (IndexError, RuntimeError) as error:
-            pytest.skip(str(error))
+        CHANGES[change](one)
         answers.append(spare.was_changed)
     assert answers[0] == answers[1]
