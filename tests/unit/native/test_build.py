@@ -185,8 +185,11 @@ def test_of_processes_that_build_at_once_one_compiles(
     children = []
     for number in range(3):
         if not (child := os.fork()):
-            built = build(Progress(waiting=(tmp_path / f"waited{number}").touch), force=True)
-            os._exit(10 + built.compiled if built.file == library_file else 1)
+            try:  # a child that raises would run the rest of the suite
+                built = build(Progress(waiting=(tmp_path / f"waited{number}").touch), force=True)
+                os._exit(10 + built.compiled if built.file == library_file else 1)
+            finally:
+                os._exit(2)
         children.append(child)
     codes = sorted(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
     assert codes == [10, 10, 11]
