@@ -38,7 +38,7 @@ _MODES, _RECORD, _STATS = "recompute/rerun.py", "recompute/rerun.py", "recompute
 _CPP_RECORD, _CPP_HANDLES = "native/csrc/record.h", "native/csrc/handles.h"
 _CPP_REPLAY, _CPP_RERUN = "native/csrc/replay.h", "native/csrc/rerun.h"
 _CPP_FILL, _CPP_WATCH, _CPP_IDS = "native/csrc/fill.h", "native/csrc/watch.h", "native/csrc/ids.h"
-_CPP_SURVEY = "native/csrc/survey.h"
+_CPP_SURVEY, _CPP_CHOICES = "native/csrc/survey.h", "native/csrc/choices.h"
 _RECORDER, _KIND, _TABLE = "recompute/recorder.py", "recompute/regions.py", "recompute/table.py"
 
 MUTATIONS = (
@@ -956,15 +956,55 @@ MUTATIONS = (
         10,
         _CPP_WATCH,
         "a choice that only a later call makes is made again",
-        "if (op->chooses && !op->is_composite)",
-        "if (false)",
+        "if (op->chooses && !op->is_composite) {",
+        "if (false) {",
+    ),
+    Mutation(
+        "native-choice-made-anew",
+        10,
+        _CPP_CHOICES,
+        "a choice that a watch holds is made again in backward",
+        "if (!choice.runs_again) {",
+        "if (false) {",
+    ),
+    Mutation(
+        "native-choice-written",
+        1,
+        _CPP_CHOICES,
+        "backward is given what the region has made of a choice, instead of the choice",
+        "        one.tensor = one.tensor.clone();\n",
+        "",
+    ),
+    Mutation(
+        "native-choice-overwritten",
+        1,
+        _CPP_CHOICES,
+        "a choice that NumPy has written to since is given to backward",
+        "choice.runs_again = same.get() == Py_False;",
+        ";",
+    ),
+    Mutation(
+        "native-choice-of-another",
+        1,
+        _CPP_CHOICES,
+        "a call gets the choice of a call with other arguments",
+        "if (!arguments || *arguments != choices[index].arguments) {",
+        "if (!arguments) {",
+    ),
+    Mutation(
+        "native-choice-not-kept",
+        6,
+        _CPP_CHOICES,
+        "what autograd has saved of a choice is recomputed",
+        "if (found != held.end() && (*packed)[index].second",
+        "if (false && (*packed)[index].second",
     ),
     Mutation(
         "native-inside-watched",
         6,
         _CPP_WATCH,
         "an op that another runs inside of its kernel counts as one of the region's",
-        "if (watch.depth > 0) return;",
+        "if (watch.depth > 0 || watch.is_paused) return;",
         "",
     ),
     Mutation(

@@ -45,6 +45,7 @@ def check_engine(module: ModuleType) -> None:
     """Let the library do a little of each kind of its work; raise ``AssertionError`` if something does not work."""
     check_tape(module)
     check_frame(module)
+    check_choices(module)
 
 
 def check_tape(module: ModuleType) -> None:
@@ -95,7 +96,7 @@ def check_frame(module: ModuleType) -> None:
 
     handles = native.Handles()
     hooks = native.FrameHooks(handles, Handle, None, None)
-    watch = native.Watch(native.WatchedOps(lambda name, overload: (name == "aten::topk", False)), handles)
+    watch = native.Watch(native.WatchedOps(lambda name, overload: (name == "aten::topk", False, False)), handles)
     x = torch.linspace(-1, 1, 5, requires_grad=True)
     with watch:
         with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
@@ -111,6 +112,24 @@ def check_frame(module: ModuleType) -> None:
     y.sum().backward()
     assert x.grad is not None, "there is no gradient"
     assert torch.equal(x.grad, x.detach().cos()), "the gradient is another one"
+
+
+def check_choices(module: ModuleType) -> None:
+    """Let a watch hold what an op chooses, and serve it; raise ``AssertionError`` if that does not work."""
+    native: Any = module
+    assert native.intercept(("topk",)), "the dispatch key for choices is taken"
+    ops = native.WatchedOps(lambda name, overload: (name == "aten::topk", name == "aten::topk", False))
+    watch = native.Watch(ops, native.Handles(), None, True)
+    x = torch.linspace(-1, 1, 5)
+    with watch:
+        chosen = x.topk(2)
+    assert watch.found() is None, "a choice was not held"
+    assert watch.close(0)[0].keys() == {one.untyped_storage()._cdata for one in chosen}, "something else is held"
+    with native.Serving(watch) as serving:
+        again = (-x).topk(2)
+    assert all(map(torch.equal, chosen, again)), "a choice was not served"
+    assert torch.equal((-x).topk(2)[1], torch.tensor([0, 1])), "choices are served for ever"
+    del serving
 
 
 def main() -> None:

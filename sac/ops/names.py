@@ -133,7 +133,16 @@ def _instead(name: str, reason: str, registry: Registry) -> str:
 
 # -- Matchers of op objects, built from the op names of a policy
 
-__all__ = ["NameProblem", "OpMatcher", "check_sets", "is_must_save", "op_name", "resolve_ops", "set_names"]
+__all__ = [
+    "NameProblem",
+    "OpMatcher",
+    "check_sets",
+    "is_must_save",
+    "must_save_names",
+    "op_name",
+    "resolve_ops",
+    "set_names",
+]
 
 _NO_SETS: Mapping[str, Sequence[str]] = {}
 
@@ -281,3 +290,9 @@ def is_must_save(op: Any) -> tuple[bool, str]:
     """Return whether ``op`` is saved in every mode (promise 10), and the condition on its calls."""
     matcher = _must_save_matcher()
     return (True, matcher.conditional(op)) if matcher.matches(op) else (False, "")
+
+
+def must_save_names() -> frozenset[str]:
+    """Return the names, without overloads, of those ops of torch's own of which calls are saved in every mode."""
+    names = (entry.name.split(".") for entry in SAVE_SETS["nondeterministic"].entries)
+    return frozenset(parts[1] for parts in names if parts[0] == "aten")

@@ -326,7 +326,7 @@ class ProfiledRegion(Region):
         found = f"this block cannot be planned op by op: {reason}"
         raise PlanError(Problem(self.path, found, fix="use mode: full, or a policy by hand"))
 
-    def _take_evidence(self, recorder: Any, frame: Any, signature: Any) -> None:
+    def _take_evidence(self, recorder: Any, frame: Any, signature: Any, *, is_alone: bool) -> None:
         if not isinstance(recorder, _ThriftyRecorder):
             self._refuse("it does not run under the replay engine")
         self._seen.add(signature)

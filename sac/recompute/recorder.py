@@ -843,6 +843,7 @@ def _is_constant(tape: Tape, entry: int, tensor: Tensor, evidence: GroupEvidence
 class ReplayRecorder(TapeRecorder, Recorder):
     """Applies a decision table to one region call that is replayed in backward; the ``Recorder`` of ``ReplayFrame``."""
 
+    only_chooses = False
     __slots__ = (
         "_buffers",
         "_external",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 import warnings
 from collections.abc import Callable, Hashable
@@ -19,7 +20,7 @@ from sac.policy.model import PlannedRegion, Policy
 from sac.recompute.evidence import GroupEvidence, RegionEvidence, remember
 from sac.recompute.native_recorder import NativeReplayFrame, NativeReplayRecorder
 from sac.recompute.native_rerun import NativeRerunRecorder
-from sac.recompute.native_watch import NativeWatch
+from sac.recompute.native_watch import NativeWatch, can_hold
 from sac.recompute.op_trace import OpTraceRecorder, OpTraceRow, RegionStats, check_planned_signature, log_decisions
 from sac.recompute.recorder import ReplayRecorder
 from sac.recompute.replay import CAN_REPLAY, ReplayFrame, warn_not_replayable
@@ -39,7 +40,7 @@ from sac.region.native_frame import NativeFrame
 from sac.region.reentrant import ReentrantFrame
 from sac.region.settings import ALWAYS, FIRST, NEVER, REPLAY, RERUN, Settings, as_torch_says
 from sac.region.tables import ModuleTables
-from sac.region.writes import needs_recorder
+from sac.region.writes import chooses, writes_unseen
 from sac.tensors import plain_address
 from sac.torch_private import tree_leaves
 
@@ -67,6 +68,13 @@ class RegionGroup:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionGroup:
         return self  # what the group has learnt is also true of copies of its regions
+
+
+class _Calls(threading.local):
+    count = 0
+
+
+_CALLS = _Calls()  # how many region calls this thread has begun
 
 
 class PendingCall(NamedTuple):
@@ -146,6 +154,7 @@ class Region:
         if table.offloads:
             inputs.follow(args, kwargs)
         frame, recorder = self._frame(PendingCall(function, owners, settings, signature, inputs, args, kwargs))
+        _CALLS.count = number = _CALLS.count + 1
         frame.found, found = found, None
         try:
             output = frame.run(inputs, args, kwargs)
@@ -164,27 +173,55 @@ class Region:
         self.stats.offloads = frame.offloads
         self.stats.stalls = inputs.call.stalls if inputs.call is not None else None
         if isinstance(recorder, (RerunRecorder, ReplayRecorder)):
-            self._take_evidence(recorder, frame, signature)
+            self._take_evidence(recorder, frame, signature, is_alone=_CALLS.count == number)
         elif isinstance(recorder, ModuleRecorder):
             self.stats.take(recorder.modules.evidence.figures, frame.input_bytes)
         else:
-            self.stats.take(None, frame.input_bytes)
+            self.stats.take(recorder.figures if recorder is not None else None, frame.input_bytes)
         return output
 
     def _frame(self, call: PendingCall) -> tuple[Frame | ReentrantFrame, _AnyRecorder | None]:
         """Return the frame that runs one call, and its recorder if it needs one; see Note [Evidence]."""
         table, settings, signature = self.group.table, call.settings, call.signature
-        is_known = signature is not None and signature in self.evidence.needs_no_mode and not table.saves_everything
-        records = not is_known or self.evidence.needs_recorder or table.decides_on_ops or settings.engine == REPLAY
+        native = library()
+        without_watch = settings.use_reentrant or table.saves_everything or table.matches_modules
+        is_watched = native is not None and not without_watch
+        is_known = (
+            signature is not None
+            and not table.saves_everything
+            and (signature in self.evidence.needs_no_mode or (is_watched and signature in self.evidence.may_branch))
+        )
+        # Inside of hooks, an outer checkpoint expects the same tensors in its recomputation as in its forward.
+        holds = (
+            self.evidence.chooses
+            and is_watched
+            and not self.stats.compiled_graphs
+            and active_hooks() is None
+            and can_hold(native)
+        )
+        records = (
+            not is_known
+            or self.evidence.needs_recorder
+            or (self.evidence.chooses and not holds)
+            or table.decides_on_ops
+            or settings.engine == REPLAY
+        )
         if records and self._is_replayed(settings):
             return self._replay_frame(call)
-        self.stats.engine = RERUN if records else ""
+        self.stats.engine = RERUN if records or self.evidence.chooses else ""
         recorder: _AnyRecorder | None = None
         if records or table.matches_modules:
             recorder = self._recorder(call, sees_ops=records)
-        native = library()
-        if recorder is None and native is not None and not settings.use_reentrant and not table.saves_everything:
-            recorder = NativeWatch(native, table, self.path, call.inputs, watches_writes=settings.freeze_buffers)
+        if recorder is None and is_watched:
+            recorder = NativeWatch(
+                native,
+                table,
+                self.path,
+                call.inputs,
+                watches_writes=settings.freeze_buffers,
+                holds=holds,
+                compares=settings.verify != NEVER,
+            )
         frame_type: Any = Frame if native is None else partial(NativeFrame, native)
         frame: Frame | ReentrantFrame = (ReentrantFrame if settings.use_reentrant else frame_type)(
             call.function, self.path, recorder, call.owners, settings
@@ -285,8 +322,9 @@ class Region:
         return recorder
 
     def _take_evidence(
-        self, recorder: RerunRecorder | ReplayRecorder, frame: Frame | ReentrantFrame, signature: Any
+        self, recorder: RerunRecorder | ReplayRecorder, frame: Frame | ReentrantFrame, signature: Any, *, is_alone: bool
     ) -> None:
+        """Learn from a call. ``is_alone``: no other region ran inside."""
         if recorder.op_trace is not None:
             self.group.op_trace = tuple(recorder.op_trace.rows)
             if isinstance(recorder, ReplayRecorder) and recorder.schedule is not None and recorder.figures is not None:
@@ -295,15 +333,20 @@ class Region:
         everything = self.group.table.saves_everything
         evidence = self.evidence
         is_known = signature is not None and signature in evidence.needs_no_mode  # of the same modules and options
-        if not (everything or evidence.needs_recorder) and (
-            recorder.needs_mode
-            or frame.ambient.module_state.were_written
-            or (not is_known and needs_recorder(frame.owners))
-        ):
-            evidence.needs_recorder = True
+        if not (everything or evidence.needs_recorder):
+            evidence.needs_recorder = bool(
+                (recorder.needs_mode and not (recorder.only_chooses and is_alone))
+                or frame.ambient.module_state.were_written
+                or (not is_known and writes_unseen(frame.owners))
+            )
+            evidence.chooses |= recorder.needs_mode or (not is_known and any(map(chooses, frame.owners)))
         if signature is not None:
-            if everything or not (evidence.needs_recorder or recorder.reads_values or frame.moved_host_rng):
-                remember(evidence.needs_no_mode, signature)
+            if everything or not evidence.needs_recorder:
+                may_branch = not everything and (recorder.reads_values or frame.moved_host_rng)
+                if not may_branch:
+                    remember(evidence.needs_no_mode, signature)
+                elif not _may_communicate(self.group.table, frame.owners):
+                    remember(evidence.may_branch, signature)
             if isinstance(recorder, ReplayRecorder):
                 layouts, layout = self.group.evidence.layouts, recorder.layout
                 if layout is not None and layouts.get(signature[-1]) is not layout:
@@ -315,6 +358,16 @@ class Region:
                 remember(evidence.modules, signature, modules.evidence)
         self.stats.take(recorder.figures, frame.input_bytes)
         self.stats.native_ops = recorder.native_ops
+
+
+def _may_communicate(table: DecisionTable, owners: tuple[nn.Module, ...]) -> bool:
+    """Return whether ops of a region may be collectives, or consist of some, as those on a DTensor do.
+
+    If a rank keeps the activations of a call, as a watch may ask for, the others must not wait for it in backward.
+    """
+    if any(type(one) is not nn.Parameter for owner in owners for one in owner._parameters.values() if one is not None):
+        return True
+    return any(site.is_collective for sites in table.sites_at.values() for site in sites.values())
 
 
 def _rebuild(

@@ -20,7 +20,16 @@ from sac.recompute.forward_state import WriteGuard
 from sac.recompute.module_tracker import RegionMode
 from sac.recompute.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
 from sac.recompute.parameter_only import NOT_PARAMETERS, is_large
-from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, decide, gathers, run_op, site_name
+from sac.recompute.table import (
+    CallSite,
+    DecisionTable,
+    ResolvedRule,
+    decide,
+    gathers,
+    is_holdable,
+    run_op,
+    site_name,
+)
 from sac.recompute.value_ids import Description, ValueIds
 from sac.recompute.whole_modules import SavedModuleCall, SavedModules, SavingPass, ServingPass
 from sac.region.frame import (
@@ -419,6 +428,14 @@ class RerunState:
     def needs_mode(self) -> bool:
         """Whether later calls like this one must run under a dispatch mode."""
         return self.may_save or self.writes_or_draws
+
+    @property
+    def are_holdable(self) -> bool:
+        """Whether a watch could have held all that this call has decided to save; see Note [Watched calls]."""
+        return sum(self.occurrences.values()) == len(self.saved) and all(
+            is_holdable(value.site) and all(type(one.value) is torch.Tensor for one in value.results)
+            for value in self.saved
+        )
 
     @property
     def writes_or_draws(self) -> bool:
@@ -989,7 +1006,7 @@ class RerunRecorder(Recorder):
         self.offloads = table.offloads
         self.early_stop = early_stop
         self.op_trace = op_trace
-        self.needs_mode = self.reads_values = False
+        self.needs_mode = self.reads_values = self.only_chooses = False
         self.writes_or_draws = True  # after the forward: whether this alone requires a recorder
         self.figures: SavedFigures | None = None
         self._recompute: RecomputeMode | None = None
@@ -1027,8 +1044,10 @@ class RerunRecorder(Recorder):
 
     def close(self, kept: list[Handle], last_missing: int) -> bool:
         """See ``RerunState.close``."""
+        are_holdable = self.state.are_holdable
         free = self.state.close(kept, last_missing)
         self.figures = figures_of(self.state, kept)
+        self.only_chooses = are_holdable and not self.state.writes_or_draws
         self.state.decided = []
         self.writes_or_draws = self.state.writes_or_draws
         self.needs_mode, self.reads_values = self.state.needs_mode, self.state.reads_values

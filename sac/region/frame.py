@@ -321,6 +321,12 @@ class Recorder:
     def pack(self, tensor: torch.Tensor, handle: Handle) -> None:
         """Autograd saves ``tensor``; call ``handle.keep`` to hold it. Only called if the recorder sees ops."""
 
+    def settle(self, packed: Any) -> None:
+        """The forward is over, and no mode has seen its ops: keep the handles that ``close`` is to find kept.
+
+        ``packed``: the tensors that autograd has saved, with their versions at that time.
+        """
+
     def close(self, handles: list[Handle], last_missing: int) -> bool:
         """The forward is over; return whether the region can be recomputed without this recorder."""
         raise NotImplementedError

@@ -350,6 +350,11 @@ class ModuleState:
         """Return the copy of the storage at ``address`` from before the forward; None if there is none."""
         return next((one.copy for one in self._watched if one.address == address), None)
 
+    def lacks_copy(self, addresses: list[int]) -> bool:
+        """Return whether one of the storages with these addresses may be that of a tensor in ``without_copy``."""
+        at_start = self._at_start
+        return bool(addresses) if at_start is None else at_start.lacks_copy(addresses)
+
     def without_copy(self) -> dict[int, torch.Tensor]:
         """Return the tensors of which there is no copy and whose version has not moved, by storage address."""
         watched = (one.tensor for one in self._watched if one.copy is None and not one.was_written)

@@ -47,6 +47,8 @@ class NativeFrame(WithNativeHandles):
 
     def _close(self) -> None:
         packed = self._packed
+        if packed is not None and self.recorder is not None:
+            self.recorder.settle(packed)
         super()._close()
         if packed is not None:
             packed.forget()

@@ -111,12 +111,6 @@ _WRITING_BUFFERS_UNSEEN = frozenset(
 )
 
 
-def needs_recorder(modules: Iterable[nn.Module]) -> bool:
-    """Return whether one of the modules may choose, or fill or write unseen, according to its class and options."""
-    modules = tuple(modules)
-    return writes_unseen(modules) or any(map(chooses, modules))
-
-
 def writes_unseen(modules: Iterable[nn.Module]) -> bool:
     """Return whether one of the modules may fill or write unseen, according to its class and options."""
     return any(_class_writes(type(one)) or getattr(one, "max_norm", None) is not None for one in modules)

@@ -5,6 +5,8 @@
 #include "marks.h"
 #include "state.h"
 
+#include <unordered_set>
+
 namespace sac {
 
 // See `Spare` of module_state.py.
@@ -169,6 +171,23 @@ inline PyObject* at_start_has_same_versions(AtStart* self, PyObject*) {
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->held); ++i)
     if (version_at(THPVariable_Unpack(PyList_GET_ITEM(self->held, i))) != (*self->marks)[i * MARK]) Py_RETURN_FALSE;
   Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Whether one of these addresses is that of a storage of which there is no copy.
+inline PyObject* at_start_lacks_copy(AtStart* self, PyObject* addresses) {
+  HANDLE_TH_ERRORS
+  std::unordered_set<const StorageImpl*> wanted;
+  for (Py_ssize_t i = 0; i < PyList_Size(addresses); ++i)
+    wanted.insert(static_cast<StorageImpl*>(PyLong_AsVoidPtr(PyList_GET_ITEM(addresses, i))));
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(self->held); ++i) {
+    const StorageImpl* storage = storage_of(THPVariable_Unpack(PyList_GET_ITEM(self->held, i)).unsafeGetTensorImpl());
+    if (storage == nullptr || wanted.count(storage) != 0) Py_RETURN_TRUE;
+  }
+  for (const SpareTensor& one : *self->spares)
+    if (!one.copy && wanted.count(one.storage.unsafeGetStorageImpl()) != 0) Py_RETURN_TRUE;
+  Py_RETURN_FALSE;
   END_HANDLE_TH_ERRORS
 }
 

@@ -4,6 +4,7 @@
 // and do everything that is not ordinary.
 #include "at_start.h"
 #include "checksum.h"
+#include "choices.h"
 #include "fill.h"
 #include "forwards.h"
 #include "late.h"
@@ -333,6 +334,10 @@ PyMethodDef watch_methods[] = {
     {"__exit__", as_method(watch_exit), METH_FASTCALL, nullptr},
     {"found", as_method(watch_found), METH_NOARGS, nullptr},
     {"written", as_method(watch_written), METH_NOARGS, nullptr},
+    {"keep", as_method(watch_keep), METH_O, nullptr},
+    {"close", as_method(watch_close), METH_O, nullptr},
+    {"forget", as_method(watch_forget), METH_NOARGS, nullptr},
+    {"holds_choices", as_method(watch_holds_choices), METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 PyType_Slot watch_slots[] = {
@@ -342,6 +347,20 @@ PyType_Slot watch_slots[] = {
     {0, nullptr},
 };
 PyType_Spec watch_spec = {"_sac_native.Watch", sizeof(Watch), 0, Py_TPFLAGS_DEFAULT, watch_slots};
+
+PyMethodDef serving_methods[] = {
+    {"__enter__", as_method(serving_enter), METH_NOARGS, nullptr},
+    {"__exit__", as_method(serving_exit), METH_FASTCALL, nullptr},
+    {"left", as_method(serving_left), METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+PyType_Slot serving_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(serving_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(serving_dealloc)},
+    {Py_tp_methods, serving_methods},
+    {0, nullptr},
+};
+PyType_Spec serving_spec = {"_sac_native.Serving", sizeof(Serving), 0, Py_TPFLAGS_DEFAULT, serving_slots};
 
 PyType_Slot watched_ops_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(watched_ops_new)},
@@ -382,6 +401,7 @@ PyType_Spec reached_spec = {"_sac_native.Reached", sizeof(Reached), 0,
 PyMethodDef at_start_methods[] = {
     {"close", as_method(at_start_close), METH_O, nullptr},
     {"has_same_tensors", as_method(at_start_has_same_tensors), METH_NOARGS, nullptr},
+    {"lacks_copy", as_method(at_start_lacks_copy), METH_O, nullptr},
     {"has_same_versions", as_method(at_start_has_same_versions), METH_NOARGS, nullptr},
     {"note", as_method(at_start_note), METH_NOARGS, nullptr},
     {"contents", as_method(at_start_contents), METH_NOARGS, nullptr},
@@ -520,6 +540,7 @@ PyMethodDef methods[] = {
     {"look_at_kept", as_method(look_at_kept), METH_FASTCALL, nullptr},
     {"find_different", as_method(find_different), METH_FASTCALL, nullptr},
     {"crc32", as_method(crc32), METH_O, nullptr},
+    {"intercept", as_method(intercept), METH_O, nullptr},
     {"sums_of", as_method(sums_of), METH_O, nullptr},
     {"not_as_saved", as_method(not_as_saved), METH_O, nullptr},
     {"run", as_method(run_program), METH_FASTCALL, nullptr},
@@ -558,7 +579,7 @@ PyMODINIT_FUNC PyInit__sac_native() {
       {"Mode", &sac::mode_spec},   {"Sites", &sac::sites_spec},   {"Values", &sac::values_spec},
       {"Program", &sac::program_spec}, {"Ids", &sac::ids_spec}, {"Handles", &sac::handles_spec},
       {"FrameHooks", &sac::frame_hooks_spec}, {"Progress", &sac::progress_spec}, {"Watch", &sac::watch_spec},
-      {"WatchedOps", &sac::watched_ops_spec}, {"LatePacking", &sac::late_spec}, {"IdView", &sac::id_view_spec},
+      {"WatchedOps", &sac::watched_ops_spec}, {"Serving", &sac::serving_spec}, {"LatePacking", &sac::late_spec}, {"IdView", &sac::id_view_spec},
       {"Packs", &sac::packs_spec}, {"Survey", &sac::survey_spec}, {"Reached", &sac::reached_spec},
       {"Below", &sac::below_spec}, {"Places", &sac::places_spec}, {"Checksums", &sac::checksums_spec}, {"AtStart", &sac::at_start_spec},
       {"Surroundings", &sac::surroundings_spec},

@@ -18,15 +18,16 @@ struct WatchedOp {
   std::string name;  // as torch reports it
   std::string overload;
   bool chooses = false;
-  bool is_ignored = false;  // its writes are not the region's own
+  bool is_holdable = false;  // it chooses, and a watch may hold what it returns
+  bool is_ignored = false;   // its writes are not the region's own
   bool takes_generator = false;
   bool is_composite = false;  // it consists of other ops, which torch reports too
   std::vector<size_t> written;  // positions of the arguments that it writes to
   std::vector<size_t> spoilt;   // those of them that it does not return: autograd saves them before they are written
 };
 
-// The ops that have been met so far. `classify` returns whether an op chooses, and whether its writes are ignored. Threads read the table without
-// the GIL, so it has a lock, the one of the call sites.
+// The ops that have been met so far. `classify` returns whether an op chooses, whether a watch may hold what it returns,
+// and whether its writes are ignored. Threads read the table without the GIL, so it has a lock, the one of the call sites.
 struct WatchedOps {
   PyObject_HEAD
   PyObject* classify;
@@ -35,6 +36,33 @@ struct WatchedOps {
 };
 
 enum class Reason : int { CHOOSES = 0, DRAWS = 1, SPOILS = 2 };
+
+// What an op that chooses has returned.
+struct Chosen {
+  Tensor tensor;  // without graph
+  uint32_t version;
+  bool is_written = false;  // the region writes to the result, and this is a copy
+  bool is_lost = false;     // something unseen has written to it
+
+  unsigned long long storage() const {
+    return reinterpret_cast<unsigned long long>(storage_of(tensor.unsafeGetTensorImpl()));
+  }
+
+  bool is_changed() const {
+    return is_lost || (!is_written && tensor.unsafeGetTensorImpl()->version_counter().current_version() != version);
+  }
+};
+
+// A call of such an op; see choices.h.
+struct Choice {
+  const WatchedOp* op;
+  int64_t number = 0;             // how many calls of it came before
+  std::vector<IValue> arguments;  // what describes a tensor stands in its place
+  std::vector<Chosen> results;
+  PyObject* sums = nullptr;  // their checksums, owned; nullptr if they are not compared
+  size_t packed = 0;         // how many tensors autograd had saved when the op had run
+  bool runs_again = false;   // the results have changed
+};
 
 struct Watch {
   PyObject_HEAD
@@ -45,7 +73,17 @@ struct Watch {
   const WatchedOp* found;
   Reason reason;
   std::unordered_set<StorageImpl*>* written;
+  std::vector<Choice>* choices;
+  std::vector<size_t>* kept;  // indices of the handles of choices that the region has written to since
+  PyObject* owner;            // of Python's, which computes checksums and raises errors
+  const WatchedOp* expected;  // the outermost op, if what it returns is to be held and is not yet
+  char holds;                 // whether results of ops that choose are held
+  char compares;              // and whether they are compared with what was held
+  char is_paused;             // a recomputation runs inside of the region's own forward
 };
+
+inline void copy_chosen(Watch& watch, StorageImpl* storage);  // see choices.h
+inline void intercept_choices(bool is_wanted);
 
 inline thread_local Watch* watching = nullptr;  // the innermost one on this thread
 
@@ -69,23 +107,27 @@ inline std::unique_ptr<WatchedOp> new_watched_op(WatchedOps& ops, const c10::Fun
   }
   Gil gil;
   PyObject* traits = PyObject_CallFunction(ops.classify, "ss", op->name.c_str(), op->overload.c_str());
-  int chooses = 0, is_ignored = 0;
-  if (traits == nullptr || !PyArg_ParseTuple(traits, "pp", &chooses, &is_ignored)) PyErr_WriteUnraisable(ops.classify);
+  int chooses = 0, is_holdable = 0, is_ignored = 0;
+  if (traits == nullptr || !PyArg_ParseTuple(traits, "ppp", &chooses, &is_holdable, &is_ignored))
+    PyErr_WriteUnraisable(ops.classify);
   Py_XDECREF(traits);
   op->chooses = chooses != 0;
+  op->is_holdable = is_holdable != 0;
   op->is_ignored = is_ignored != 0;
   return op;
 }
 
-inline const WatchedOp* find_or_make(WatchedOps& ops, const char* name, const at::RecordFunction& function) {
+// `schema` returns an op's schema, or nothing if the name is not one of an op.
+template <typename Schema>
+const WatchedOp* find_or_make(WatchedOps& ops, const char* name, Schema schema) {
   {
     std::shared_lock<std::shared_mutex> reading(sites_lock);
     const auto found = ops.known->find(name);
     if (found != ops.known->end()) return found->second.get();
   }
-  const auto schema = function.operator_schema();
-  if (!schema) return nullptr;
-  auto made = new_watched_op(ops, *schema);
+  const std::optional<c10::FunctionSchema> wanted = schema();
+  if (!wanted) return nullptr;
+  auto made = new_watched_op(ops, *wanted);
   std::unique_lock<std::shared_mutex> writing(sites_lock);
   auto& known = (*ops.known)[name];
   if (!known) known = std::move(made);
@@ -101,16 +143,20 @@ struct Lately {
 
 inline thread_local std::array<Lately, 512> lately;
 
-// The op that torch reports, or nullptr: a function of Python's is not one. Its name may lie where another's lay.
-inline const WatchedOp* watched_op(WatchedOps& ops, const at::RecordFunction& function) {
-  const char* name = function.name();
+template <typename Schema>
+const WatchedOp* watched_op(WatchedOps& ops, const char* name, Schema schema) {
   Lately& last = lately[(reinterpret_cast<uintptr_t>(name) >> 4) % lately.size()];
   if (last.name != name || last.table != ops.number) {
-    const WatchedOp* op = find_or_make(ops, name, function);
+    const WatchedOp* op = find_or_make(ops, name, schema);
     if (op == nullptr) return nullptr;
     last = Lately{name, ops.number, op};
   }
   return strcmp(last.op->name.c_str(), name) == 0 ? last.op : nullptr;
+}
+
+// The op that torch reports, or nullptr: a function of Python's is not one. Its name may lie where another's lay.
+inline const WatchedOp* watched_op(WatchedOps& ops, const at::RecordFunction& function) {
+  return watched_op(ops, function.name(), [&] { return function.operator_schema(); });
 }
 
 inline void note(Watch& watch, Reason reason, const WatchedOp* op) {
@@ -143,16 +189,24 @@ struct Running final : at::ObserverContext {
 
 inline void look(Watch& watch, const WatchedOp* op, const at::RecordFunction& function,
                  std::unique_ptr<Running>& running) {
-  if (watch.depth > 0) return;
+  if (watch.depth > 0 || watch.is_paused) return;
   const auto inputs = function.inputs();
   if (op->takes_generator)
     for (const IValue& input : inputs)
       if (input.isGenerator() && input.toGenerator().defined()) note(watch, Reason::DRAWS, op);
-  if (op->chooses && !op->is_composite) note(watch, Reason::CHOOSES, op);
+  if (op->chooses && !op->is_composite) {
+    if (watch.holds && op->is_holdable)
+      watch.expected = op;
+    else
+      note(watch, Reason::CHOOSES, op);
+  }
   for (const size_t position : op->written)
     if (position < inputs.size() && !op->is_ignored)
       for_each_tensor(inputs[position], [&](const Tensor& tensor) {
-        if (StorageImpl* storage = storage_of(tensor.unsafeGetTensorImpl())) watch.written->insert(storage);
+        StorageImpl* storage = storage_of(tensor.unsafeGetTensorImpl());
+        if (storage == nullptr) return;
+        watch.written->insert(storage);
+        if (!watch.choices->empty()) copy_chosen(watch, storage);
       });
   if (op->is_composite || op->is_ignored) return;
   for (const size_t position : op->spoilt)
@@ -182,7 +236,11 @@ inline void op_ends(const at::RecordFunction& function, at::ObserverContext* con
   if (watching == nullptr) return;
   const WatchedOp* op = watched_op(*watching->ops, function);
   if (op == nullptr || op->is_composite) return;
-  for (Watch* watch = watching; watch != nullptr; watch = watch->outer) watch->depth--;
+  for (Watch* watch = watching; watch != nullptr; watch = watch->outer) {
+    if (--watch->depth > 0 || watch->expected == nullptr) continue;
+    note(*watch, Reason::CHOOSES, watch->expected);  // it was not held
+    watch->expected = nullptr;
+  }
   if (context == nullptr) return;
   for (const Spoilt& one : static_cast<Running*>(context)->spoilt) {
     const auto& handles = *one.watch->handles->list;
@@ -227,21 +285,37 @@ inline void watched_ops_dealloc(WatchedOps* self) {
 }
 
 inline PyObject* watch_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *ops = nullptr, *handles = nullptr;
-  if (!PyArg_ParseTuple(args, "OO", &ops, &handles)) return nullptr;
+  PyObject *ops = nullptr, *handles = nullptr, *owner = Py_None;
+  int holds = 0, compares = 0;
+  if (!PyArg_ParseTuple(args, "OO|Opp", &ops, &handles, &owner, &holds, &compares)) return nullptr;
   auto* self = reinterpret_cast<Watch*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
   self->ops = reinterpret_cast<WatchedOps*>(Py_NewRef(ops));
   self->handles = reinterpret_cast<Handles*>(Py_NewRef(handles));
   self->written = new std::unordered_set<StorageImpl*>();
+  self->choices = new std::vector<Choice>();
+  self->kept = new std::vector<size_t>();
+  self->owner = Py_NewRef(owner);
+  self->holds = static_cast<char>(holds);
+  self->compares = static_cast<char>(compares);
   return reinterpret_cast<PyObject*>(self);
+}
+
+inline void forget_choices(Watch* self) {  // freeing a tensor may run Python, which may get here again
+  std::vector<Choice> choices;
+  choices.swap(*self->choices);
+  for (const Choice& choice : choices) Py_XDECREF(choice.sums);
 }
 
 inline void watch_dealloc(Watch* self) {
   PyTypeObject* type = Py_TYPE(self);
+  forget_choices(self);
+  delete self->choices;
   delete self->written;
+  delete self->kept;
   Py_CLEAR(self->ops);
   Py_CLEAR(self->handles);
+  Py_CLEAR(self->owner);
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -257,6 +331,7 @@ inline PyObject* watch_enter(Watch* self, PyObject*) {
   Py_INCREF(self);  // for the chain
   self->outer = watching;
   watching = self;
+  if (self->holds) intercept_choices(true);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -267,8 +342,9 @@ inline PyObject* watch_exit(Watch* self, PyObject* const*, Py_ssize_t) {
     if (*one == self) {
       *one = self->outer;
       self->outer = nullptr;
-      Py_DECREF(self);
       if (watching == nullptr) at::removeCallback(watch_callback);
+      if (self->holds) intercept_choices(false);
+      Py_DECREF(self);
       break;
     }
   Py_RETURN_NONE;

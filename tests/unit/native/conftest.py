@@ -14,7 +14,8 @@ from sac.native.load import library
 from sac.native.target import MODULE, this_target
 from tests.support.native_libraries import program_without_torch, small_library
 
-OF_THIS_MACHINE = ("test_engine", "test_state", "test_walk")  # such files test the library that this machine has
+# Files with such names test the library that this machine has.
+OF_THIS_MACHINE = ("test_engine", "test_state", "test_walk", "test_watched")
 
 
 @pytest.fixture(autouse=True)

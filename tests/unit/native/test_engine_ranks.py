@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import sac
-from tests.support.blocks import selective
+from tests.support.blocks import FunctionBlock, Stack, selective
 from tests.support.native_engine import needs_library, recorded, with_library
-from tests.support.rank_programs import BODIES, stack_of
+from tests.support.rank_programs import BODIES, reduced, stack_of
 from tests.support.ranks import run_ranks
 from tests.support.replay_programs import POLICIES, gradients
 from tests.support.training import assert_same, built
@@ -22,10 +22,19 @@ pytestmark = needs_library
 SENT = ("_c10d_functional::", "c10d::")  # gloo has events of its own too, on other threads
 
 
+def routed(block: FunctionBlock, x: Tensor) -> Tensor:
+    """Choose between two collectives; autograd saves nothing after the last one but the choice."""
+    h = reduced(x @ block.a)
+    chosen = h.detach().topk(8, dim=1)[1]
+    return (h.sin() @ block.b + reduced(h)).gather(1, chosen)
+
+
 def steps_of(name: str, engine: str, chosen: dict[str, Any], natives: list[bool]) -> tuple[Any, ...]:
     """Four steps of this rank: gradients, the collectives of the last step in order, ops that the library recorded."""
-    model = built(lambda: stack_of(name))
-    if engine != "none":
+    model = built(lambda: stack_of(name) if name in BODIES else Stack(FunctionBlock(routed), FunctionBlock(routed)))
+    if engine == "full":
+        model = sac.apply(model, {"mode": "full"})
+    elif engine != "none":
         model = sac.apply(model, selective(chosen, engine=engine, verify="never"))
     seen: dict[str, Tensor] = {}
 
@@ -42,7 +51,9 @@ def steps_of(name: str, engine: str, chosen: dict[str, Any], natives: list[bool]
             step()
         seen |= {f"last {key}": one for key, one in gradients(model).items()}
     events = sorted(profiler.events(), key=lambda one: one.time_range.start)
-    return seen, [one.name for one in events if one.name.startswith(SENT)], sum(log.ops)
+    # Under a mode, torch reports an op twice: in `full` only a recorder has one.
+    sent = "gloo:" if engine == "full" else SENT
+    return seen, [one.name for one in events if one.name.startswith(sent)], sum(log.ops)
 
 
 @pytest.mark.slow
@@ -70,3 +81,13 @@ def test_one_rank_without_it_and_one_collective() -> None:
     assert native > 0
     assert without == 0
     assert one
+
+
+def test_one_rank_holds_choices_in_a_watch_and_one_in_a_recorder() -> None:
+    plain = run_ranks(2, steps_of, "routed", "none", {}, [True, True])
+    mixed = run_ranks(2, steps_of, "routed", "full", {}, [True, False])
+    python = run_ranks(2, steps_of, "routed", "full", {}, [False, False])
+    for rank in range(2):
+        assert_same(plain[rank][0], mixed[rank][0])
+        assert mixed[rank][1] == python[rank][1]
+        assert len(mixed[rank][1]) > 4

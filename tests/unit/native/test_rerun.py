@@ -84,7 +84,7 @@ def writes_late(block: FunctionBlock, x: Tensor) -> Tensor:
     return F.rrelu((x @ block.a).cos() @ block.b, training=True)
 
 
-@pytest.mark.parametrize("function", [routes, draws_from_its_own, writes_late], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("function", [draws_from_its_own, writes_late], ids=lambda one: one.__name__)
 @pytest.mark.parametrize("value", [FULL, {**FULL, "store": "host"}], ids=["full", "inputs on the host"])
 def test_full(function: Callable[..., Tensor], value: dict[str, Any]) -> None:
     def build() -> Stack:
@@ -247,7 +247,7 @@ def test_another_value_is_found() -> None:
 
 def test_the_report_counts_its_ops() -> None:
     with with_library(), recorded() as seen:
-        model = sac.apply(built(block_of(routes)), FULL)
+        model = sac.apply(built(block_of(draws_from_its_own)), FULL)
         train(model, steps=3, make_input=square)
     assert sac.report(model).to_dict()["native_ops"] == seen.ops[-1] > 0
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import sac
 from sac.errors import SacWarning
 from sac.recompute import native_watch
+from sac.region.module_state import ModuleState
 from tests.promises.test_exact_when_programs_change import assert_same, train, usual
 from tests.support.native_engine import needs_library, with_library
 from tests.support.outside import NOISE, noise_of
@@ -118,6 +119,17 @@ def test_what_a_recomputation_repeats_is_not_told(does: Any) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             train(lambda: Late(does), "full")
+
+
+def test_writes_to_what_the_region_made_are_told_apart_quickly() -> None:
+    """Python looks at what a call has written to only if one of the region's own tensors may be among it."""
+    with with_library(), mock.patch.object(ModuleState, "without_copy", autospec=True, return_value={}) as asked:
+        train(lambda: Late(write_own), "full")
+        assert asked.call_count == 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            train(lambda: Late(shrink), "full")
+        assert asked.call_count > 0
 
 
 def test_a_call_without_gradients_keeps_nothing() -> None:

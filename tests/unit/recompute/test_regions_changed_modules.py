@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import sac
 from sac.recompute import regions
 from sac.recompute import rerun as modes
-from sac.region.writes import needs_recorder
+from sac.region.writes import writes_unseen
 from tests.support.blocks import FULL, Stack, policy, selective
 from tests.support.stores import MODES
 from tests.support.training import same_bits
@@ -171,10 +171,10 @@ def test_modules_are_asked_what_they_do_once_per_kind_of_call(monkeypatch: pytes
     asked: list[Any] = []
 
     def counting(modules: Any) -> bool:
-        asked.append(needs_recorder(modules))
+        asked.append(writes_unseen(modules))
         return asked[-1]  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(regions, "needs_recorder", counting)
+    monkeypatch.setattr(regions, "writes_unseen", counting)
     block = Block()
     block.linear.max_norm = None
     model = sac.apply(Stack(block), {**FULL, "engine": "replay"})
