@@ -199,5 +199,8 @@ def _told(arguments: tuple[Any, ...]) -> str:
 @cache
 def can_hold(library: Any) -> bool:
     """Return whether the library can hold what ops choose; nothing else may use the dispatch key that it uses."""
-    answer: bool = library.intercept(holdable_ops())
+    try:
+        answer: bool = library.intercept(holdable_ops())
+    except RuntimeError:  # another extension has registered something there
+        return False
     return answer

@@ -260,9 +260,9 @@ inline void run_and_serve(Serving& self, const OperatorHandle& op, c10::Dispatch
     return op.redispatchBoxed(below, stack);
   }
   next++;
+  (*self.is_served)[index] = true;  // autograd may save the last missing tensor inside of this op, and end the run
   op.redispatchBoxed(below, stack);
   const Choice& choice = choices[index];
-  (*self.is_served)[index] = true;
   const size_t first = stack->size() - choice.results.size();
   if (!choice.runs_again) {
     for (size_t i = 0; i < choice.results.size(); i++)
