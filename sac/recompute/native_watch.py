@@ -160,7 +160,8 @@ class NativeWatch(Recorder):
         if serving is not None and (left := serving.left(self._reached)) is not None:
             name, number, arguments, other = left
             seen = "not at all in recomputation" if other is None else f"in recomputation with ({_told(other)})"
-            found = f"call {number} of {name.replace('::', '.')} ran in forward with ({_told(arguments)}) and {seen}"
+            op, where = name.replace("::", "."), self.path or "the region itself"
+            found = f"call {number} of {op} in {where} ran in forward with ({_told(arguments)}) and {seen}"
             raise RegionError(Problem(self.path or "region", found, fix=OTHER_PATH if other is None else OTHER_VALUE))
 
     def drop(self) -> None:

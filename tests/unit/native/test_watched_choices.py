@@ -473,7 +473,7 @@ def test_messages_of_choices_that_are_left_over() -> None:
             with ThreadPoolExecutor(1) as pool:
                 error = _error(pool.submit(loss.backward).result)
             assert error.startswith(
-                f"0: call 0 of aten.topk ran in forward with (float32[3, 6], 4, 1, True, True) and {seen}"
+                f"0: call 0 of aten.topk in 0 ran in forward with (float32[3, 6], 4, 1, True, True) and {seen}"
             )
 
 
