@@ -117,17 +117,15 @@ inline std::unique_ptr<WatchedOp> new_watched_op(WatchedOps& ops, const c10::Fun
   return op;
 }
 
-// `schema` returns an op's schema, or nothing if the name is not one of an op.
-template <typename Schema>
-const WatchedOp* find_or_make(WatchedOps& ops, const char* name, Schema schema) {
+inline const WatchedOp* find_or_make(WatchedOps& ops, const char* name, const at::RecordFunction& function) {
   {
     std::shared_lock<std::shared_mutex> reading(sites_lock);
     const auto found = ops.known->find(name);
     if (found != ops.known->end()) return found->second.get();
   }
-  const std::optional<c10::FunctionSchema> wanted = schema();
-  if (!wanted) return nullptr;
-  auto made = new_watched_op(ops, *wanted);
+  const auto schema = function.operator_schema();
+  if (!schema) return nullptr;
+  auto made = new_watched_op(ops, *schema);
   std::unique_lock<std::shared_mutex> writing(sites_lock);
   auto& known = (*ops.known)[name];
   if (!known) known = std::move(made);
@@ -143,20 +141,16 @@ struct Lately {
 
 inline thread_local std::array<Lately, 512> lately;
 
-template <typename Schema>
-const WatchedOp* watched_op(WatchedOps& ops, const char* name, Schema schema) {
+// The op that torch reports, or nullptr: a function of Python's is not one. Its name may lie where another's lay.
+inline const WatchedOp* watched_op(WatchedOps& ops, const at::RecordFunction& function) {
+  const char* name = function.name();
   Lately& last = lately[(reinterpret_cast<uintptr_t>(name) >> 4) % lately.size()];
   if (last.name != name || last.table != ops.number) {
-    const WatchedOp* op = find_or_make(ops, name, schema);
+    const WatchedOp* op = find_or_make(ops, name, function);
     if (op == nullptr) return nullptr;
     last = Lately{name, ops.number, op};
   }
   return strcmp(last.op->name.c_str(), name) == 0 ? last.op : nullptr;
-}
-
-// The op that torch reports, or nullptr: a function of Python's is not one. Its name may lie where another's lay.
-inline const WatchedOp* watched_op(WatchedOps& ops, const at::RecordFunction& function) {
-  return watched_op(ops, function.name(), [&] { return function.operator_schema(); });
 }
 
 inline void note(Watch& watch, Reason reason, const WatchedOp* op) {
