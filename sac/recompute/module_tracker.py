@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, Protocol
 
 from torch import nn
@@ -74,21 +75,44 @@ def leave(outer: Outer) -> None:
         native.listen(_CALL, *outer)
 
 
+def is_plain_method(module: nn.Module) -> bool:
+    """Return whether the forward of the module's class is a function, to which the module is passed."""
+    return type(_forward_of(type(module))) is FunctionType
+
+
+def class_forward(module: nn.Module) -> Any:
+    """Return the forward of the module's class, bound as Python binds it: a static method does not get the module."""
+    cls = type(module)
+    found = _forward_of(cls)
+    if isinstance(found, (staticmethod, classmethod)):
+        return cls.forward  # the same as the last line, which Dynamo cannot trace
+    bind = getattr(type(found), "__get__", None)
+    return found if bind is None else bind(found, module, cls)
+
+
+def _forward_of(cls: type) -> Any:
+    return next(base.__dict__["forward"] for base in cls.__mro__ if "forward" in base.__dict__)
+
+
 class TrackedForward:
     """An instance-level ``forward`` that sets its module's path on the active mode and calls the original forward.
 
     It can be pickled and is correct after ``deepcopy``: its module is an attribute, which both of them follow.
     """
 
+    original: Any = None  # what to call; None for the class's method
+
     def __init__(self, module: nn.Module, path: str) -> None:
         self.module = module
         self.path = path
         self.before = module.__dict__.get("forward")  # an instance-level forward that was there already
+        if self.before is not None:
+            self.original = self.before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, and report it to the active mode."""
         module = self.module
-        original = self.before
+        original = self.original
         if is_dynamo_compiling():  # cannot trace `_ACTIVE`
             return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)
         mode, modules = _ACTIVE.listeners
@@ -115,11 +139,20 @@ class TrackedForward:
         """Run the module without reporting it or the modules inside."""
         outer = enter(None)
         try:
-            if self.before is not None:
-                return self.before(*args, **kwargs)
+            if self.original is not None:
+                return self.original(*args, **kwargs)
             return type(self.module).forward(self.module, *args, **kwargs)
         finally:
             leave(outer)
+
+
+class TrackedClassForward(TrackedForward):
+    """A ``TrackedForward`` of a module whose class has no method as its forward, but a static one, say."""
+
+    @property
+    def original(self) -> Any:
+        """What the class has as forward, bound."""
+        return class_forward(self.module)
 
 
 _CALL = TrackedForward.__call__

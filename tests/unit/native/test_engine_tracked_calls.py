@@ -197,9 +197,9 @@ def test_forward_is_looked_up_in_each_call(way: str, monkeypatch: pytest.MonkeyP
     assert module() == "instance"
     module.forward = ours
     assert module() == "changed"
-    ours.__self__.before = lambda: "before"
+    ours.__self__.original = lambda: "before"
     assert module() == "before"
-    ours.__self__.before = None
+    del ours.__self__.original
     monkeypatch.setattr(Changing, "forward", staticmethod(lambda own: type(own).__name__))
     assert module() == "Changing"
     ours.__self__.module = track(Caller(), "b")
