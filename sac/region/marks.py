@@ -54,15 +54,16 @@ def marks_of(tensors: list[torch.Tensor]) -> bytes:
     native: Any = library()
     if native is not None:
         return native.leaf_marks(tensors)  # type: ignore[no-any-return]
-    found = array("q")
+    found: list[int] = []
     for one in tensors:
-        storage = place = gradient = gradient_version = 0
+        version = version_of(one)
         if _has_own_data(one):
-            storage, place = storage_address(one), hash(place_of(one))
-            if (grad := one.grad) is not None:
-                gradient, gradient_version = id(grad), version_of(grad)
-        found.extend(Mark(version_of(one), storage, place, gradient, gradient_version))
-    return found.tobytes()
+            grad = one.grad
+            gradient, gradient_version = (0, 0) if grad is None else (id(grad), version_of(grad))
+            found += version, storage_address(one), hash(place_of(one)), gradient, gradient_version
+        else:
+            found += version, 0, 0, 0, 0
+    return array("q", found).tobytes()
 
 
 def unpacked(marks: bytes) -> Iterator[Mark]:
