@@ -609,7 +609,7 @@ MUTATIONS = (
         11,
         "recompute/module_tracker.py",
         "a forward that somebody put on a saved module is passed over",
-        "            if self.before is not None:\n                return self.before(*args, **kwargs)\n",
+        "            if self.original is not None:\n                return self.original(*args, **kwargs)\n",
         "",
     ),
     # 12, honest
