@@ -609,8 +609,8 @@ MUTATIONS = (
         11,
         "recompute/module_tracker.py",
         "a forward that somebody put on a saved module is passed over",
-        "            if self.original is not None:\n                return self.original(*args, **kwargs)\n",
-        "",
+        "original = self.before if self.before is not None else class_forward(self.module)",
+        "original = class_forward(self.module)",
     ),
     # 12, honest
     Mutation(

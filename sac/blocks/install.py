@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from sac.blocks.find import Block, rules_here
 from sac.blocks.other_checkpointing import disable_guards, refuse_callers, refuse_flags
@@ -20,7 +21,7 @@ from sac.blocks.report_log import ReportLog
 from sac.errors import ModelError, PolicyError, Problem, RegionError, SacWarning, listing
 from sac.policy.load import is_shipped, shipped_policies
 from sac.policy.model import Rule
-from sac.recompute.module_tracker import TrackedClassForward, TrackedForward, class_forward, is_plain_method
+from sac.recompute.module_tracker import TrackedForward, class_forward, takes_module, traced_forward
 from sac.recompute.op_trace import RegionStats
 from sac.recompute.regions import Region, RegionGroup, run_modules
 from sac.recompute.table import DecisionTable, ResolvedPolicy
@@ -187,15 +188,16 @@ class InstalledForward(ABC):
         self.module = module
         self.applied = applied
         self.before = module.__dict__.get("forward")
-        self.is_method = is_plain_method(module)
+        self.is_passed = takes_module(module)
 
     @property
     def original(self) -> Any:
         """The forward that the module would have without sac."""
         if self.before is not None:
             return self.before
-        # A partial, not a bound method: Dynamo 2.11 can trace neither `__get__` nor the creation of a bound method.
-        return partial(type(self.module).forward, self.module) if self.is_method else class_forward(self.module)
+        if is_dynamo_compiling():
+            return traced_forward(self.module, is_passed=self.is_passed)
+        return class_forward(self.module)
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -284,8 +286,7 @@ def track_modules(blocks: Sequence[nn.Module]) -> None:
 def track_module(module: nn.Module, path: str) -> None:
     """Track ``module`` as the one at ``path`` of its region while it runs; does nothing if it is tracked already."""
     if ours_on(module) is None:
-        has_own = is_plain_method(module) or "forward" in module.__dict__
-        set_forward(module, TrackedForward(module, path) if has_own else TrackedClassForward(module, path))
+        set_forward(module, TrackedForward(module, path))
 
 
 def set_forward(module: nn.Module, forward: InstalledForward | TrackedForward) -> None:

@@ -18,7 +18,6 @@ from sac.ops.names import op_name
 from sac.planner.cost import is_causal, moved_bytes
 from sac.planner.profile import Entry, Need, RegionProfile
 from sac.policy.model import Decision, Policy, Rule
-from sac.recompute.module_tracker import is_plain_method
 from sac.recompute.op_trace import OpTraceRecorder, signature
 from sac.recompute.recorder import ReplayRecorder
 from sac.recompute.regions import PendingCall, Region, RegionGroup
@@ -81,7 +80,6 @@ class _Profiled(InstalledForward):
         self._calls = calls
         self.module = block.module
         self.before = block.module.__dict__.get("forward")
-        self.is_method = is_plain_method(block.module)
         self.block = block
         self.found: RegionProfile | None = None
         self._table = table

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FunctionType
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any, Protocol
 
 from torch import nn
@@ -75,19 +76,30 @@ def leave(outer: Outer) -> None:
         native.listen(_CALL, *outer)
 
 
-def is_plain_method(module: nn.Module) -> bool:
-    """Return whether the forward of the module's class is a function, to which the module is passed."""
-    return type(_forward_of(type(module))) is FunctionType
+def takes_module(module: nn.Module) -> bool:
+    """Return whether the forward of the module's class is passed the module, as a static method is not."""
+    found = _forward_of(type(module))
+    return hasattr(type(found), "__get__") and not isinstance(found, (staticmethod, classmethod))
 
 
 def class_forward(module: nn.Module) -> Any:
-    """Return the forward of the module's class, bound as Python binds it: a static method does not get the module."""
+    """Return what the module's class has as its forward now, bound as Python binds it."""
     cls = type(module)
+    found = cls.__dict__.get("forward")
+    if type(found) is FunctionType:  # the usual case
+        return MethodType(found, module)
     found = _forward_of(cls)
-    if isinstance(found, (staticmethod, classmethod)):
-        return cls.forward  # the same as the last line, which Dynamo cannot trace
     bind = getattr(type(found), "__get__", None)
     return found if bind is None else bind(found, module, cls)
+
+
+def traced_forward(module: nn.Module, *, is_passed: bool) -> Any:
+    """Do what ``class_forward`` does, for Dynamo. ``is_passed``: what ``takes_module`` has returned.
+
+    Dynamo of torch 2.11 traces neither `__get__`, nor the creation of a bound method, nor a look into a class's dict.
+    """
+    forward = type(module).forward
+    return partial(forward, module) if is_passed else forward
 
 
 def _forward_of(cls: type) -> Any:
@@ -100,28 +112,26 @@ class TrackedForward:
     It can be pickled and is correct after ``deepcopy``: its module is an attribute, which both of them follow.
     """
 
-    original: Any = None  # what to call; None for the class's method
-
     def __init__(self, module: nn.Module, path: str) -> None:
         self.module = module
         self.path = path
         self.before = module.__dict__.get("forward")  # an instance-level forward that was there already
-        if self.before is not None:
-            self.original = self.before
+        self.is_passed = takes_module(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, and report it to the active mode."""
-        module = self.module
-        original = self.original
+        original = self.before
         if is_dynamo_compiling():  # cannot trace `_ACTIVE`
-            return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)
+            if original is None:
+                original = traced_forward(self.module, is_passed=self.is_passed)
+            return original(*args, **kwargs)
         mode, modules = _ACTIVE.listeners
         if modules is not None and (call_key := modules.call_key_of(self.path)) is not None:
             return modules.call(call_key, self, args, kwargs)
+        if original is None:
+            original = class_forward(self.module)
         if mode is None:
-            if original is None and not kwargs:  # the usual case
-                return type(module).forward(module, *args)
-            return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)
+            return original(*args, **kwargs)
         path, sites = mode.path, mode.sites
         mode.path = where = self.path
         try:
@@ -129,9 +139,7 @@ class TrackedForward:
         except KeyError:
             mode.sites = mode.table.sites_of(where)
         try:
-            if original is None and not kwargs:
-                return type(module).forward(module, *args)
-            return type(module).forward(module, *args, **kwargs) if original is None else original(*args, **kwargs)
+            return original(*args, **kwargs)
         finally:
             mode.path, mode.sites = path, sites
 
@@ -139,20 +147,10 @@ class TrackedForward:
         """Run the module without reporting it or the modules inside."""
         outer = enter(None)
         try:
-            if self.original is not None:
-                return self.original(*args, **kwargs)
-            return type(self.module).forward(self.module, *args, **kwargs)
+            original = self.before if self.before is not None else class_forward(self.module)
+            return original(*args, **kwargs)
         finally:
             leave(outer)
-
-
-class TrackedClassForward(TrackedForward):
-    """A ``TrackedForward`` of a module whose class has no method as its forward, but a static one, say."""
-
-    @property
-    def original(self) -> Any:
-        """What the class has as forward, bound."""
-        return class_forward(self.module)
 
 
 _CALL = TrackedForward.__call__

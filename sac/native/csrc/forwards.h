@@ -47,20 +47,22 @@ inline bool has_other_evaluator() {
 inline PyObject* call_tracked(PyObject* function, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   static PyObject* const module_name = PyUnicode_InternFromString("module");
   static PyObject* const path_name = PyUnicode_InternFromString("path");
-  static PyObject* const original_name = PyUnicode_InternFromString("original");
+  static PyObject* const before_name = PyUnicode_InternFromString("before");
   static PyObject* const forward_name = PyUnicode_InternFromString("forward");
   constexpr size_t MOST = 16;
   const auto count = static_cast<size_t>(PyVectorcall_NARGS(nargsf));
   const size_t all = count + (keywords != nullptr ? static_cast<size_t>(PyTuple_GET_SIZE(keywords)) : 0);
   if (!listening.is_known || count == 0 || all > MOST || has_other_evaluator())
     return call_in_python(function, args, nargsf, keywords);
-  Owned original(PyObject_GetAttr(args[0], original_name));
-  if (!original) return nullptr;
-  if (original.get() != Py_None) return call_in_python(function, args, nargsf, keywords);
+  Owned before(PyObject_GetAttr(args[0], before_name));
+  if (!before) return nullptr;
+  if (before.get() != Py_None) return call_in_python(function, args, nargsf, keywords);
   Owned module(PyObject_GetAttr(args[0], module_name));
   if (!module) return nullptr;
-  Owned forward(PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(module.get())), forward_name));
-  if (!forward) return nullptr;
+  PyObject* found = _PyType_Lookup(Py_TYPE(module.get()), forward_name);
+  if (found == nullptr || !PyFunction_Check(found))  // a static method, say
+    return call_in_python(function, args, nargsf, keywords);
+  Owned forward(Py_NewRef(found));
   PyObject* given[MOST] = {module.get()};
   std::copy(args + 1, args + all, given + 1);
   Mode* mode = listening.mode;

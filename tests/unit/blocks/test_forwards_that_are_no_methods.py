@@ -100,6 +100,33 @@ def test_what_the_class_is_given_later_runs(kind: type[nn.Module], place: str, m
     assert torch.equal(model(x), expected(x))
 
 
+class Method(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+@pytest.mark.parametrize(("place", "value"), CASES)
+def test_method_that_is_exchanged_for_a_static_one_between_steps(
+    value: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new one could take the module as well, and compute something else."""
+
+    def shown(model: nn.Module) -> list[Tensor]:
+        found = []
+        for later in (None, staticmethod(lambda *given: given[-1].sin() * len(given)), Method.__dict__["forward"]):
+            if later is not None:
+                monkeypatch.setattr(Method, "forward", later)
+            x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+            y = model(x)
+            y.square().sum().backward()
+            found += [y.detach(), x.grad]
+        return found
+
+    plain = shown(built(lambda: PLACES[place](Method)))
+    ours = shown(sac.apply(built(lambda: PLACES[place](Method)), VALUES[value]))
+    assert all(map(torch.equal, plain, ours))
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_remove_leaves_nothing(kind: type[nn.Module], place: str) -> None:

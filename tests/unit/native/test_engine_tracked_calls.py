@@ -197,11 +197,13 @@ def test_forward_is_looked_up_in_each_call(way: str, monkeypatch: pytest.MonkeyP
     assert module() == "instance"
     module.forward = ours
     assert module() == "changed"
-    ours.__self__.original = lambda: "before"
+    ours.__self__.before = lambda: "before"
     assert module() == "before"
-    del ours.__self__.original
-    monkeypatch.setattr(Changing, "forward", staticmethod(lambda own: type(own).__name__))
-    assert module() == "Changing"
+    ours.__self__.before = None
+    monkeypatch.setattr(Changing, "forward", staticmethod(lambda *given: given))
+    assert module() == ()
+    monkeypatch.setattr(Changing, "forward", classmethod(lambda *given: given))
+    assert module() == (Changing,)
     ours.__self__.module = track(Caller(), "b")
     assert module() == (way == "python")
 
