@@ -57,6 +57,10 @@ def counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
+def doubled(x: Tensor, by: float = 2.0) -> Tensor:
+    return x * by
+
+
 class Choices(OrderedDict[str, Any]):
     """A dict with an order and attributes of its own."""
 
@@ -85,6 +89,7 @@ class Settings:
     def __init__(self) -> None:
         self.width = 4
         self.names = ["x", 1]
+        self.gate = doubled
 
 
 class Part(nn.Module):
@@ -130,7 +135,7 @@ class Block(nn.Module):
         self.register_buffer("count", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.second(self.act(self.first(x)))) + self.offset
+        return self.norm(x + self.config.gate(self.second(self.act(self.first(x))))) + self.offset
 
 
 def with_survey(block: nn.Module | None = None) -> tuple[Any, Region, Surveys]:
@@ -153,7 +158,7 @@ def is_made(surveys: Surveys) -> bool:
 @pytest.fixture
 def changed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Makes one of `CHANGES`; what it changes in this file comes back."""
-    defaults, code = halved.__defaults__, halved.__code__
+    parts = [(one, one.__defaults__, one.__code__) for one in (halved, doubled)]
     monkeypatch.setitem(globals(), "FACTOR", FACTOR)
     monkeypatch.setitem(globals(), "halved", halved)
     handles: list[Any] = []
@@ -161,10 +166,10 @@ def changed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     def change(name: str, block: nn.Module) -> None:
         handles.append(CHANGES[name][1](block, monkeypatch))
 
-    function = halved
     yield change
-    function.__defaults__, function.__code__ = defaults, code
-    function.__dict__.clear()
+    for function, defaults, code in parts:
+        function.__defaults__, function.__code__ = defaults, code
+        function.__dict__.clear()
     while UNDO:
         cell, before = UNDO.pop()
         cell.cell_contents = before
@@ -214,6 +219,14 @@ def set_code(block: Block) -> None:
     halved.__code__ = (lambda x, by=0.5: x * by + 1).__code__
 
 
+def set_gate_defaults(block: Block) -> None:
+    doubled.__defaults__ = (3.0,)
+
+
+def set_gate_code(block: Block) -> None:
+    doubled.__code__ = (lambda x, by=2.0: x * by + 1).__code__
+
+
 def patched_forward(self: Part, x: Tensor) -> Tensor:
     return self.fc(x) * FACTOR
 
@@ -228,7 +241,7 @@ def another(block: Block) -> list[Any]:
 
 
 def own_dict(block: Block) -> None:
-    block.config.__dict__ = {"width": 4, "names": ["x", 1]}
+    block.config.__dict__ = {"width": 4, "names": ["x", 1], "gate": doubled}
 
 
 # What changes, and whether a survey still holds; None: with another function.
@@ -265,6 +278,9 @@ CHANGES: dict[str, tuple[bool | None, Callable[[Block, pytest.MonkeyPatch], Any]
     "a tensor that gets a graph": (False, lambda block, patch: add_to_graph(block)),
     "a parameter for a tensor": (False, lambda block, patch: block.seen.__setitem__(0, nn.Parameter(torch.ones(2)))),
     "the function of an attribute": (False, lambda block, patch: setattr(block, "act", torch.sin)),
+    "the defaults of the function that an object has": (False, lambda block, patch: set_gate_defaults(block)),
+    "the code of the function that an object has": (False, lambda block, patch: set_gate_code(block)),
+    "an attribute of the function that an object has": (False, lambda block, patch: setattr(doubled, "calls", [1])),
     "a function of the user": (False, lambda block, patch: setattr(block, "act", lambda x: x * 2)),
     "the cell of a method": (False, lambda block, patch: closure_of(Part.scaled)[0].cell_contents.append(1)),
     "what the cell of a method holds": (True, lambda block, patch: set_cell(Part.scaled, [7])),
