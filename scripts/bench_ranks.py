@@ -114,6 +114,7 @@ class Row:
     step_ms: float
     ratios_to_torch_full: dict[str, float]
     matmuls: int
+    collectives: str
     gradients_equal: bool
 
 
@@ -145,6 +146,7 @@ def measure(case: Case, pairs: dict[str, Pair], advance: Callable[[str], None]) 
             1e3 * median(step for found in seconds[first] for step in found[way]),
             {name: ratio(found, way) for name, found in seconds.items()},
             built[first][0][way]["matmuls"],
+            " or ".join(dict.fromkeys(rank[way]["collectives"] for ranks in built.values() for rank in ranks)),
             all(rank[way]["gradients_equal"] for ranks in built.values() for rank in ranks),
         )
 
@@ -160,15 +162,16 @@ def ratio(seconds: list[dict[str, list[float]]], way: str) -> float:
 
 def print_results(results: list[Result], names: list[str], seen: dict[str, Any]) -> None:
     print(f"$ {seen['command']}\n{LABEL}; {RANKS} ranks over gloo, CPU time of a rank, one thread each")
-    columns = ("way", "step", *(f"÷ full, {name}" if len(names) > 1 else "÷ full" for name in names))
+    columns = ("way", "step", *([f"÷ full, {names[0]}", *names[1:]] if len(names) > 1 else ["÷ full"]))
     for result in results:
         print(f"\n{result.case}: {result.label}, {result.rounds} rounds")
-        print_table((*columns, "matmuls", "equal"), [cells(row) for row in result.rows])
+        print_table((*columns, "matmuls", "collectives", "equal"), [cells(row) for row in result.rows])
     print(
         f"\nstep: median{f', {names[0]}' if len(names) > 1 else ''}. ÷ full: median of the ratios to torch full in "
         "single rounds of one process.\n"
-        "matmuls: matrix products that a step runs on a rank. equal: gradients of both ranks, to those without\n"
-        "checkpointing, in each bit. stock SAC, sac rerun and sac replay hold attention and every 2nd matmul."
+        "matmuls: matrix products that a step runs on a rank. collectives: those of forward + backward; all columns and\n"
+        "ranks run as many, unless there is an \"or\". equal: gradients of both ranks, to those without checkpointing,\n"
+        "in each bit. stock SAC, sac rerun and sac replay hold attention and every 2nd matmul."
     )
     if BEFORE in names:
         print(f"before: the sac of {seen['before']}")
@@ -177,7 +180,8 @@ def print_results(results: list[Result], names: list[str], seen: dict[str, Any])
 
 def cells(row: Row) -> list[str]:
     ratios = [f"{each:.2f}" for each in row.ratios_to_torch_full.values()]
-    return [row.mode, f"{row.step_ms:.2f} ms", *ratios, str(row.matmuls), "yes" if row.gradients_equal else "NO"]
+    counts = [str(row.matmuls), row.collectives]
+    return [row.mode, f"{row.step_ms:.2f} ms", *ratios, *counts, "yes" if row.gradients_equal else "NO"]
 
 
 def commit_of(tree: Path) -> str:

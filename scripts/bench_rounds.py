@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DETACH = torch.ops.aten.detach.default
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+WAITING = (torch.ops._c10d_functional.wait_tensor.default,)
 
 
 class Times(NamedTuple):
@@ -64,16 +66,22 @@ WALL_TIME = HostClock(time.perf_counter)
 
 
 class Count(TorchDispatchMode):
-    """Counts ops, and matrix products among them; not `detach`, by which the ways hold tensors for backward."""
+    """Counts ops, and matrix products and collectives among them.
+
+    Not `detach`, by which the ways hold tensors for backward. An op on DTensors is counted by what it runs: that is
+    where its collectives are.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.ops = 0
-        self.matmuls = 0
+        self.ops = self.matmuls = self.collectives = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented
         self.ops += func is not DETACH
         self.matmuls += func in MATMULS
+        self.collectives += func.namespace in COLLECTIVES and func not in WAITING
         return func(*args, **(kwargs or {}))
 
 
@@ -115,15 +123,16 @@ class Runner:
     def count(self) -> Counted:
         """One more, uncounted by any clock: what the dispatcher runs in it."""
         self.clear()
-        forward_ops = 0
+        forward_ops = forward_collectives = 0
 
         def forward_is_over() -> None:
-            nonlocal forward_ops
-            forward_ops = counted.ops
+            nonlocal forward_ops, forward_collectives
+            forward_ops, forward_collectives = counted.ops, counted.collectives
 
         with Count() as counted:
             self.pass_through(forward_is_over)
-        return Counted(forward_ops, counted.ops - forward_ops, counted.matmuls)
+        collectives = forward_collectives, counted.collectives - forward_collectives
+        return Counted(forward_ops, counted.ops - forward_ops, counted.matmuls, collectives)
 
     def gradients(self) -> list[Tensor]:
         """Those of the last step; the next one, whoever's, makes others. Of a DTensor, this rank's share."""
@@ -145,11 +154,12 @@ def local(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Ops that the dispatcher ran in a step; `matmuls` are those of both passes."""
+    """Ops that the dispatcher ran in a step; `matmuls` are those of both passes, `collectives` those of each."""
 
     forward_ops: int
     backward_ops: int
     matmuls: int
+    collectives: tuple[int, int]
 
 
 def warmed_up(runner: Runner, steps: int, reference: list[Tensor] | None) -> tuple[Counted, list[Tensor], bool]:

@@ -110,13 +110,14 @@ class Rank:
         self.runners: dict[str, Runner] = {}
 
     def build(self, case: Case) -> dict[str, Any]:
-        """By way: the matrix products of a step, and whether the gradients are those of the plain layers."""
+        """By way: a step's matrix products and collectives, and whether the gradients are those of the plain layers."""
         self.runners = {way: build(case.key, way, self.mesh) for way in WAYS}
         found, reference = {}, None
         for way, runner in self.runners.items():
             counted, gradients, equal = warmed_up(runner, case.warm_up, reference)
             reference = reference or gradients
-            found[way] = {"matmuls": counted.matmuls, "gradients_equal": equal}
+            collectives = "{} + {}".format(*counted.collectives)
+            found[way] = {"matmuls": counted.matmuls, "collectives": collectives, "gradients_equal": equal}
         return found
 
     def rounds(self, case: Case) -> dict[str, list[float]]:
