@@ -169,9 +169,9 @@ def print_results(results: list[Result], names: list[str], seen: dict[str, Any])
     print(
         f"\nstep: median{f', {names[0]}' if len(names) > 1 else ''}. ÷ full: median of the ratios to torch full in "
         "single rounds of one process.\n"
-        "matmuls: matrix products that a step runs on a rank. collectives: those of forward + backward; all columns and\n"
-        "ranks run as many, unless there is an \"or\". equal: gradients of both ranks, to those without checkpointing,\n"
-        "in each bit. stock SAC, sac rerun and sac replay hold attention and every 2nd matmul."
+        "matmuls: matrix products that a step runs on a rank. collectives: those of forward + backward; as many in\n"
+        'each column and on each rank, unless there is an "or". equal: gradients of both ranks, to those without\n'
+        "checkpointing, in each bit. stock SAC, sac rerun and sac replay hold attention and every 2nd matmul."
     )
     if BEFORE in names:
         print(f"before: the sac of {seen['before']}")
