@@ -43,6 +43,17 @@ def test_ways_of_one_mode_recompute_the_same_matmuls(report, case):
     assert matmuls == MATMULS
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_every_way_runs_the_same_collectives_on_both_ranks(report, case):
+    (rows,) = (found["rows"] for found in report["cases"] if found["case"] == case)
+    collectives = {row["mode"]: row["collectives"] for row in rows}
+    plain = collectives.pop("none")
+    (found,) = {*collectives.values()}  # two numbers: where the ranks differ, there are more
+    forward, backward = map(int, found.split(" + "))
+    assert min(forward, backward) > 0
+    assert plain.startswith(f"{forward} + ")
+
+
 def test_the_page_holds_a_run_of_this_script(report):
     text = (SCRIPT.parents[1] / "docs/overhead.md").read_text(encoding="utf-8")
     block = text.split("<!-- ranks -->\n```\n")[1].split("```\n<!-- /ranks -->")[0]
@@ -60,7 +71,8 @@ def test_table_is_printed_with_its_command_and_versions():
     done = run_script(SCRIPT, *arguments)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"$ .venv/bin/python scripts/bench_ranks.py {' '.join(arguments)}\n2 layers, d=32")
-    assert "÷ full, here   ÷ full, no library   ÷ full, before" in done.stdout
+    assert "÷ full, here   no library   before   matmuls   collectives   equal" in done.stdout
+    assert " or " not in done.stdout.partition("\nstep:")[0]  # as many collectives with the library and without
     assert f"\ntorch {torch.__version__}" in done.stdout
 
 
