@@ -352,6 +352,11 @@ class NativeReplayRecorder(ReplayRecorder):
         """See ``ReplayRecorder``."""
         return self.library.look_at_kept(self.tape.kept, held, loose)  # type: ignore[no-any-return]
 
+    def written_after_save(self, missing: list[int]) -> list[int]:
+        """See ``ReplayRecorder``."""
+        tape = self.tape
+        return self.library.written_after_save(self._places, tape.native, tape.writers, missing)  # type: ignore[no-any-return]
+
     def end(self, kept: list[Handle], missing: list[int]) -> None:
         """See ``ReplayRecorder``."""
         native = self.tape.native
@@ -377,7 +382,6 @@ class NativeReplayRecorder(ReplayRecorder):
             or snapshots
             or snapshots.generators
             or self._left
-            or self._routing
             or self._parts
             or self.offloads
             or self.modules is not None
@@ -400,6 +404,7 @@ class NativeReplayRecorder(ReplayRecorder):
             compact(found[1])
         self.needs_mode = self.may_save or self._wrote_late
         self.figures = layout.figures
+        self._hold_routing()
         tape.kept = held
         self.random_states.close({step.number for step in schedule.steps} if tape.states else set(), ())
         tape.close()

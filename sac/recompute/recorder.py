@@ -896,12 +896,12 @@ class ReplayRecorder(TapeRecorder, Recorder):
         self._forgotten: set[int] = set()  # those that Python, which runs again, finds itself
         self._maybe_external: list[tuple[weakref.ref[Handle], weakref.ref[Tensor], int]] = []
         self._buffers: frozenset[int] | None = None  # ids of the owners' buffers, computed on first use
-        self._routed: list[SavedCall] = []  # after the forward: routing calls with their kept results
+        self._routed: list[SavedCall] | None = None  # after the forward: what ``routed`` has returned
         # Whether Python, if it runs again, is served what is saved, and what it is served in the run at hand.
         self.serves = True
         self._served: SavedCalls | None = None
         self._found: dict[int, Sums] = {}  # of that run, by handle: checksums of what autograd saves
-        self._routing_results: dict[int, SavedResult] = {}  # after the forward: these results, by value
+        self._routing_results: dict[int, Any] = {}  # after the forward: the results of must-save ops, by value
         self._keeps_persistent = True
         self._external: dict[int, Spare] = {}  # small external tensors that replay reads, by address of the storage
         # Roots of inputs and parameters, which the region or the model holds anyway.
@@ -1064,10 +1064,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
                 self.forget_external(kept)
                 kept[:] = [handle for handle in kept if handle.is_kept]
                 served = self._needed_by_python(kept, missing)
-        for site, values in self._routing:
-            results = [self._saved_routing(value) for value in values]
-            sums = tuple(total for value in values for total in self._routing_sums.get(value, ()))
-            self._routed.append(SavedCall(site, results, self._structure_of(site, values), sums=sums))
+        self._hold_routing()
         if self.offloads:
             self._rule_at = {
                 storage_address(part): self._rules[value]
@@ -1132,7 +1129,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
         if not (self.serves and self.evidence.serves and compared):
             return False
         tape, calls = self.tape, dict[int, SavedCall]()
-        known = {id(one.outputs[0]): one for one in self._routed if one.outputs}
+        known = {id(one.outputs[0]): one for one in self.routed() if one.outputs}
         for entry, site in self._saved_entries().items():
             values = tape.results(entry)
             outputs = [self._saved_result(value) for value in values]
@@ -1172,10 +1169,29 @@ class ReplayRecorder(TapeRecorder, Recorder):
             found = kept[value] = SavedResult(found)
         return found
 
-    def _saved_routing(self, value: int) -> SavedResult:
-        self._routing_results[value] = saved = SavedResult(self.tape.kept[value])
-        saved.written = self.tape.roots[value] not in self._kept_in
-        return saved
+    def _hold_routing(self) -> None:
+        """Hold the results of must-save ops, whether or not replay starts from them."""
+        kept = self.tape.kept
+        self._routing_results = {value: kept[value] for _, values in self._routing for value in values}
+
+    def routed(self) -> list[SavedCall]:
+        """Return the calls of must-save ops with their results, which Python, if it runs again, does not choose anew."""
+        if not self._routing_results:  # of a forward that runs, too
+            return []
+        if self._routed is None:
+            kept, results = self.tape.kept, self._routing_results
+            for value, one in results.items():
+                if isinstance(one, Tensor):
+                    results[value] = saved = SavedResult(one)
+                    saved.written = self.tape.roots[value] not in self._kept_in
+                if value in kept:
+                    kept[value] = results[value]
+            self._routed = []
+            for site, values in self._routing:
+                sums = tuple(total for value in values for total in self._routing_sums.get(value, ()))
+                outputs = [results[value] for value in values]
+                self._routed.append(SavedCall(site, outputs, self._structure_of(site, values), sums=sums))
+        return self._routed
 
     def wanted(self, handles: list[int]) -> list[Wanted]:
         """Return what the tape knows of these handles, without those that were modified after the save."""
@@ -1190,6 +1206,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
 
     def held(self) -> Held:
         """See ``Recorder.held``. Rules that offload let the results of routing ops stay, as plans expect."""
+        self.routed()
         kept, routed = self.tape.kept, self._routing_results
         for value, one in kept.items():
             if isinstance(one, Tensor):
@@ -1213,7 +1230,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
             self._found = {}
             progress.verify = self._note_found if self.checksums is not None else None
         return PythonRecomputeMode(
-            self.table, self.path, self.snapshots, self._routed, progress, self.modules, served, inputs
+            self.table, self.path, self.snapshots, self.routed(), progress, self.modules, served, inputs
         )
 
     def drop(self) -> None:
@@ -1221,8 +1238,8 @@ class ReplayRecorder(TapeRecorder, Recorder):
         self.tape.drop()
         self.schedule = None
         self.snapshots.drop()
-        self._routed, self._places, self._left, self._external = [], {}, {}, {}
-        self._routing_results = {}
+        self._places, self._left, self._external = {}, {}, {}
+        self._routing, self._routing_results, self._routed = [], {}, None
         self.checksums = None
 
     @property
@@ -1245,22 +1262,26 @@ class ReplayRecorder(TapeRecorder, Recorder):
     def _find_modified_after_save(self, missing: list[int]) -> None:
         """Find saved tensors written to after the save: backward reads the new data, raises, or replay is given up."""
         tape = self.tape
-        alive = tape.alive()
-        for handle in missing:
-            value, time, version = self._places[handle]
-            writers = tape.writers.get(tape.roots[value])
-            if not writers or writers[-1] < time:
-                continue
+        found = self.written_after_save(missing)
+        alive = tape.alive() if found else {}
+        for handle in found:
+            value, _, version = self._places[handle]
             tensor = alive.get(value)
             if tensor is not None and tensor._version == version:
                 self._places[handle] = value, tape.entry_count(), version
                 self.sum_up(handle, tensor)
             elif tensor is None or self.may_fall_back:
                 # Autograd's own GRU cells write to one output of `unsafe_chunk` after they have saved another.
-                writer = tape.sites[writers[-1]].op
+                writer = tape.sites[tape.writers[tape.roots[value]][-1]].op
                 tape.fail(f"{writer} writes to memory in which autograd saved a tensor before")
             else:
                 self.modified_after_save[handle] = version
+
+    def written_after_save(self, missing: list[int]) -> list[int]:
+        """Return those of the handles ``missing`` in whose memory an op wrote after autograd had saved them."""
+        roots, writers = self.tape.roots, self.tape.writers
+        saved_at = ((handle, *self._places[handle][:2]) for handle in missing)
+        return [handle for handle, value, time in saved_at if writers.get(roots[value], (-1,))[-1] >= time]
 
     def _check_leaves(self) -> None:
         """Check that the leaves still exist; nothing holds them, so one freed by now is missing in backward."""
@@ -1352,8 +1373,7 @@ class ReplayRecorder(TapeRecorder, Recorder):
             self.figures = figures_of_tape(tape.kept, stays, loose, self._rules, self.hits)
             if layout is not None:
                 layout.sizes, layout.figures = sizes, self.figures
-        routed = {value: one for value, one in self._routing_results.items() if value in held}
-        tape.kept = held | parts | routed
+        tape.kept = held | parts
         self.random_states.close(
             {step.number for step in self.schedule.steps} if self.schedule is not None and tape.states else set(),
             {*served},

@@ -538,6 +538,7 @@ PyMethodDef methods[] = {
     {"stop", as_method(stop), METH_O, nullptr},
     {"load_parameters", as_method(load_parameters), METH_FASTCALL, nullptr},
     {"look_at_kept", as_method(look_at_kept), METH_FASTCALL, nullptr},
+    {"written_after_save", as_method(written_after_save), METH_FASTCALL, nullptr},
     {"find_different", as_method(find_different), METH_FASTCALL, nullptr},
     {"crc32", as_method(crc32), METH_O, nullptr},
     {"intercept", as_method(intercept), METH_O, nullptr},

@@ -329,6 +329,30 @@ inline PyObject* look_at_kept(PyObject*, PyObject* const* args, Py_ssize_t) {
   END_HANDLE_TH_ERRORS
 }
 
+// See `ReplayRecorder.written_after_save`: the places of the handles, the tape, its writers, the missing handles.
+inline PyObject* written_after_save(PyObject*, PyObject* const* args, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  const auto& places = *reinterpret_cast<Places*>(args[0]);
+  const Tables& t = *reinterpret_cast<Tape*>(args[1])->tables;
+  Owned found(checked(PyList_New(0)));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[3]); i++) {
+    PyObject* handle = PyList_GET_ITEM(args[3], i);
+    const SavedAt* place = place_of(places, PyLong_AsSsize_t(handle));
+    if (place == nullptr) {
+      PyErr_SetObject(PyExc_KeyError, handle);
+      return nullptr;
+    }
+    Owned root(checked(PyLong_FromLong(t.values[static_cast<size_t>(place->value)].root)));
+    PyObject* entries = PyDict_GetItemWithError(args[2], root.get());
+    if (PyErr_Occurred() != nullptr) return nullptr;
+    if (entries == nullptr || PyList_GET_SIZE(entries) == 0) continue;
+    const Py_ssize_t last = PyLong_AsSsize_t(PyList_GET_ITEM(entries, PyList_GET_SIZE(entries) - 1));
+    if (last >= place->time && PyList_Append(found.get(), handle) < 0) return nullptr;
+  }
+  return found.release();
+  END_HANDLE_TH_ERRORS
+}
+
 // What Python does in a replay: `unusual(entry)` runs a step and returns whether communication is in flight, `wait()`
 // waits for that, `set_states(entry)` puts the generators that an entry draws from where they were.
 struct FromPython {
