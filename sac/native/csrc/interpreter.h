@@ -9,21 +9,27 @@
 
 namespace sac {
 
-// What the mode on top of the stack writes to, if it is one of ours.
-struct Top {
+// The mode on top of the stack, taken off it; what it writes to, if it is one of ours. As in a mode's own handler, what
+// Python runs meanwhile (a finalizer, a signal handler) is not recorded, and finds nothing half done.
+struct OurMode {
+  OurMode() : length(c10::impl::TorchDispatchModeTLS::stack_len()) {
+    PyObject* mode = stash.get_cur_mode()->ptr(getPyInterpreter());
+    tape = tape_of(mode);
+    // A deeper stack: the region has entered a mode of torch's own, such as `FakeTensorMode`, which goes below ours.
+    if (tape == nullptr)
+      ids = ids_of(mode);
+    else if (tape->depth != length || tape->needs_attention)
+      tape = nullptr;
+  }
+
+  const int64_t length;
+  torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;
   Tape* tape = nullptr;  // that can record the next op
   Ids* ids = nullptr;
 };
 
-inline Top top() {
-  if (recording == nullptr && rerunning == nullptr) return {};  // nearly all threads, nearly always
-  using TLS = c10::impl::TorchDispatchModeTLS;
-  const auto length = TLS::stack_len();
-  if (length == 0 || !TLS::any_modes_set(true)) return {};
-  PyObject* mode = TLS::get_stack_at(length - 1)->ptr(getPyInterpreter());
-  // A deeper stack: the region has entered a mode of torch's own, such as `FakeTensorMode`, which goes below ours.
-  if (Tape* tape = tape_of(mode)) return {tape->depth == length && !tape->needs_attention ? tape : nullptr, nullptr};
-  return {nullptr, ids_of(mode)};
+inline bool may_be_ours() {  // false for nearly all threads, nearly always
+  return (recording != nullptr || rerunning != nullptr) && c10::impl::TorchDispatchModeTLS::any_modes_set(true);
 }
 
 inline const OperatorHandle& detach_op() {
@@ -41,11 +47,7 @@ inline c10::intrusive_ptr<TensorImpl> record_detach(Tape& tape, const TensorImpl
   if (found == t.ids.end() || !counter.enabled()) return {};
   const int value = found->second;
   if (!is_current(tape, tensor, value)) return {};
-  c10::intrusive_ptr<TensorImpl> copy;
-  {
-    torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;
-    copy = tensor->shallow_copy_and_detach(c10::VariableVersion(0), true);
-  }
+  c10::intrusive_ptr<TensorImpl> copy = tensor->shallow_copy_and_detach(c10::VariableVersion(0), true);
   Entry entry{site->object, site->op.get(), nullptr, static_cast<int>(t.pool.size()),
               static_cast<int>(t.reads.size()), 1, static_cast<int>(t.values.size())};
   t.pool.push_back(hole());
@@ -65,18 +67,22 @@ struct Wrapped final : c10::impl::PyInterpreterVTable {
   explicit Wrapped(const c10::impl::PyInterpreterVTable* table) : inner(table) {}
 
   void dispatch(const OperatorHandle& op, Stack* stack) const override {
-    const Top found = top();
-    if (found.tape != nullptr && record(*found.tape, op, stack)) return;
-    if (found.ids != nullptr && rerun(*found.ids, op, stack)) return;
+    if (may_be_ours()) {
+      const OurMode mode;
+      if (mode.tape != nullptr && record(*mode.tape, op, stack)) return;
+      if (mode.ids != nullptr && rerun(*mode.ids, op, stack)) return;
+    }
     inner->dispatch(op, stack);
   }
 
   c10::intrusive_ptr<TensorImpl> detach(const TensorImpl* tensor) const override {
-    const Top found = top();
-    if (found.tape != nullptr)
-      if (auto copy = record_detach(*found.tape, tensor)) return copy;
-    if (found.ids != nullptr)
-      if (auto copy = rerun_detach(*found.ids, tensor)) return copy;
+    if (may_be_ours()) {
+      const OurMode mode;
+      if (mode.tape != nullptr)
+        if (auto copy = record_detach(*mode.tape, tensor)) return copy;
+      if (mode.ids != nullptr)
+        if (auto copy = rerun_detach(*mode.ids, tensor)) return copy;
+    }
     return inner->detach(tensor);
   }
 

@@ -570,7 +570,8 @@ inline void look_at_recent(Tape& tape, int root, int entry) {
   }
 }
 
-// Run and record one op, whose arguments are on the stack; return false, with nothing done, if Python has to run it.
+// Run and record one op, whose arguments are on the stack, while its mode is off the stack of modes; return false, with
+// nothing done, if Python has to run it.
 inline bool record(Tape& tape, const OperatorHandle& op, Stack* stack) {
   Site* site = site_of(tape, op);
   if (site == nullptr || (site->on_tape & ONLY_RERUN) != 0) return false;
@@ -578,9 +579,6 @@ inline bool record(Tape& tape, const OperatorHandle& op, Stack* stack) {
   const Op& known = *site->op;
   const size_t base = stack->size() - known.arguments.size();
   if (site->draws && !draws_on_cpu(known, *stack, base)) return false;
-  // As in a mode's own handler, the mode is off the stack: what Python runs in here (a finalizer, a signal handler) is
-  // not recorded, and finds nothing half done.
-  torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;
   if (!read_all(tape, *site, *stack, base)) return false;
   const int written = site->written >= 0 ? root_to_write(tape, (*stack)[base + site->written]) : -1;
   if (site->written >= 0 && written < 0) return false;

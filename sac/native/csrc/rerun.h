@@ -38,9 +38,9 @@ inline bool run_inside(Ids& ids, const OperatorHandle& op, Stack* stack) {
   return true;
 }
 
-// Run one op as the region's mode does; return false, with the stack as it was, if Python has to run it.
+// Run one op as the region's mode does, with the mode off the stack; return false, with the arguments as they were, if
+// Python has to run it.
 inline bool rerun(Ids& ids, const OperatorHandle& op, Stack* stack) {
-  torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;  // what Python runs in here is no op of the region
   ids.has_signature = 0;
   if (ids.is_paused) return false;
   if (ids.is_inside) return run_inside(ids, op, stack);
@@ -115,7 +115,6 @@ inline c10::intrusive_ptr<TensorImpl> rerun_detach(Ids& ids, const TensorImpl* t
   PyObject* object = object_of(tensor);
   if (object != nullptr && reinterpret_cast<PyObject*>(Py_TYPE(object)) != THPVariableClass) return {};
   if (ids.is_paused) return {};
-  torch::torch_dispatch_mode::StashTorchDispatchModeGuard stash;
   ids.recorded++;
   return tensor->shallow_copy_and_detach(c10::VariableVersion(0), true);
 }

@@ -13,6 +13,8 @@
 #include <torch/csrc/utils/tensor_memoryformats.h>
 
 #include <cstring>
+#include <memory>
+#include <utility>
 
 namespace torch::jit {
 TORCH_PYTHON_API py::object toPyObject(IValue value);  // its header takes seconds to compile
@@ -747,7 +749,7 @@ inline void release(Tape* self) {
 inline PyObject* tape_forget_tensors(Tape* self, PyObject*) {  // the forward is over
   forget_tensors(*self->tables);
   self->tables->left.reset();
-  self->tables->scratch = {};
+  self->tables->scratch.clear();
   forget_python(*self);
   Py_RETURN_NONE;
 }
@@ -758,17 +760,46 @@ inline PyObject* tape_drop(Tape* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
+// Tables of tapes that are gone, whose memory the next tapes use. With the GIL.
+inline std::vector<std::unique_ptr<Tables>> spare_tables;
+
+constexpr size_t MOST_SPARE = 8, MOST_SPARE_VALUES = 1024;
+
+inline Tables* take_tables() {
+  if (!spare_tables.empty()) {
+    Tables* found = spare_tables.back().release();
+    spare_tables.pop_back();
+    return found;
+  }
+  auto* made = new Tables();
+  // As many as a small region has, so that its first ops do not move them again and again.
+  made->entries.reserve(32);
+  made->values.reserve(64);
+  made->reads.reserve(64);
+  made->pool.reserve(128);
+  made->ids.reserve(64);
+  made->unsynced.reserve(32);
+  return made;
+}
+
+// Take back the tables of a tape that has been released.
+inline void give_back(Tables* tables) {
+  std::unique_ptr<Tables> owned(tables);
+  if (!owned || spare_tables.size() >= MOST_SPARE || owned->values.capacity() > MOST_SPARE_VALUES) return;
+  Tables& t = *owned;
+  t.scratch.clear();
+  t.hits.clear();
+  t.alternations.clear();
+  t.calls.clear();
+  t.factories.clear();
+  t.may_save = false;
+  t.recorded = 0;
+  spare_tables.push_back(std::move(owned));
+}
+
 inline PyObject* tape_new(PyTypeObject* type, PyObject*, PyObject*) {
   auto* self = reinterpret_cast<Tape*>(type->tp_alloc(type, 0));
-  if (self == nullptr) return nullptr;
-  Tables& t = *(self->tables = new Tables());
-  // As many as a small region has, so that its first ops do not move them again and again.
-  t.entries.reserve(32);
-  t.values.reserve(64);
-  t.reads.reserve(64);
-  t.pool.reserve(128);
-  t.ids.reserve(64);
-  t.unsynced.reserve(32);
+  if (self != nullptr) self->tables = take_tables();
   return reinterpret_cast<PyObject*>(self);
 }
 
@@ -795,8 +826,7 @@ inline void tape_dealloc(Tape* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
   tape_clear(self);
-  delete self->tables;
-  self->tables = nullptr;
+  give_back(std::exchange(self->tables, nullptr));
   Py_CLEAR(self->sites);
   type->tp_free(self);
   Py_DECREF(type);
