@@ -763,7 +763,7 @@ inline PyObject* tape_drop(Tape* self, PyObject*) {
 // Tables of tapes that are gone, whose memory the next tapes use. With the GIL.
 inline std::vector<std::unique_ptr<Tables>> spare_tables;
 
-constexpr size_t MOST_SPARE = 8, MOST_SPARE_VALUES = 1024;
+constexpr size_t MOST_TABLES_KEPT = 8, MOST_VALUES_KEPT = 1024;
 
 inline Tables* take_tables() {
   if (!spare_tables.empty()) {
@@ -785,7 +785,7 @@ inline Tables* take_tables() {
 // Take back the tables of a tape that has been released.
 inline void give_back(Tables* tables) {
   std::unique_ptr<Tables> owned(tables);
-  if (!owned || spare_tables.size() >= MOST_SPARE || owned->values.capacity() > MOST_SPARE_VALUES) return;
+  if (!owned || spare_tables.size() >= MOST_TABLES_KEPT || owned->values.capacity() > MOST_VALUES_KEPT) return;
   Tables& t = *owned;
   t.scratch.clear();
   t.hits.clear();
