@@ -461,35 +461,57 @@ class NativeReplayFrame(WithNativeHandles, ReplayFrame):
         inputs = self.inputs.unchanged()
         if inputs is None:
             return False
-        works: list[Any] = []
         values = self._library.Values(tape.value_count())
-
-        def unusual(entry: int) -> bool:
-            run_unusual(schedule, tape, entry, values, works)
-            return bool(works)
-
+        python = _PythonSteps(schedule, tape, values, inputs)
         program = schedule.orders or self.runner.program(schedule)
         with generators_kept(schedule, tape):
-            filled = program.replay(
+            found = program.replay(
                 tape.native,
                 self._handles,
                 task,
                 tape.kept,
                 tape.writers,
+                tape._leaves,
+                inputs,
+                recorder.checksums,
+                recorder._in_order,
+                python,
                 values,
-                partial(leaf_as_then, tape, inputs),
-                unusual,
-                partial(wait, works),
-                partial(_set_states, tape),
             )
-        if filled is None:
-            return False
-        if works:
-            wait(works)
-        if recorder.checksums is not None:
-            self._verify(filled)
-        self._handles.fill(filled)
-        return True
+        if isinstance(found, list):  # Python has to look at what the handles get
+            python.wait()
+            if recorder.checksums is not None:
+                self._verify(found)
+            self._handles.fill(found)
+        return found is not None
+
+
+class _PythonSteps:
+    """What the library leaves to Python in a replay. ``inputs``: position -> tensor; not needed if all is loaded."""
+
+    __slots__ = ("_inputs", "_schedule", "_tape", "_values", "_works")
+
+    def __init__(self, schedule: ReplaySchedule, tape: Tape, values: Any, inputs: Any = None) -> None:
+        self._schedule, self._tape, self._values, self._inputs = schedule, tape, values, inputs
+        self._works: list[Any] = []
+
+    def load(self, value: int) -> Tensor | None:
+        """Return the tensor of a leaf; None if it is not certain that it is what the forward read."""
+        return leaf_as_then(self._tape, self._inputs, value)
+
+    def unusual(self, entry: int) -> bool:
+        """Run a step; return whether communication is in flight."""
+        run_unusual(self._schedule, self._tape, entry, self._values, self._works)
+        return bool(self._works)
+
+    def wait(self) -> None:
+        """Wait for all communication."""
+        wait(self._works)
+
+    def set_states(self, entry: int) -> None:
+        """Put the generators that an entry draws from where they were, unless the entry before it leaves them there."""
+        for generator, state in self._tape.states.get(entry, ()):
+            generator.set_state(state)
 
 
 class _NativeRunner:
@@ -527,23 +549,10 @@ class _NativeRunner:
         """See ``Runner``."""
         assert isinstance(tape, NativeTape)
         filled: Filled = [(handle, values[value]) for handle, value in schedule.fills]
-        program = schedule.orders or self.program(schedule)
-        works: list[Any] = []
-
-        def unusual(entry: int) -> bool:
-            run_unusual(schedule, tape, entry, values, works)
-            return bool(works)
-
-        run = partial(self._library.run, program, tape.native, values)
-        filled += run(unusual, partial(wait, works), partial(_set_states, tape))
-        wait(works)
+        python = _PythonSteps(schedule, tape, values)
+        filled += self._library.run(schedule.orders or self.program(schedule), tape.native, values, python)
+        python.wait()
         return filled
-
-
-def _set_states(tape: Tape, entry: int) -> None:
-    """Put the generators that an entry draws from where they were, if the entry before it does not leave them there."""
-    for generator, state in tape.states.get(entry, ()):
-        generator.set_state(state)
 
 
 _runner = cache(_NativeRunner)

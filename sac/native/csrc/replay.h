@@ -353,17 +353,17 @@ inline PyObject* written_after_save(PyObject*, PyObject* const* args, Py_ssize_t
   END_HANDLE_TH_ERRORS
 }
 
-// What Python does in a replay: `unusual(entry)` runs a step and returns whether communication is in flight, `wait()`
-// waits for that, `set_states(entry)` puts the generators that an entry draws from where they were.
-struct FromPython {
-  PyObject *unusual, *wait, *set_states;
-};
+// What Python does in a replay, see `_PythonSteps`: `unusual(entry)` runs a step and returns whether communication is in
+// flight, `wait()` waits for that, `set_states(entry)` puts the generators that an entry draws from where they were.
+inline PyObject* call_python(PyObject* steps, const char* name, int entry) {
+  return PyObject_CallMethod(steps, name, "i", entry);
+}
 
 using Filled = std::vector<std::pair<int, Tensor>>;
 
-// Run the steps, without the GIL where they are not Python's; add the handles and tensors that they fill.
-inline void run_steps(const Plan& plan, const Tables& t, std::vector<Tensor>& values, const FromPython& python,
-                      Filled& filled) {
+// Run the steps, without the GIL where they are not Python's; add the handles and tensors that they fill. Return whether
+// communication is still in flight.
+inline bool run_steps(const Plan& plan, const Tables& t, std::vector<Tensor>& values, PyObject* python, Filled& filled) {
   bool in_flight = false;
   pybind11::gil_scoped_release no_gil;
   Stack stack;
@@ -371,14 +371,14 @@ inline void run_steps(const Plan& plan, const Tables& t, std::vector<Tensor>& va
     const Entry& entry = t.entries.at(step.entry);
     if (entry.op == nullptr) {
       pybind11::gil_scoped_acquire gil;
-      PyObject* answer = PyObject_CallFunction(python.unusual, "i", step.entry);
+      PyObject* answer = call_python(python, "unusual", step.entry);
       in_flight = answer != nullptr && PyObject_IsTrue(answer) == 1;
       check(answer);
     } else {
       if (in_flight || entry.draws) {
         pybind11::gil_scoped_acquire gil;
-        if (in_flight) check(PyObject_CallNoArgs(python.wait));
-        if (entry.draws) check(PyObject_CallFunction(python.set_states, "i", step.entry));
+        if (in_flight) check(PyObject_CallMethod(python, "wait", nullptr));
+        if (entry.draws) check(call_python(python, "set_states", step.entry));
         in_flight = false;
       }
       run_step(t, step, values, stack);
@@ -386,6 +386,7 @@ inline void run_steps(const Plan& plan, const Tables& t, std::vector<Tensor>& va
     for (const Pair& fill : step.fills) filled.emplace_back(fill.first, values[fill.second]);
     for (const int value : step.frees) values[value].reset();
   }
+  return in_flight;
 }
 
 inline PyObject* pairs_for_python(const Filled& filled) {
@@ -396,13 +397,12 @@ inline PyObject* pairs_for_python(const Filled& filled) {
   return found;
 }
 
-// Program, tape, values, and the three functions of `FromPython`. Returns the pairs of handles and tensors that the
-// steps fill.
+// Program, tape, values, a `_PythonSteps`. Returns the pairs of handles and tensors that the steps fill.
 inline PyObject* run_program(PyObject*, PyObject* const* args, Py_ssize_t) {
   HANDLE_TH_ERRORS
   Filled filled;
   run_steps(*reinterpret_cast<Program*>(args[0])->plan, *reinterpret_cast<Tape*>(args[1])->tables,
-            *reinterpret_cast<Values*>(args[2])->tensors, FromPython{args[3], args[4], args[5]}, filled);
+            *reinterpret_cast<Values*>(args[2])->tensors, args[3], filled);
   return pairs_for_python(filled);
   END_HANDLE_TH_ERRORS
 }
@@ -418,36 +418,105 @@ inline bool fills_what_waits(const Plan& plan, const Handles& handles, Py_ssize_
   return next == plan.handles.size();
 }
 
-// `Program.replay`: tape, handles, graph task, kept values (number -> tensor), roots with writers, values,
-// `load(leaf)`, and the three functions of `FromPython`. Does all of a replay at once: returns what the handles get.
-// Returns None, before anything runs, if other handles wait, if a kept value is not held as a plain tensor, or if
-// `load`, which is asked for leaves that are not parameters, has returned None: Python finds out what to do.
+inline bool is_in(PyObject* table, int key) { return is_in(table, PyLong_FromLong(key)); }
+
+inline Owned attribute(PyObject* object, const char* name) { return Owned(checked(PyObject_GetAttrString(object, name))); }
+
+// A tensor that needs no look from Python, and has data.
+inline bool is_plain_object(PyObject* object) {
+  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != THPVariableClass) return false;
+  const Tensor& tensor = THPVariable_Unpack(object);
+  TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  return is_plain(impl) && impl->layout() == at::kStrided && storage_of(impl) != nullptr &&
+         impl->version_counter().enabled() && (tensor.numel() == 0 || tensor.storage().nbytes() != 0);
+}
+
+inline bool has_shape(const Tensor& tensor, PyObject* shape) {
+  if (!PyTuple_Check(shape) || PyTuple_GET_SIZE(shape) != tensor.dim()) return false;
+  for (int64_t i = 0; i < tensor.dim(); i++)
+    if (PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i)) != tensor.size(i)) return false;
+  return true;
+}
+
+// Do what `leaf_as_then` does for a plain tensor that is an input, or from outside the region; undefined if Python has
+// to find out what to do. `leaves`: value -> `Leaf`, `inputs`: position -> tensor. No op writes to the leaf.
+inline Tensor plain_leaf(PyObject* leaves, PyObject* inputs, PyObject* value) {
+  PyObject* leaf = PyDict_GetItemWithError(leaves, value);
+  if (leaf == nullptr) {
+    if (PyErr_Occurred() != nullptr) throw python_error();
+    return {};
+  }
+  Owned position = attribute(leaf, "position");
+  if (PyLong_AsLong(position.get()) >= 0) {
+    PyObject* input = PyDict_GetItemWithError(inputs, position.get());
+    if (input == nullptr && PyErr_Occurred() != nullptr) throw python_error();
+    if (input == nullptr || !is_plain_object(input)) return {};
+    TensorImpl* impl = THPVariable_Unpack(input).unsafeGetTensorImpl();
+    torch::torch_dispatch_mode::StashTorchDispatchStackGuard no_modes;
+    return Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false));
+  }
+  Owned get = attribute(leaf, "tensor"), found(checked(PyObject_CallNoArgs(get.get())));
+  if (!is_plain_object(found.get())) return {};
+  const Tensor& tensor = THPVariable_Unpack(found.get());
+  const bool is_persistent = attribute(leaf, "is_persistent").get() == Py_True;
+  const auto version = PyLong_AsLongLong(attribute(leaf, "version").get());
+  const bool is_same = is_persistent || version == tensor.unsafeGetTensorImpl()->version_counter().current_version();
+  return is_same && has_shape(tensor, attribute(leaf, "shape").get()) ? tensor : Tensor();
+}
+
+// Whether what the handles get is, by its checksums, what autograd saved in the forward; false if Python has to compare.
+inline bool are_as_saved(const Filled& filled, PyObject* object, bool in_order) {
+  if (object == Py_None) return true;
+  const auto& sums = *reinterpret_cast<Checksums*>(object);
+  for (const auto& [handle, tensor] : filled) {
+    const int64_t then = sum_of(sums, handle);
+    if (then < 0 || then != checksum_of(tensor, in_order)) return false;
+  }
+  return true;
+}
+
+// `Program.replay`: tape, handles, graph task, kept values (number -> tensor), roots with writers, leaves, inputs (both
+// as for `plain_leaf`), checksums by handle or None, whether strides may differ, a `_PythonSteps`, values. Does all of a
+// replay at once, and fills the handles. Returns None, before anything runs, if other handles wait, if a kept value is
+// not held as a plain tensor, or if `load` of `_PythonSteps`, which is asked for leaves that are not plain tensors, has
+// returned None: Python finds out what to do. Returns the pairs of handles and tensors if Python has to look at them.
 inline PyObject* program_replay(Program* self, PyObject* const* args, Py_ssize_t nargs) {
   HANDLE_TH_ERRORS
-  if (!has_count(nargs, 10)) return nullptr;
+  if (!has_count(nargs, 11)) return nullptr;
   const Plan& plan = *self->plan;
   const Tables& t = *reinterpret_cast<Tape*>(args[0])->tables;
-  auto& values = *reinterpret_cast<Values*>(args[5])->tensors;
-  if (!fills_what_waits(plan, *reinterpret_cast<Handles*>(args[1]), PyLong_AsSsize_t(args[2]))) Py_RETURN_NONE;
+  auto& handles = *reinterpret_cast<Handles*>(args[1]);
+  PyObject *kept = args[3], *writers = args[4], *leaves = args[5], *inputs = args[6], *sums = args[7], *python = args[9];
+  auto& values = *reinterpret_cast<Values*>(args[10])->tensors;
+  if (!fills_what_waits(plan, handles, PyLong_AsSsize_t(args[2]))) Py_RETURN_NONE;
   for (const int value : plan.kept) {
     Owned number(checked(PyLong_FromLong(value)));
-    Owned held(Py_XNewRef(PyDict_GetItem(args[3], number.get())));
+    Owned held(Py_XNewRef(PyDict_GetItem(kept, number.get())));
     if (held && !THPVariable_Check(held.get())) held = checked(PyObject_GetAttrString(held, "value"));  // a SavedResult
     if (!held || reinterpret_cast<PyObject*>(Py_TYPE(held.get())) != THPVariableClass) Py_RETURN_NONE;
     values.at(value) = THPVariable_Unpack(held.get());
   }
   const Below::Guards below;
   for (const int value : plan.leaves) {
-    values.at(value) = unchanged_parameter(t, value);
-    if (values[value].defined() && !is_in(args[4], PyLong_FromLong(t.values[value].root))) continue;
-    Owned number(checked(PyLong_FromLong(value))), loaded(checked(PyObject_CallOneArg(args[6], number.get())));
+    Owned number(checked(PyLong_FromLong(value)));
+    if (!is_in(writers, t.values.at(value).root)) {
+      values.at(value) = unchanged_parameter(t, value);
+      if (!values[value].defined()) values[value] = plain_leaf(leaves, inputs, number.get());
+      if (values[value].defined()) continue;
+    }
+    Owned loaded(checked(PyObject_CallMethod(python, "load", "O", number.get())));
     if (loaded.get() == Py_None) Py_RETURN_NONE;
-    values[value] = tensor_from(loaded.get());
+    values.at(value) = tensor_from(loaded.get());
   }
   Filled filled;
   for (const Pair& fill : plan.fills) filled.emplace_back(fill.first, values.at(fill.second));
-  run_steps(plan, t, values, FromPython{args[7], args[8], args[9]}, filled);
-  return pairs_for_python(filled);
+  const bool in_flight = run_steps(plan, t, values, python, filled);
+  if (in_flight || !are_as_saved(filled, sums, args[8] == Py_True)) return pairs_for_python(filled);
+  for (const auto& [index, tensor] : filled) {
+    Owned value(checked(THPVariable_Wrap(tensor)));
+    if (Handle* handle = handles.list->at(index)) Py_XSETREF(handle->value, value.release());
+  }
+  Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }
 
