@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import cache
 from operator import attrgetter
 from threading import get_ident
 from typing import Any
@@ -24,6 +24,7 @@ from sac.recompute.schedule import ReplaySchedule
 from sac.recompute.table import CallSite, gathers
 from sac.recompute.tape import SMALL_NUMEL, TENSOR_HOLE, Held, Leaf, Tape
 from sac.region.frame import Handle
+from sac.region.module_state import MOST_COPIED_BYTES_UNRECORDED
 from sac.region.native_frame import WithNativeHandles
 from sac.stores.saved_tensor import compact
 from sac.torch_private import OpOverload
@@ -63,7 +64,7 @@ _IN_CPP = (
 class NativeTape(Tape):
     """A tape whose values and entries are in C++; see Note [The native recorder]."""
 
-    __slots__ = ("_factories", "_leaves", "_lists", "native")
+    __slots__ = ("_leaves", "_lists", "native")
 
     def __init__(self, library: Any) -> None:
         self.native: Any = library.Tape()
@@ -102,13 +103,11 @@ class NativeTape(Tape):
     @property
     def factories(self) -> MutableMapping[int, int]:
         """See ``Tape``."""
-        return self._factories
+        return _Factories(self.native)
 
     @factories.setter
     def factories(self, value: MutableMapping[int, int]) -> None:
-        assert not value
-        self.native.clear_factories()
-        self._factories = _Factories(self.native)
+        assert not value  # a new tape has none, and `forget_tensors` releases them
 
     # Parameters that the library has met are leaves too; Python is told of them when it looks.
 
@@ -155,13 +154,9 @@ class NativeTape(Tape):
         """Return each leaf with its position, except for those that ``has_layout`` compares."""
         return [(value, leaf.position) for value, leaf in self._leaves.items() if type(leaf) is Leaf]
 
-    def leaves_to_check(self, values: Sequence[int]) -> Sequence[int]:
-        """See ``Tape``."""
-        return self.native.leaves_to_check(values)  # type: ignore[no-any-return]
-
     def leaf_ids(self, values: Sequence[int]) -> frozenset[int]:
         """See ``Tape``."""
-        return super().leaf_ids(self.leaves_to_check(values)) | self.native.parameter_ids(values)  # type: ignore[no-any-return]
+        return super().leaf_ids(self.native.leaves_to_check(values)) | self.native.parameter_ids(values)  # type: ignore[no-any-return]
 
     # Each list grows when it is read.
 
@@ -352,6 +347,11 @@ class NativeReplayRecorder(ReplayRecorder):
         """See ``ReplayRecorder``."""
         return self.library.look_at_kept(self.tape.kept, held, loose)  # type: ignore[no-any-return]
 
+    def leaves_to_look_at(self, leaves: list[int]) -> Sequence[int]:
+        """See ``ReplayRecorder``."""
+        tape = self.tape
+        return self.library.leaves_to_look_at(tape.native, tape._leaves, leaves, MOST_COPIED_BYTES_UNRECORDED)  # type: ignore[no-any-return]
+
     def written_after_save(self, missing: list[int]) -> list[int]:
         """See ``ReplayRecorder``."""
         tape = self.tape
@@ -415,11 +415,11 @@ class NativeReplayFrame(WithNativeHandles, ReplayFrame):
     """A frame whose hooks and whose replay are in C++."""
 
     recorder: NativeReplayRecorder
-    runner: _NativeRunner
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.runner = _runner(self._library)
+    @property
+    def runner(self) -> _NativeRunner:  # type: ignore[override]
+        """See ``ReplayFrame``."""
+        return _runner(self._library)
 
     def _saved_tensor_hooks(self) -> tuple[Any, Any]:
         recorder, tape = self.recorder, self.recorder.tape

@@ -395,10 +395,6 @@ class Tape:
         """Return each leaf with its position."""
         return [(value, leaf.position) for value, leaf in self.leaves.items()]
 
-    def leaves_to_check(self, values: Sequence[int]) -> Sequence[int]:
-        """Return those of the leaves ``values`` that are not known to be parameters that are still alive."""
-        return values
-
     def leaf_ids(self, values: Sequence[int]) -> frozenset[int]:
         """Return the ids of the tensors of these leaves."""
         return frozenset(id(leaf.tensor()) for value in values if (leaf := self.leaf(value)) is not None)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from sac.region.frame import Frame, Handle, RecomputeProgress
 from sac.stores.saved_tensor import SavedTensor
 
+AnyFrame = TypeVar("AnyFrame", bound="WithNativeHandles")
+
 
 class WithNativeHandles(Frame):
-    """A frame whose handles are in C++, and are read there."""
+    """A frame whose handles are in C++, and are read there; ``with_library`` says in which library."""
 
+    _library: Any
+    _handle_type: Any
     _handles: Any
-
-    def __init__(self, library: Any, *args: Any, **more: Any) -> None:
-        self._library = library
-        super().__init__(*args, **more)
-        self._handle_type, self._progress = native_types(library)
 
     def _new_handles(self) -> Any:
         return self._library.Handles()
@@ -52,6 +51,14 @@ class NativeFrame(WithNativeHandles):
         super()._close()
         if packed is not None:
             packed.forget()
+
+
+@cache
+def with_library(frame: type[AnyFrame], library: Any) -> type[AnyFrame]:
+    """Return ``frame`` for this library."""
+    types = native_types(library)
+    found = {"_library": library, "_handle_type": types.handle, "_progress": types.progress}
+    return type(frame.__name__, (frame,), found)
 
 
 class NativeTypes(NamedTuple):

@@ -39,7 +39,9 @@ inline PyTypeObject* HandleType = nullptr;
 
 inline PyObject* handles_new(PyTypeObject* type, PyObject*, PyObject*) {
   auto* self = reinterpret_cast<Handles*>(type->tp_alloc(type, 0));
-  if (self != nullptr) self->list = new std::vector<Handle*>();
+  if (self == nullptr) return nullptr;
+  self->list = new std::vector<Handle*>();
+  self->list->reserve(64);
   return reinterpret_cast<PyObject*>(self);
 }
 

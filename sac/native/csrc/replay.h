@@ -464,6 +464,33 @@ inline Tensor plain_leaf(PyObject* leaves, PyObject* inputs, PyObject* value) {
   return is_same && has_shape(tensor, attribute(leaf, "shape").get()) ? tensor : Tensor();
 }
 
+// Of the leaves that a replay reads (a list), those at which Python has to look when the forward ends, see
+// `ReplayRecorder._check_leaves`: not inputs, nor plain tensors that are there and too large to be copied. The tape,
+// `leaves` as for `plain_leaf`, the bytes of the largest storage that is copied.
+inline PyObject* leaves_to_look_at(PyObject*, PyObject* const* args, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  const Tables& t = *reinterpret_cast<Tape*>(args[0])->tables;
+  const size_t most = PyLong_AsSize_t(args[3]);
+  Owned found(checked(PyList_New(0)));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[2]); i++) {
+    PyObject* value = PyList_GET_ITEM(args[2], i);
+    const ParameterLeaf* parameter = parameter_of(t, static_cast<int>(PyLong_AsLong(value)));
+    TensorImpl* impl = parameter != nullptr ? t.values[parameter->value].tensor : nullptr;
+    if (impl != nullptr && is_alive(impl)) continue;
+    PyObject* leaf = parameter == nullptr ? PyDict_GetItemWithError(args[1], value) : nullptr;
+    if (PyErr_Occurred() != nullptr) return nullptr;
+    if (leaf != nullptr) {
+      Owned position = attribute(leaf, "position");
+      if (PyLong_AsLong(position.get()) >= 0) continue;
+      Owned get = attribute(leaf, "tensor"), tensor(checked(PyObject_CallNoArgs(get.get())));
+      if (is_plain_object(tensor.get()) && THPVariable_Unpack(tensor.get()).storage().nbytes() > most) continue;
+    }
+    if (PyList_Append(found.get(), value) < 0) return nullptr;
+  }
+  return found.release();
+  END_HANDLE_TH_ERRORS
+}
+
 // Whether what the handles get is, by its checksums, what autograd saved in the forward; false if Python has to compare.
 inline bool are_as_saved(const Filled& filled, PyObject* object, bool in_order) {
   if (object == Py_None) return true;

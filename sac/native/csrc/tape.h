@@ -692,11 +692,6 @@ inline PyObject* tape_remove_factory(Tape* self, PyObject* root) {
   Py_RETURN_NONE;
 }
 
-inline PyObject* tape_clear_factories(Tape* self, PyObject*) {
-  self->tables->factories.clear();
-  Py_RETURN_NONE;
-}
-
 inline PyObject* tape_recent(Tape* self, PyObject*) {
   HANDLE_TH_ERRORS
   const std::vector<Recent> all = self->tables->recent;  // the collector may run in here, and autograd save more
@@ -748,6 +743,7 @@ inline void release(Tape* self) {
 
 inline PyObject* tape_forget_tensors(Tape* self, PyObject*) {  // the forward is over
   forget_tensors(*self->tables);
+  self->tables->factories.clear();
   self->tables->left.reset();
   self->tables->scratch.clear();
   forget_python(*self);
