@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from sac.errors import SacWarning
 from sac.recompute.native_recorder import NativeReplayFrame, NativeReplayRecorder
 from sac.region.module_state import ModuleState
-from tests.support.blocks import FunctionBlock, Stack, llama_stack, with_dropout
+from tests.support.blocks import FunctionBlock, Stack, llama_stack, selective, with_dropout
 from tests.support.native_engine import assert_same_with_library, needs_library, with_library
-from tests.support.replay_programs import ON_EACH, POLICIES, applied, block_of, replay
+from tests.support.replay_programs import ON_EACH, POLICIES, applied, block_of, python_runs, replay
+from tests.support.runs import Noted
 from tests.support.training import assert_same, built, train
 
 pytestmark = needs_library
@@ -57,9 +60,19 @@ def with_dropouts() -> Stack:
     return with_dropout(llama_stack(), attention=0.1)
 
 
+def routes(block: FunctionBlock, x: Tensor) -> Tensor:
+    h = (x @ block.a).sin()
+    best, index = h.detach().topk(3, -1)
+    return (x @ block.b).gather(-1, index).cos() * best
+
+
+def routed() -> Stack:
+    return Stack(FunctionBlock(routes))
+
+
 @ON_EACH
 @pytest.mark.parametrize("verify", ["always", "never"])
-@pytest.mark.parametrize("build", [llama_stack, with_dropouts])
+@pytest.mark.parametrize("build", [llama_stack, with_dropouts, routed])
 def test_a_usual_call_takes_the_short_ways(build: Callable[[], Stack], chosen: dict[str, Any], verify: str) -> None:
     with with_library():
         model = applied(build, replay(chosen, verify))
@@ -68,7 +81,7 @@ def test_a_usual_call_takes_the_short_ways(build: Callable[[], Stack], chosen: d
         def make_input() -> Tensor:
             return torch.randn(2, 8, width)
 
-        steps_of(model, make_input, 2)
+        steps_of(model, make_input, 3)
         with counted() as found:
             steps_of(model, make_input, 3)
     regions = found["start", True]
@@ -101,6 +114,39 @@ def test_what_is_unusual_is_left_to_python(body: Callable[..., Tensor], chosen: 
         return stack
 
     assert_same_with_library(build, replay(chosen), ops=None, steps=4)
+
+
+@pytest.mark.parametrize("verify", ["always", "never"])
+def test_python_gets_the_routing_of_a_call_that_ended_in_the_short_way(verify: str) -> None:
+    """Python runs because a tensor that replay reads was written to; what decides the routing was written to as well."""
+    shift, preference = Noted(torch.zeros(64, 8)), torch.zeros(8, 8)
+
+    def body(block: FunctionBlock, x: Tensor) -> Tensor:
+        h = x @ block.a
+        index = (h.detach() + preference).topk(3, 1)[1]
+        return (x @ block.b + shift[0].mean(0)).sin().gather(1, index).cos().sum(1, keepdim=True) * h
+
+    def run(model: Stack) -> list[Tensor]:
+        found = []
+        for step in range(6):
+            torch.manual_seed(step)
+            preference.zero_()
+            loss = model(torch.randn(8, 8)).square().sum()
+            if step == 5:
+                preference.copy_(torch.eye(8) * 1e3)
+                shift[0].add_(0)
+            found += torch.autograd.grad(loss, [*model.parameters()])
+        return found
+
+    expected = run(built(block_of(body)))
+    with with_library(), counted() as found, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", SacWarning)
+        model = applied(block_of(body), selective(POLICIES["matmuls"], verify=verify))
+        ours = run(model)
+    assert all(map(torch.equal, expected, ours))
+    assert found["end", True] >= 2
+    assert python_runs(model) == 7
+    assert any("changed in place" in str(one.message) for one in said)
 
 
 @ON_EACH

@@ -160,10 +160,13 @@ def reads_what_autograd_does_not_save(block: FunctionBlock, x: Tensor) -> Tensor
     return (x @ block.a + HELD_ELSEWHERE[0].cos().mean(0)).sin()
 
 
+@pytest.mark.parametrize("earlier", [0, 3])
 @pytest.mark.parametrize("engine", ["replay", "auto"])
-def test_large_tensor_from_elsewhere_that_is_written_to_after_the_forward(engine: str) -> None:
+def test_large_tensor_from_elsewhere_that_is_written_to_after_the_forward(engine: str, earlier: int) -> None:
     """Replay would read what is there now; `auto` does, and says so."""
     model = applied(block_of(reads_what_autograd_does_not_save), {**replay(POLICIES["matmuls"]), "engine": engine})
+    for _ in range(earlier):
+        model(torch.randn(8, 8)).sum().backward()
     out = model(torch.randn(8, 8))
     HELD_ELSEWHERE[0].add_(1)
     version = HELD_ELSEWHERE[0]._version
