@@ -788,8 +788,8 @@ MUTATIONS = (
         3,
         _CPP_REPLAY,
         "a replay starts from a tensor from outside that was written to after the forward",
-        "const bool is_same = is_persistent || version == tensor.unsafeGetTensorImpl()->version_counter().current_version();",
-        "const bool is_same = true;",
+        "is_persistent || version == tensor.unsafeGetTensorImpl()->version_counter().current_version();",
+        "true;",
     ),
     Mutation(
         "native-replay-uncompared",

@@ -118,7 +118,7 @@ def test_what_is_unusual_is_left_to_python(body: Callable[..., Tensor], chosen: 
 
 @pytest.mark.parametrize("verify", ["always", "never"])
 def test_python_gets_the_routing_of_a_call_that_ended_in_the_short_way(verify: str) -> None:
-    """Python runs because a tensor that replay reads was written to; what decides the routing was written to as well."""
+    """A tensor that replay reads was written to, so Python runs; so was the one that decides the routing."""
     shift, preference = Noted(torch.zeros(64, 8)), torch.zeros(8, 8)
 
     def body(block: FunctionBlock, x: Tensor) -> Tensor:
