@@ -176,6 +176,35 @@ def test_gradients_of_parts_wait_for_other_handles(chosen: dict[str, Any], verif
         assert_same(gradients(built(build)), gradients(applied(build, replay(chosen, verify))))
 
 
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("lives", [True, False])
+@ON_EACH
+def test_a_later_call_writes_to_what_autograd_has_saved(chosen: dict[str, Any], lives: bool, native: bool) -> None:
+    """Through `data`, which moves no version: backward reads what was written, without us too."""
+    calls: list[Tensor] = []
+
+    def body(block: FunctionBlock, x: Tensor) -> Tensor:
+        h = (x @ block.a).exp()
+        if len(calls) >= 3:
+            h.data.mul_(2)
+        calls.append(h if lives else x)
+        return h.sin() @ block.b
+
+    def run(model: Stack) -> list[Tensor]:
+        found: list[Tensor] = []
+        for step in range(5):
+            torch.manual_seed(step)
+            loss = model(torch.randn(8, 8)).square().sum()
+            found += torch.autograd.grad(loss, [*model.parameters()])
+        calls.clear()
+        return found
+
+    expected = run(built(block_of(body)))
+    with with_library(native), warnings.catch_warnings():
+        warnings.simplefilter("ignore", SacWarning)  # replay gives way if nothing holds the tensor any more
+        assert all(map(torch.equal, expected, run(applied(block_of(body), replay(chosen)))))
+
+
 def test_a_call_with_another_tape_ends_on_its_own() -> None:
     """The shape, and so the layout that is expected, is the same; the branch is not."""
     taken: list[bool] = []
