@@ -185,10 +185,11 @@ def test_a_later_call_writes_to_what_autograd_has_saved(chosen: dict[str, Any], 
 
     def body(block: FunctionBlock, x: Tensor) -> Tensor:
         h = (x @ block.a).exp()
+        out = h.sin() @ block.b
         if len(calls) >= 3:
             h.data.mul_(2)
         calls.append(h if lives else x)
-        return h.sin() @ block.b
+        return out
 
     def run(model: Stack) -> list[Tensor]:
         found: list[Tensor] = []
