@@ -44,8 +44,9 @@ from sac.torch_private import OpOverload
 #
 # Two steps have a short way, which a call takes if nothing about it is unusual. A tape with the layout of the last one
 # is closed with few questions (`_ends_as_before`). A replay is one call of the library, which loads, runs, compares and
-# fills the handles (`_replay_at_once`). Each decides before it changes or runs anything, and else leaves all of the step
-# to the code that it is short for; a replay whose results Python has to compare leaves it that.
+# fills the handles (`_replay_at_once`). Each decides before it changes or runs anything, and else leaves all of the
+# step to the code that it is short for. A replay leaves that code the comparison, too, if a value is not as it was, or
+# has no checksum of the library's.
 #
 # Example. A region runs `h = up(x); h = dropout(h); down(h)`. `t`, `mm`, and `empty_like`, `bernoulli_`, `div_` and
 # `mul` of the dropout are recorded in C++. So are the generator's states around `bernoulli_`, of which Python is told
