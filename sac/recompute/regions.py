@@ -36,7 +36,7 @@ from sac.region.fp8_state import for_fp8, keeps_fp8_state
 from sac.region.frame import Frame
 from sac.region.inputs import RegionInputs
 from sac.region.module_state import UnseenWriteError, has_uninitialized
-from sac.region.native_frame import NativeFrame, with_library
+from sac.region.native_frame import NativeFrame, for_library
 from sac.region.reentrant import ReentrantFrame
 from sac.region.settings import ALWAYS, FIRST, NEVER, REPLAY, RERUN, Settings, as_torch_says
 from sac.region.tables import ModuleTables
@@ -222,7 +222,7 @@ class Region:
                 holds=holds,
                 compares=settings.verify != NEVER,
             )
-        frame_type: Any = Frame if native is None else with_library(NativeFrame, native)
+        frame_type: Any = Frame if native is None else for_library(NativeFrame, native)
         frame: Frame | ReentrantFrame = (ReentrantFrame if settings.use_reentrant else frame_type)(
             call.function, self.path, recorder, call.owners, settings
         )
@@ -255,7 +255,7 @@ class Region:
         if signature is not None and settings.verify == FIRST:
             remember(self.evidence.verified, signature)
         self.stats.engine = REPLAY
-        frame_type: Any = ReplayFrame if native is None else with_library(NativeReplayFrame, native)
+        frame_type: Any = ReplayFrame if native is None else for_library(NativeReplayFrame, native)
         frame: ReplayFrame = frame_type(
             call.function, self.path, recorder, call.owners, settings, give_up=give_up, given_up=self._given_up
         )

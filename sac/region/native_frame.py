@@ -13,7 +13,7 @@ AnyFrame = TypeVar("AnyFrame", bound="WithNativeHandles")
 
 
 class WithNativeHandles(Frame):
-    """A frame whose handles are in C++, and are read there; ``with_library`` says in which library."""
+    """A frame whose handles are in C++, and are read there; ``for_library`` says in which library."""
 
     _library: Any
     _handle_type: Any
@@ -54,7 +54,7 @@ class NativeFrame(WithNativeHandles):
 
 
 @cache
-def with_library(frame: type[AnyFrame], library: Any) -> type[AnyFrame]:
+def for_library(frame: type[AnyFrame], library: Any) -> type[AnyFrame]:
     """Return ``frame`` for this library."""
     types = native_types(library)
     found = {"_library": library, "_handle_type": types.handle, "_progress": types.progress}
