@@ -474,10 +474,9 @@ inline PyObject* leaves_to_look_at(PyObject*, PyObject* const* args, Py_ssize_t)
   Owned found(checked(PyList_New(0)));
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[2]); i++) {
     PyObject* value = PyList_GET_ITEM(args[2], i);
-    const ParameterLeaf* parameter = parameter_of(t, static_cast<int>(PyLong_AsLong(value)));
-    TensorImpl* impl = parameter != nullptr ? t.values[parameter->value].tensor : nullptr;
-    if (impl != nullptr && is_alive(impl)) continue;
-    PyObject* leaf = parameter == nullptr ? PyDict_GetItemWithError(args[1], value) : nullptr;
+    const int number = static_cast<int>(PyLong_AsLong(value));
+    if (is_living_parameter(t, number)) continue;
+    PyObject* leaf = parameter_of(t, number) == nullptr ? PyDict_GetItemWithError(args[1], value) : nullptr;
     if (PyErr_Occurred() != nullptr) return nullptr;
     if (leaf != nullptr) {
       Owned position = attribute(leaf, "position");

@@ -626,16 +626,19 @@ inline const ParameterLeaf* parameter_of(const Tables& t, int value) {
   return nullptr;
 }
 
+inline bool is_living_parameter(const Tables& t, int value) {  // one that the recorder here has met
+  const ParameterLeaf* leaf = parameter_of(t, value);
+  TensorImpl* impl = leaf != nullptr ? t.values[leaf->value].tensor : nullptr;
+  return impl != nullptr && is_alive(impl);
+}
+
 // Those of these leaves that are not parameters met here, or are gone.
 inline PyObject* tape_leaves_to_check(Tape* self, PyObject* leaves) {
   PyObject* found = PyList_New(0);
   PyObject* all = PySequence_Fast(leaves, "leaves");
   for (Py_ssize_t i = 0; all != nullptr && i < PySequence_Fast_GET_SIZE(all); i++) {
     PyObject* value = PySequence_Fast_GET_ITEM(all, i);
-    const ParameterLeaf* leaf = parameter_of(*self->tables, static_cast<int>(PyLong_AsLong(value)));
-    const bool is_fine = leaf != nullptr && self->tables->values[leaf->value].tensor != nullptr &&
-                         is_alive(self->tables->values[leaf->value].tensor);
-    if (!is_fine) PyList_Append(found, value);
+    if (!is_living_parameter(*self->tables, static_cast<int>(PyLong_AsLong(value)))) PyList_Append(found, value);
   }
   Py_XDECREF(all);
   return found;
