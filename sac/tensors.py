@@ -273,7 +273,8 @@ def layout_key(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def lazy_bits(tensor: torch.Tensor) -> int:
     """Return 1 if the tensor's elements are still to be conjugated, plus 2 if they are still to be negated."""
-    return (1 if tensor.is_conj() else 0) + (2 if tensor.is_neg() else 0)
+    negative = 2 if tensor.is_neg() else 0
+    return negative + 1 if tensor.dtype.is_complex and tensor.is_conj() else negative
 
 
 def with_lazy_bits(tensor: torch.Tensor, bits: int) -> torch.Tensor:

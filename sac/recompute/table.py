@@ -417,6 +417,7 @@ def is_holdable(site: CallSite) -> bool:
     return site.must_save_condition is None and _returns_choice(site.op)
 
 
+@cache
 def _returns_choice(op: Any) -> bool:
     traits = traits_of(op)
     if type(op) is not OpOverload or op.namespace != "aten" or is_must_save(op) != (True, ""):

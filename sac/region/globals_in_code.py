@@ -34,6 +34,7 @@ _BETWEEN = frozenset({"COPY", "DUP_TOP", "EXTENDED_ARG", "CACHE"})  # may stand 
 _OF_LOCALS = ("LOAD_FAST", "STORE_FAST", "LOAD_DEREF", "STORE_DEREF")  # also two of them in one step
 _STORES = frozenset({"STORE_FAST", "STORE_DEREF", "STORE_FAST_STORE_FAST"})
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_HOLD_FUNCTIONS = (property, classmethod, staticmethod, types.MethodType)
 MISSING = object()  # stands for a value that is not there
 _OURS_AND_TORCH = frozenset({"torch", "sac"})
 _RESTORED_ELSEWHERE = frozenset({"transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"})
@@ -251,7 +252,7 @@ def functions_in(value: Any) -> list[types.FunctionType]:
     cls = type(value)
     if cls is property:
         held = [value.fget, value.fset, value.fdel]
-    elif cls in (classmethod, staticmethod, types.MethodType):
+    elif cls in _HOLD_FUNCTIONS:
         held = [value.__func__]
     else:
         held = [value]
@@ -259,7 +260,13 @@ def functions_in(value: Any) -> list[types.FunctionType]:
 
 
 def _functions_in_class(cls: type) -> list[types.FunctionType]:
-    return [function for value in vars(cls).values() for function in functions_in(value)]
+    found: list[types.FunctionType] = []
+    for value in vars(cls).values():
+        if type(value) is types.FunctionType:  # the usual case
+            found.append(value)
+        elif type(value) in _HOLD_FUNCTIONS:
+            found += functions_in(value)
+    return found
 
 
 def _inside(function: types.FunctionType) -> list[types.FunctionType]:

@@ -66,6 +66,11 @@ def marks_of(tensors: list[torch.Tensor]) -> bytes:
     return array("q", found).tobytes()
 
 
+def versions_in(marks: bytes) -> list[int]:
+    """Return the version of each tensor."""
+    return memoryview(marks).cast("q").tolist()[:: len(Mark._fields)]
+
+
 def unpacked(marks: bytes) -> Iterator[Mark]:
     """Yield the mark of each tensor."""
     numbers = iter(memoryview(marks).cast("q").tolist())

@@ -6,7 +6,7 @@ import ctypes
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from operator import attrgetter
+from operator import attrgetter, eq
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from sac.errors import Problem, RegionError, SacWarning
 from sac.native.load import library
-from sac.region.marks import Contents, hooks_of, is_managed, marks_of, put_hooks, unpacked
+from sac.region.marks import Contents, hooks_of, is_managed, marks_of, put_hooks, unpacked, versions_in
 from sac.region.tables import ModuleTables, TablesHolder
 from sac.region.undo import UndoStack
 from sac.tensors import (
@@ -249,10 +249,11 @@ class ModuleState:
         """
         if self._written is None or self.has_same_versions():
             return None
-        if marks_of(self._marked) == self._marks:
+        versions = versions_in(self._marks)
+        if all(map(eq, map(version_of, self._held), versions)):
             return None
         written = {id(one) for one in self._written}  # the recorder holds the earlier values of these
-        for one, (version, *_) in zip(self._held, unpacked(self._marks), strict=False):
+        for one, version in zip(self._held, versions, strict=False):
             if version_of(one) != version and id(one) not in written and (read is None or id(one) in read):
                 named = zip(self._parameters.names, self._parameters.values, strict=True)
                 name = next(name for name, value in named if value is one)
