@@ -12,6 +12,8 @@ from torch.nn import Parameter
 from sac.native.load import library
 from sac.torch_private import UnseenByModes, neg_view
 
+_STRIDED = torch.strided
+
 # -- Storages, version and metadata of a tensor
 
 
@@ -229,9 +231,14 @@ def tensors_of(value: Any, kind: type = torch.Tensor) -> list[Any]:
     """Return the tensors in ``value``, or what else is of this ``kind``, including those in nested tuples and lists."""
     if isinstance(value, kind):
         return [value]
+    found: list[Any] = []
     if isinstance(value, (tuple, list)):
-        return [tensor for part in value for tensor in tensors_of(part, kind)]
-    return []
+        for part in value:
+            if isinstance(part, kind):
+                found.append(part)
+            elif isinstance(part, (tuple, list)):
+                found += tensors_of(part, kind)
+    return found
 
 
 def map_tensors(value: Any, function: Any, kind: type = torch.Tensor) -> Any:
@@ -264,17 +271,18 @@ def wrapped_parts(tensor: Any) -> list[torch.Tensor]:
 
 def layout_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return shape, stride, offset, dtype and lazy bits of a tensor in hashable form."""
-    if type(tensor) is not Tensor and is_wrapper(tensor):
-        return str(tensor.shape), tensor.dtype  # sizes of a jagged tensor are symbols, which have no hash
-    if tensor.layout is not torch.strided:
-        return tensor.shape, tensor.dtype, tensor.layout
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, lazy_bits(tensor)
+    cls, dtype = type(tensor), tensor.dtype
+    if cls is not Tensor and cls is not Parameter and is_wrapper(tensor):
+        return str(tensor.shape), dtype  # sizes of a jagged tensor are symbols, which have no hash
+    if tensor.layout is not _STRIDED:
+        return tensor.shape, dtype, tensor.layout
+    bits = lazy_bits(tensor) if dtype.is_complex or tensor.is_neg() else 0
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), dtype, bits
 
 
 def lazy_bits(tensor: torch.Tensor) -> int:
     """Return 1 if the tensor's elements are still to be conjugated, plus 2 if they are still to be negated."""
-    negative = 2 if tensor.is_neg() else 0
-    return negative + 1 if tensor.dtype.is_complex and tensor.is_conj() else negative
+    return (1 if tensor.is_conj() else 0) + (2 if tensor.is_neg() else 0)
 
 
 def with_lazy_bits(tensor: torch.Tensor, bits: int) -> torch.Tensor:

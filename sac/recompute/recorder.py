@@ -345,7 +345,7 @@ class TapeMode(RegionMode):
                     number = found[1]
                     if value._version != versions[number]:
                         number = tape.look_at_version(value, number)
-                    elif addresses[number] and storage_address(value) != addresses[number]:  # `has_moved`
+                    elif (known := addresses[number]) and value.untyped_storage()._cdata != known:  # `has_moved`
                         number = tape.hold_current(value)
                 reads.append(number)
                 if rest is args:

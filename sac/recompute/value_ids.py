@@ -268,12 +268,15 @@ class ValueIds:
 
     def _describe(self, values: Any, parts: list[Any]) -> bool:
         external = False
+        by_storage, moved = self._by_storage, self._moved
         for value in values:
             cls = type(value)
             if cls is Tensor or cls is Parameter:
                 address = storage_address(value)
-                value_id = self.of_plain(value, cls, address)
-                parts.append((value_id, *(self._metadata(value) if address in self._moved else layout_key(value))))
+                value_id = by_storage.get(address)
+                if value_id is None or cls is Parameter:
+                    value_id = self.of_plain(value, cls, address)
+                parts.append((value_id, self._metadata(value) if address in moved else layout_key(value)))
                 external = external or value_id in self.external
                 if self._parameter_bytes >= 0:
                     self._parameter_bytes = self.parameter_only.joined(self._parameter_bytes, value_id)

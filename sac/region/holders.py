@@ -9,8 +9,8 @@ import weakref
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from itertools import islice
-from operator import is_
+from itertools import chain, islice
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -288,6 +288,7 @@ def changed_tables(holder: TablesHolder) -> list[Holder]:
 
 
 _HOOKS_AND_FLAGS = (*HOOKS, *HOOK_FLAGS)
+_ALL_HOOKS = itemgetter(*HOOKS)
 
 HookTables = tuple[dict[int, Any], ...]  # those of a module, in the order of _HOOKS_AND_FLAGS
 _NO_HOOKS: HookTables = tuple({} for _ in _HOOKS_AND_FLAGS)
@@ -330,7 +331,10 @@ class HooksHolder(Holder):
         native: Any = library()
         has_hooks = None if native is None else native.any_entry(self.owners, HOOKS)
         if has_hooks is None:
-            has_hooks = any(held[name] for held in self.owners for name in HOOKS if name in held)
+            try:
+                has_hooks = any(chain.from_iterable(map(_ALL_HOOKS, self.owners)))
+            except KeyError:  # a module lacks a table
+                has_hooks = any(held.get(name) for held in self.owners for name in HOOKS)
         if not has_hooks:
             return {}
         found = {}
