@@ -4,9 +4,11 @@
     .venv/bin/python scripts/frame_parts.py                 the small block of bench_overhead.py, about a minute
     .venv/bin/python scripts/frame_parts.py --rounds 20     that it works, not how fast it is
 
-The first table has whole steps, nothing wrapped, in turns with `torch.utils.checkpoint`. The second has self times:
-the functions of each part are wrapped by a clock, which is stopped while a function of another part runs. What the
-wrappers themselves cost is measured on an empty function and taken off.
+The first table has whole steps, nothing wrapped, in turns with `torch.utils.checkpoint`. In the second the block is not
+checkpointed, but three ops after it are: what they add to a step is hardly more than a frame, whose code and data the
+block has pushed out of the caches. The third has self times: the functions of each part are wrapped by a clock, which
+is stopped while a function of another part runs. What the wrappers themselves cost is measured on an empty function
+and taken off.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import gc
 import pkgutil
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +34,10 @@ from bench_blocks import Case, build
 from bench_overhead import SMALL
 from bench_rounds import HostClock, Runner, Times, ratio, shared_runner, threads, time_rounds, warmed_up
 from bench_terminal import environment, print_table
-from overhead_ways import BASELINE, REPLAY, SAC_FULL, TORCH_FULL
+from overhead_ways import BASELINE, REPLAY, SAC_FULL, TORCH_FULL, chain
+from torch import Tensor, nn
+
+from sac.errors import SacWarning
 
 Place = tuple[str, str]  # pass and part
 OPS, REST = "the forward itself", "the rest of the call"
@@ -70,6 +76,23 @@ PARTS: dict[str, tuple[str, ...]] = {
     "undo": (f"{_REGION}.undo.UndoStack.__exit__",),
     "drop": (f"{_REGION}.frame.RegionCall._drop",),
 }
+
+
+class ThreeOps(nn.Module):
+    """Hardly more than a frame, if it is a region."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).sin().cos()
+
+
+def with_three_ops(way: str, blocks: nn.Sequential, x: Tensor, weights: Tensor, clock: HostClock) -> Runner:
+    """Steps of the blocks without checkpointing and of three ops with it."""
+    ops = shared_runner(way, nn.Sequential(ThreeOps(x.shape[-1])), x, weights, clock)
+    return Runner(chain([blocks, ops.step]), [*blocks.parameters(), *ops.parameters], x, weights, clock)
 
 
 class PartClock:
@@ -174,6 +197,14 @@ def measure(case: Case) -> None:
         warmed_up(runner, case.warm_up, None)
     times = time_rounds(case, runners, lambda _: None)
     print_table(("step", "forward", "backward", "both", "÷ full"), [total(way, times) for way in runners])
+    frames = {way: with_three_ops(way, blocks, x, weights, clock) for way in runners}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SacWarning)  # no rule of the policy matches one of these ops
+        for runner in frames.values():
+            warmed_up(runner, case.warm_up, None)
+    times = time_rounds(case, frames, lambda _: None)
+    others = [way for way in frames if way != BASELINE]
+    print_table(("three ops add", "forward", "backward", "both"), [added(way, times) for way in others])
     gc.disable()
     parts = parts_of({way: runners[way] for way in (TORCH_FULL, *WAYS_SHOWN)}, case.rounds)
     gc.enable()
@@ -194,6 +225,13 @@ def total(way: str, times: dict[str, list[Times]]) -> list[str]:
     both = 1e6 * median(each.step for each in times[way])
     us = [f"{one:.0f} µs" for one in (forward, backward, both)]
     return [way, *us, f"{ratio(times[way], times[TORCH_FULL]):.2f}"]
+
+
+def added(way: str, times: dict[str, list[Times]]) -> list[str]:
+    pairs = [*zip(times[way], times[BASELINE], strict=True)]
+    forward = median(one.forward - none.forward for one, none in pairs)
+    both = median(one.step - none.step for one, none in pairs)
+    return [way, *(f"{1e6 * one:.0f} µs" for one in (forward, both - forward, both))]
 
 
 if __name__ == "__main__":
