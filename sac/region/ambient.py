@@ -482,6 +482,8 @@ class Surroundings:
             earlier, *places(), _QUESTIONS, functional, _USUAL_ATTENTION, _TRANSFORMER_ENGINE, types
         )
         record = self.record
+        if before is not None:  # another thread may have changed something since ``before`` was compared
+            differs |= before.record.differences(_EVERY)
         self.host: HostRandomState = HostRandomState() if before is None or differs & HOST else before.host
         self.flags: BackendFlags = BackendFlags(record) if before is None or differs & FLAGS else before.flags
         self.parts = _thread_parts(types)

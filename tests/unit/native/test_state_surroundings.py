@@ -209,6 +209,25 @@ def test_a_record_of_an_earlier_state_is_not_taken_for_a_later_one_that_draws_me
     assert Surroundings(Drawing(), None, EVERY).same(EVERY) == EVERY & ~GENERATOR
 
 
+def test_values_that_change_after_the_record_before_was_compared_are_read_anew() -> None:
+    """Another thread may draw between the two."""
+
+    class Drawing:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(NATIVE, name)
+
+        def Surroundings(self, *given: Any) -> Any:
+            random.random()
+            return NATIVE.Surroundings(*given)
+
+    found = Surroundings(Drawing(), now(), GENERATOR)
+    assert found.same(HOST) == HOST
+    recorded = random.getstate()
+    random.random()
+    found.put_back(HOST, None)
+    assert random.getstate() == recorded
+
+
 def test_a_record_is_not_taken_for_a_state_that_was_read_after_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may draw between the two."""
     read = ambient.RngSnapshot.__init__
