@@ -75,6 +75,12 @@ def both_views(self: Block, x: Tensor) -> Tensor:
     return x + (part * self.small).sum() + (part.conj() * self.other).sum()
 
 
+def both_signs(self: Block, x: Tensor) -> Tensor:
+    """The same of the imaginary part, and of its negative."""
+    part = (x @ self.wide)[:8, :8]
+    return x + (part.imag * self.small.real).sum() + (part.conj().imag * self.other.real).sum()
+
+
 def writes_after(self: Block, x: Tensor) -> Tensor:
     part = x @ self.small
     conjugate = part.conj()
@@ -83,7 +89,7 @@ def writes_after(self: Block, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("body", [both_views, writes_after])
+@pytest.mark.parametrize("body", [both_views, both_signs, writes_after])
 def test_a_value_and_its_conjugate(way: str, body: Callable[..., Tensor]) -> None:
     """Oracle: the model without sac, bit by bit."""
     for one, other in zip(trained(WAYS[way], body), trained(None, body), strict=True):
