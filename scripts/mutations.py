@@ -79,8 +79,8 @@ MUTATIONS = (
         1,
         "region/module_state.py",
         "an optimizer step between forward and backward goes unseen",
-        "if all(map(eq, map(version_of, self._held), versions)):",
-        "if True:",
+        "            if version_of(one) != version and id(one) not in written",
+        "            if False and id(one) not in written",
     ),
     Mutation(
         "rng-served-draw",

@@ -6,7 +6,7 @@ import ctypes
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from operator import attrgetter, eq
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -249,11 +249,8 @@ class ModuleState:
         """
         if self._written is None or self.has_same_versions():
             return None
-        versions = versions_in(self._marks)
-        if all(map(eq, map(version_of, self._held), versions)):
-            return None
         written = {id(one) for one in self._written}  # the recorder holds the earlier values of these
-        for one, version in zip(self._held, versions, strict=False):
+        for one, version in zip(self._held, versions_in(self._marks), strict=False):
             if version_of(one) != version and id(one) not in written and (read is None or id(one) in read):
                 named = zip(self._parameters.names, self._parameters.values, strict=True)
                 name = next(name for name, value in named if value is one)
