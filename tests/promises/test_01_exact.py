@@ -14,7 +14,9 @@ import torch
 
 from tests.support.blocks import APPLY, FULL, alternate, policy, save, selective, square
 from tests.support.defects import DEFECTS, EVERYTHING, NOTHING, Defect
+from tests.support.oracle import assert_exact, on_every_way
 from tests.support.pairs import in_pairs
+from tests.support.programs import Program, programs
 from tests.support.stock import install_stock
 from tests.support.training import assert_same_training, deterministic
 
@@ -29,6 +31,11 @@ OTHER_POLICIES = {
 ON_EACH_DEFECT = pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.id)
 ON_EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 ON_EACH_ENTRY = pytest.mark.parametrize("entry", [*APPLY, "context_fn"])
+
+
+@on_every_way(programs())
+def test_each_program_in_each_way(program: Program, way: str, policy: str) -> None:
+    assert_exact(program, way, policy)
 
 
 @ON_EACH_ENTRY

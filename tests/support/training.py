@@ -59,12 +59,12 @@ def train(
         seen |= {f"step {step} output {i}": x.detach().clone() for i, x in enumerate(outputs)}
         seen |= {f"step {step} gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}
         seen |= {f"step {step} gradient {i} of backward": g.detach() for i, g in enumerate(extra) if g is not None}
-        seen |= _state_after(step, model, loss.detach(), device)
-        _descend(model, rate)
+        seen |= state_after(step, model, loss.detach(), device)
+        descend(model, rate)
     return seen
 
 
-def _state_after(step: int, model: nn.Module, loss: Tensor, device: str) -> dict[str, Tensor]:
+def state_after(step: int, model: nn.Module, loss: Tensor, device: str) -> dict[str, Tensor]:
     """Everything of the model and of the process that a step may have changed."""
     seen = {f"step {step} loss": loss, f"step {step} random numbers": torch.get_rng_state()}
     if device != "cpu":
@@ -82,7 +82,7 @@ def _state_after(step: int, model: nn.Module, loss: Tensor, device: str) -> dict
     return seen
 
 
-def _descend(model: nn.Module, rate: float) -> None:
+def descend(model: nn.Module, rate: float) -> None:
     """Step by a bounded length, so that no model of these tests blows up."""
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,0 +1,101 @@
+"""The oracle: a program trained with a way of checkpointing and without, from the same seeds, must show the same bits.
+
+Compared after each step: results, loss, gradients of inputs and parameters, parameters, buffers, generators of modules,
+and the random states of torch, Python and NumPy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from tests.support.blocks import Stack
+from tests.support.programs import Program
+from tests.support.training import assert_same, descend, state_after, summed
+from tests.support.ways import NONE, POLICIES, WAYS, Way
+
+Backward = Callable[[Tensor, list[Tensor], list[nn.Parameter]], Sequence[Tensor | None]]
+
+
+def train_program(
+    program: Program,
+    way: Way = NONE,
+    policy: str = "nothing",
+    *,
+    steps: int = 3,
+    blocks: int = 2,
+    backward: Backward | None = None,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Train a new model of the program; return all that must not depend on the way, by name."""
+    model = built_model(program, way, policy, blocks=blocks, seed=seed)
+    seen: dict[str, Tensor] = {}
+    for step in range(steps):
+        seen |= train_step(program, model, step, backward)
+    return seen
+
+
+def built_model(program: Program, way: Way = NONE, policy: str = "nothing", *, blocks: int = 2, seed: int = 0) -> Stack:
+    """Build the program's model from the seed with the way put on it, and seed all random states."""
+    torch.manual_seed(seed + 1)
+    model = program.model(blocks)
+    way.put(model, POLICIES[policy])
+    torch.manual_seed(seed), random.seed(seed), numpy.random.seed(seed)
+    return model
+
+
+def train_step(program: Program, model: Stack, step: int, backward: Backward | None = None) -> dict[str, Tensor]:
+    """Run one step; return what it shows, by name."""
+    inputs = [x.requires_grad_() for x in program.inputs(step)]
+    with program.around() if program.around else contextlib.nullcontext():
+        outputs = [leaf for leaf in tree_leaves(model(*inputs)) if isinstance(leaf, Tensor)]
+    loss = summed(outputs)
+    if program.between:
+        program.between(model, step)
+    if backward is None:
+        loss.backward()
+        extra: Sequence[Tensor | None] = ()
+    else:
+        extra = backward(loss, inputs, list(model.parameters()))
+    seen = {f"step {step} output {i}": x.detach().clone() for i, x in enumerate(outputs)}
+    seen |= {f"step {step} gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}
+    seen |= {f"step {step} gradient {i} of backward": g.detach() for i, g in enumerate(extra) if g is not None}
+    seen |= state_after(step, model, loss.detach(), "cpu")
+    seen[f"step {step} random numbers of Python"] = torch.tensor(random.getstate()[1])
+    seen[f"step {step} random numbers of NumPy"] = torch.from_numpy(numpy.random.get_state()[1].astype(numpy.int64))
+    seen[f"step {step} counters"] = torch.tensor([getattr(block, "calls", 0) for block in model.blocks])
+    if program.between:
+        model.train()
+    descend(model, 0.05)
+    return seen
+
+
+def assert_exact(program: Program, way: str, policy: str = "nothing", **options: Any) -> None:
+    """Hold that training the program in this way gives the same bits as without checkpointing, in every step.
+
+    Warnings of sac are allowed: what falls back is reported, and has to be right all the same.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_same(train_program(program, **options), train_program(program, WAYS[way], policy, **options))
+
+
+def on_every_way(chosen: Sequence[Program], *ways: str) -> pytest.MarkDecorator:
+    """Parametrize ``(program, way, policy)``: every program in every way; the policies of a way take turns."""
+    params = []
+    for place, each in enumerate(chosen):
+        for name in ways or WAYS:
+            names = [*POLICIES] if WAYS[name].policies else ["nothing"]
+            if name not in each.not_under:
+                policy = names[(place + len(params)) % len(names)]
+                params.append(pytest.param(each, name, policy, id=f"{each}-{name}-{policy}"))
+    return pytest.mark.parametrize(("program", "way", "policy"), params)

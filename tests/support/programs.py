@@ -1,0 +1,473 @@
+"""The catalogue: programs of three to eight lines, each the body of a region with something that can go wrong.
+
+A program is a function of the block that it runs in and of the block's input. `Program.model` builds a `Stack` of such
+blocks; `tests/support/ways.py` puts a way of checkpointing on it, and `tests/support/oracle.py` compares trainings.
+Tags name what a program does, so that a test can choose: `programs("write")`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.support.blocks import MAX_TOKENS, GatedMLP, LlamaLikeBlock, Stack, rotate
+from tests.support.custom_ops import noisy_attention, noisy_scale, scale_by
+from tests.support.replay_kernels import FromOutside, TanhInPlace, tanh_into, twice_in_place
+from tests.support.runs import note_run, runs_of
+
+WIDTH = 8
+Body = Callable[..., Any]
+
+
+class Block(nn.Module):
+    """Runs a program's body. `up` and `down` are its products; other children come from the program."""
+
+    def __init__(self, body: Body, children: Mapping[str, Callable[[], nn.Module]]) -> None:
+        super().__init__()
+        self.body = body
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.generator = torch.Generator().manual_seed(11)
+        self.calls = 0  # a plain attribute: recomputation finds it as the forward found it
+        for name, build in children.items():
+            self.add_module(name, build())
+
+    @property
+    def runs(self) -> int:
+        """How often Python ran the body, recomputation included."""
+        return runs_of(self)
+
+    def forward(self, *values: Any) -> Any:
+        note_run(self)
+        self.calls += 1
+        return self.body(self, *values)
+
+
+def square_input(step: int) -> tuple[Tensor, ...]:
+    """Return one matrix [WIDTH, WIDTH]; the step does not matter."""
+    return (torch.randn(WIDTH, WIDTH),)
+
+
+@dataclass(frozen=True)
+class Program:
+    """One entry of the catalogue.
+
+    ``body``: called as ``body(block, *inputs)``. ``children``: what builds further submodules of the block, by name.
+    ``inputs``: the model's inputs in a step. ``between``: what the training does after the forward, before backward.
+    ``around``: the context of each forward. ``not_under``: names of ways that this program cannot be used with.
+    """
+
+    name: str
+    body: Body
+    tags: frozenset[str] = frozenset()
+    children: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
+    inputs: Callable[[int], tuple[Tensor, ...]] = square_input
+    between: Callable[[nn.Module, int], None] | None = None
+    around: Callable[[], Any] | None = None
+    block: Callable[[], nn.Module] | None = None  # a module of its own instead of a Block
+    not_under: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return self.name
+
+    def model(self, blocks: int = 2) -> Stack:
+        """Build the model from the random state as it is: the same seed gives equal models."""
+        return Stack(*(self.block() if self.block else Block(self.body, self.children) for _ in range(blocks)))
+
+
+CATALOGUE: dict[str, Program] = {}
+
+
+def program(*tags: str, not_under: tuple[str, ...] = (), **options: Any) -> Callable[[Body], Body]:
+    """Put the decorated body into the catalogue, under its own name."""
+
+    def register(body: Body) -> Body:
+        name = body.__name__
+        assert name not in CATALOGUE, name
+        CATALOGUE[name] = Program(name, body, frozenset(tags), not_under=frozenset(not_under), **options)
+        return body
+
+    return register
+
+
+def programs(*tags: str) -> list[Program]:
+    """Return the programs with one of these tags, or all of them if there are none."""
+    return [each for each in CATALOGUE.values() if not tags or each.tags & set(tags)]
+
+
+# -- Plain computation
+
+
+@program("plain")
+def two_products(block: Block, x: Tensor) -> Tensor:
+    return block.down(torch.tanh(block.up(x)).sin())
+
+
+@program("plain", inputs=lambda step: (torch.randn(2, 6, 32),), block=LlamaLikeBlock)
+def llama_block(block: Block, x: Tensor) -> Tensor:
+    raise AssertionError("the block has a forward of its own")
+
+
+@program("plain", children={"mlp": lambda: GatedMLP(WIDTH, 2 * WIDTH), "norm": lambda: nn.LayerNorm(WIDTH)})
+def residual_mlp(block: Block, x: Tensor) -> Tensor:
+    return x + block.mlp(block.norm(x))
+
+
+@program("plain")
+def attention_with_rotation(block: Block, x: Tensor) -> Tensor:
+    angles = torch.outer(torch.arange(MAX_TOKENS)[: len(x)], torch.tensor([1.0, 0.1])).repeat(1, 2)
+    q, k, v = (part.view(1, len(x), 2, 4).transpose(1, 2) for part in (block.up(x), block.down(x), x))
+    q, k = (rotate(part, angles.cos(), angles.sin()) for part in (q, k))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+
+
+@program("plain", inputs=lambda step: (torch.randn(2 + 3 * step, WIDTH),))
+def rows_that_grow(block: Block, x: Tensor) -> Tensor:
+    return block.down(block.up(x).relu())
+
+
+@program("plain", "results")
+def two_results(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x).sin()
+    return torch.add(*(h, block.down(h).cos()))
+
+
+@program("plain", children={"conv": lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1)})
+def convolution(block: Block, x: Tensor) -> Tensor:
+    return block.conv(block.up(x).t()[None]).squeeze(0).t() * x.sigmoid()
+
+
+@program("plain", children={"cell": lambda: nn.GRUCell(WIDTH, WIDTH)})
+def gated_recurrence(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x)
+    for _ in range(2):
+        h = block.cell(x, h)
+    return h
+
+
+@program("plain")
+def complex_numbers(block: Block, x: Tensor) -> Tensor:
+    h = torch.view_as_complex(block.up(x).view(-1, 4, 2)).conj()
+    return torch.view_as_real((h * h.angle()).sin()).reshape(x.shape)
+
+
+@program("plain")
+def low_precision_inside(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x).bfloat16()
+    return block.down((h * h.sigmoid()).float())
+
+
+# -- Writes
+
+
+@program("write")
+def activation_in_place(block: Block, x: Tensor) -> Tensor:
+    return block.down(block.up(x).relu_())
+
+
+@program("write")
+def added_in_place(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x)
+    h += x
+    return block.down(h).sin()
+
+
+@program("write")
+def write_through_a_view(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x)
+    h.view(-1)[::3].mul_(0.5)
+    return block.down(h).sin()
+
+
+@program("write")
+def write_by_an_out_variant(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x)
+    with torch.no_grad():
+        scaled = h.detach().clone()
+        torch.mul(scaled, 2.0, out=scaled)
+    return block.down(h * scaled)
+
+
+@program("write")
+def write_at_an_index(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x).sin()
+    h[torch.tensor([0, 3])] = x[:2]
+    return block.down(h)
+
+
+@program("write")
+def writes_with_a_read_between(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x)
+    before = h * 1.0
+    h.mul_(0.5)
+    between = h * 1.5
+    h.add_(before)
+    return block.down(between + h)
+
+
+@program("write")
+def rotation_in_place(block: Block, x: Tensor) -> Tensor:
+    """Rotary embedding as a kernel does it: it overwrites the projection that it reads."""
+    q = block.up(x)
+    low, high = q.chunk(2, -1)
+    rotated = torch.cat((low - high, low + high), -1)
+    q.copy_(rotated)
+    return block.down(q * q.sigmoid())
+
+
+@program("write", "results")
+def write_to_a_part_of_several_results(block: Block, x: Tensor) -> Tensor:
+    first, second = block.up(x).chunk(2, -1)
+    values, _ = second.sin().sort(-1)
+    return block.down(torch.cat([first.sigmoid(), values], -1).add_(x))
+
+
+@program("write")
+def accumulator_filled_by_parts(block: Block, x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for rows in range(0, len(x), 2):
+        out[rows : rows + 2] = block.up(x[rows : rows + 2]).tanh()
+    return block.down(out)
+
+
+@program("write", "outside")
+def workspace_overwritten_first(block: Block, x: Tensor) -> Tensor:
+    """A tensor that outlives the region and is overwritten entirely before it is read."""
+    if not hasattr(block, "workspace"):
+        block.workspace = torch.empty(WIDTH, WIDTH)
+    block.workspace.copy_(x.detach().sin())
+    return block.down(block.up(x) * block.workspace.clone())
+
+
+@program("write", "outside", not_under=("reentrant",))
+def write_to_the_input(block: Block, x: Tensor) -> Tensor:
+    h = x * 1.5
+    h.mul_(2).add_(1)
+    return block.down(block.up(h).sin() + h)
+
+
+# -- Views
+
+
+@program("view")
+def small_view_of_a_large_product(block: Block, x: Tensor) -> Tensor:
+    row = block.up(x.repeat(4, 1))[1]
+    return block.down(x) * row.sin()
+
+
+@program("view")
+def strided_and_expanded(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x.t()).t()[:, ::2]
+    return block.down(h.repeat(1, 2) * x[:1].expand(*x.shape).sin())
+
+
+@program("view")
+def split_and_joined(block: Block, x: Tensor) -> Tensor:
+    q, k, v = torch.cat([block.up(x), block.down(x), x], -1).split(WIDTH, -1)
+    return (q * k.sigmoid()) @ v
+
+
+@program("view", "write")
+def view_then_write_to_the_base(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x)
+    top = h[:4].sigmoid()
+    h.add_(top.repeat(2, 1))
+    return block.down(h)
+
+
+# -- Random numbers
+
+
+@program("random", children={"drop": lambda: nn.Dropout(0.4)})
+def dropout_module(block: Block, x: Tensor) -> Tensor:
+    return block.down(block.drop(block.up(x)))
+
+
+@program("random")
+def two_dropouts(block: Block, x: Tensor) -> Tensor:
+    """If the first is saved, a recomputation that does not advance the generator gives the second another mask."""
+    first, _ = torch.native_dropout(block.up(x), 0.5, True)
+    second = F.dropout(first.sin(), 0.5, True)
+    return second * second
+
+
+@program("random")
+def noise_like_the_input(block: Block, x: Tensor) -> Tensor:
+    h = F.dropout(block.up(x) * torch.rand_like(x), 0.3, True)
+    return h * h
+
+
+@program("random")
+def sampled_indices(block: Block, x: Tensor) -> Tensor:
+    index = torch.multinomial(block.up(x).softmax(-1), 4)
+    return block.down(x).gather(1, index).repeat(1, 2) * x
+
+
+@program("random", "generator", not_under=("reentrant",))
+def generator_of_a_module(block: Block, x: Tensor) -> Tensor:
+    noise = torch.rand(x.shape, generator=block.generator)
+    return block.down(block.up(x) * noise).sin()
+
+
+@program("random")
+def rrelu_at_the_end(block: Block, x: Tensor) -> Tensor:
+    """It fills the noise that backward reads after it has saved it."""
+    return F.rrelu(block.up(x), training=True)
+
+
+@program("random")
+def custom_ops_that_draw(block: Block, x: Tensor) -> Tensor:
+    scaled, _ = noisy_scale(block.up(x), 0.3)
+    mixed, _ = noisy_attention(scaled, block.down(x), x, 0.4)
+    return scale_by(mixed, 0.5) + F.dropout(x, 0.3, True)
+
+
+@program("random", "host random")
+def python_and_numpy_draws(block: Block, x: Tensor) -> Tensor:
+    return block.down(block.up(x * random.random()).sin() * float(numpy.random.rand()))
+
+
+@program("random")
+def stochastic_depth(block: Block, x: Tensor) -> Tensor:
+    """Whether a part runs depends on a draw."""
+    h = block.up(x)
+    return block.down(h.sin()) if torch.rand(()).item() < 0.5 else h.cos()
+
+
+# -- Choices, buffers, attributes
+
+
+@program("routing")
+def mixture_of_experts(block: Block, x: Tensor) -> Tensor:
+    weights, chosen = block.up(x).softmax(-1)[:, :2].topk(1)
+    out = torch.zeros_like(x)
+    for expert, layer in enumerate((block.up, block.down)):
+        rows = (chosen[:, 0] == expert).nonzero()[:, 0]
+        out = out.index_add(0, rows, layer(x[rows]) * weights[rows])
+    return out
+
+
+@program("routing")
+def sorted_rows(block: Block, x: Tensor) -> Tensor:
+    order = block.up(x).sum(-1).argsort()
+    return block.down(x[order]).sin() * x
+
+
+@program("routing")
+def branch_on_a_value(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x)
+    return block.down(h.sin() if h.sum() > 0 else h.cos())
+
+
+@program("buffer", children={"norm": lambda: nn.BatchNorm1d(WIDTH)})
+def batch_norm(block: Block, x: Tensor) -> Tensor:
+    return block.down(block.norm(block.up(x)).relu())
+
+
+@program("buffer", children={"counted": lambda: nn.BatchNorm1d(WIDTH, momentum=None)})
+def batch_norm_that_counts(block: Block, x: Tensor) -> Tensor:
+    return block.down(block.counted(x).sin())
+
+
+@program("attribute")
+def plain_attributes(block: Block, x: Tensor) -> Tensor:
+    return block.down(block.up(x) * (0.5 + 0.1 * block.calls)).sin()
+
+
+@program("attribute", "changes")
+def another_way_every_other_call(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x)
+    return block.down(h.sin()) if block.calls % 2 else (h * 2).tanh()
+
+
+def _toggle_training(model: nn.Module, step: int) -> None:
+    model.train(step % 2 == 1)
+
+
+@program("attribute", children={"drop": lambda: nn.Dropout(0.4)}, between=_toggle_training)
+def eval_between_forward_and_backward(block: Block, x: Tensor) -> Tensor:
+    return block.down(block.drop(block.up(x)))
+
+
+def _draw(model: nn.Module, step: int) -> None:
+    torch.rand(3), random.random(), numpy.random.rand()
+
+
+@program("random", between=_draw)
+def draws_between_forward_and_backward(block: Block, x: Tensor) -> Tensor:
+    return F.dropout(block.down(F.dropout(block.up(x), 0.3)), 0.5)
+
+
+# -- Surroundings
+
+
+@program("autocast", around=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+def autocast_around(block: Block, x: Tensor) -> Tensor:
+    return block.down(block.up(x).sin()).float()
+
+
+@program("autocast")
+def autocast_inside(block: Block, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h = block.up(x)
+    return block.down(h.float()).sin()
+
+
+@program("autocast", around=lambda: torch.autocast("cpu", dtype=torch.bfloat16), not_under=("reentrant",))
+def custom_op_under_autocast(block: Block, x: Tensor) -> Tensor:
+    mixed, _ = noisy_attention(block.up(x).float(), block.down(x).float(), x, 0.2)
+    return mixed.float() * x
+
+
+class HalvedProducts(torch.overrides.TorchFunctionMode):
+    """Halves the result of each linear layer."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 0.5 if func is F.linear else out
+
+
+@program("mode", around=HalvedProducts)
+def torch_function_mode_around(block: Block, x: Tensor) -> Tensor:
+    return block.down(block.up(x).sin())
+
+
+@program("gradient inside", not_under=("reentrant", "context_fn"))
+def gradient_inside(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x).tanh()
+    (slope,) = torch.autograd.grad(h.square().sum(), h, retain_graph=True)
+    return block.down(h * slope.detach())
+
+
+# -- Kernels that the dispatcher does not see
+
+
+@program("kernel")
+def kernel_fills_empty(block: Block, x: Tensor) -> Tensor:
+    return block.down(tanh_into(block.up(x), torch.empty_like).sin())
+
+
+@program("kernel")
+def kernel_fills_zeros(block: Block, x: Tensor) -> Tensor:
+    return block.down(tanh_into(block.up(x), torch.zeros_like, lambda out: out.add_(1)).sin())
+
+
+@program("kernel")
+def kernel_in_place(block: Block, x: Tensor) -> Tensor:
+    return block.down(twice_in_place(block.up(x).sin()).cos())
+
+
+@program("kernel")
+def kernel_in_place_whose_result_is_saved(block: Block, x: Tensor) -> Tensor:
+    return block.down(TanhInPlace.apply(block.up(x)).sin())  # type: ignore[no-untyped-call]
+
+
+@program("kernel")
+def result_that_no_op_made(block: Block, x: Tensor) -> Tensor:
+    return block.down(FromOutside.apply(block.up(x)).sin())  # type: ignore[no-untyped-call]
