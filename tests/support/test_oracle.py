@@ -40,7 +40,7 @@ def test_each_program_repeats_itself_and_has_gradients(program: Program) -> None
 
 
 def test_the_accountant_knows_what_two_products_keep_and_run() -> None:
-    """Each block keeps the results of tanh and sin, and the second its input; `full` keeps the inputs of the regions."""
+    """Each block keeps the results of tanh and sin, and the second its input; `full` keeps inputs."""
     program = CATALOGUE["two_products"]
     inputs = (torch.randn(8, 8, requires_grad=True),)
     matrix, product = 8 * 8 * 4, 2 * 8**3
