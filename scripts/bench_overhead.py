@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
 """What checkpointing itself costs: step time (forward + backward) of one block, in one run, for each way to do it.
 
-    .venv/bin/python scripts/bench_overhead.py                      all cases, about three minutes
-    .venv/bin/python scripts/bench_overhead.py --quick              few rounds: that it works, not how fast it is
-    .venv/bin/python scripts/bench_overhead.py --where "sac replay" where that way spends its time: pass, op, function
+    .venv/bin/python scripts/bench_overhead.py            all cases, about three minutes
+    .venv/bin/python scripts/bench_overhead.py --quick    few rounds: that it works, not how fast it is
 
 The ways take turns, one step each, and begin with another one in every round. A ratio is the median of the ratios in
 single rounds. With one thread the clock is the process's CPU time, which other programs do not disturb; with several
@@ -41,7 +40,6 @@ from bench_rounds import (
 )
 from bench_terminal import Progress, counting, environment, print_skipped, print_table, shown_progress
 from overhead_ways import BASELINE, EMPTY, STOCK, TORCH_FULL, WAYS, cannot_run
-from overhead_where import print_where, where
 
 SMALL = Case("small", d=32, heads=4, hidden=64, batch=2, seq=8, rounds=400, warm_up=20, threads=1)
 MIXTURE = replace(SMALL, key="moe", experts=4, rounds=200)
@@ -162,7 +160,6 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a few rounds of small cases")
     parser.add_argument("--case", choices=[case.key for case in FULL_RUN], help="only this case")
     parser.add_argument("--rounds", type=int, help="rounds of each case")
-    parser.add_argument("--where", choices=list(WAYS), metavar="WAY", help="profile this way, on one case")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     given = parser.parse_args()
     if given.rounds is not None and given.rounds < 1:
@@ -171,8 +168,6 @@ def main() -> int:
     cases = [replace(case, rounds=given.rounds or case.rounds) for case in chosen if given.case in (None, case.key)]
     skipped = cannot_run()
     seen = environment("bench_overhead.py")
-    if given.where is not None:
-        return profile(given.where, cases[0], skipped, seen, as_json=given.json)
     with shown_progress(quiet=given.json) as progress:
         results = measure_all(cases, [mode for mode in WAYS if mode not in skipped], progress)
     if given.json:
@@ -180,20 +175,6 @@ def main() -> int:
     else:
         print_results(results, skipped, seen)
     return 0 if all(row.gradients_equal for result in results for row in result.rows) else 1
-
-
-def profile(way: str, case: Case, skipped: dict[str, str], seen: dict[str, Any], *, as_json: bool) -> int:
-    """Where one way spends its time in one case; 1 if it cannot run."""
-    if way in skipped:
-        print(f"{way} {skipped[way]}", file=sys.stderr)
-        return 1
-    with shown_progress(quiet=as_json) as progress, threads(1):
-        found = where(way, case, progress)
-    if as_json:
-        print(json.dumps({**seen, **asdict(found)}, indent=2))
-    else:
-        print_where(found, seen)
-    return 0
 
 
 if __name__ == "__main__":
