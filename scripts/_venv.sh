@@ -1,7 +1,7 @@
 # Sourced by the scripts of this folder: `prepare EXTRAS` makes .venv if there is none and installs the package into it.
 #
 # What was installed is remembered in .venv/sac-EXTRAS.stamp, so a second run installs nothing until pyproject.toml,
-# constraints.txt or tests/stacks/no_deps.txt change. The extras contain each other: dev holds test and docs, and test holds tools,hf.
+# constraints.txt or tests/stacks/no_deps.txt change. The extras contain each other: dev holds test, and test holds tools,hf.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -55,7 +55,6 @@ prepare() {
     case $extras in
         dev) covering="dev" ;;
         test) covering="test dev" ;;
-        docs) covering="docs dev" ;;
         *) covering="$extras test dev" ;;
     esac
     make_venv || return 1
