@@ -1,4 +1,4 @@
-"""What docs/peers.md says of torch, DeepSpeed, fairscale and xformers, as far as no other test holds it."""
+"""What differs from torch, DeepSpeed, fairscale and xformers by design, as far as no other test checks it."""
 
 from __future__ import annotations
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from sac.errors import RegionError
-from sac.stores import transfers as module
 from sac.stores.prefetch import CallNode
 from sac.stores.transfers import HostPool, TransferLimits, Transfers
-from tests.support.simulated_streams import Simulation, Stream, simulated_streams
+from tests.support.simulated_streams import Simulation, simulated_streams
 from tests.support.transfer_programs import Program
 
 pytestmark = pytest.mark.filterwarnings("ignore::sac.errors.SacWarning")  # of a host that is full
@@ -44,46 +41,6 @@ def test_random_programs(limits):
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 def test_many_random_programs(limits):
     assert faults(range(100, 200), limits) == []
-
-
-# Each wait is needed
-
-SOURCE = Path(module.__file__).read_text().splitlines()
-WAITS = {
-    number: line.strip()
-    for number, line in enumerate(SOURCE, 1)
-    if any(wait in line for wait in (".wait_event(", ".wait_stream(", "self._wait(")) and "done.event" not in line
-}
-# Of `upload`, for hooks around a region, and of a region that ends on another stream: test_host_streams.py.
-NOT_IN_PROGRAMS = (
-    "self._wait(copy, self.current(), copy.down)",
-    "current.wait_event(event)",
-    "self._up.wait_stream(current)",
-)
-
-
-NEEDED = [(line, None) for line, text in WAITS.items() if text not in NOT_IN_PROGRAMS and text[:7] != "stream."]
-NEEDED += [(line, side) for line, text in WAITS.items() for side in ("side 1", "side 2") if text[:7] == "stream."]
-
-
-def leave_out(patch: pytest.MonkeyPatch, line: int, stream: str | None) -> None:
-    """Leave out what one line of the module waits for, on one ``stream`` if it is for several."""
-    for owner, name in ((Stream, "wait_event"), (Stream, "wait_stream"), (Transfers, "_wait")):
-        plain = getattr(owner, name)
-
-        def wait(*args: Any, plain: Any = plain) -> None:
-            frame = sys._getframe(1)
-            is_there = frame.f_code.co_filename == module.__file__ and frame.f_lineno == line
-            if not is_there or stream not in (None, getattr(args[0], "name", None)):
-                plain(*args)
-
-        patch.setattr(owner, name, wait)
-
-
-@pytest.mark.parametrize(("line", "stream"), NEEDED, ids=lambda value: WAITS.get(value, value))
-def test_each_wait_is_needed(monkeypatch, line, stream):
-    leave_out(monkeypatch, line, stream)
-    assert any(faults(range(12), limits) for limits in (LIMITS[0], LIMITS[9], LIMITS[17]))
 
 
 # Limits
