@@ -4,7 +4,7 @@
     .venv/bin/python scripts/hf_sweep.py                          all of them, about half an hour on two free cores
     .venv/bin/python scripts/hf_sweep.py --family llama t5        these
     .venv/bin/python scripts/hf_sweep.py --only-failed rows.json  those that did not pass then, the others as they were
-    .venv/bin/python scripts/hf_sweep.py --json rows.json --write docs/hf-sweep.md
+    .venv/bin/python scripts/hf_sweep.py --json rows.json         also write the rows there, as they come
 
 Each family is built from its configuration alone and trained for some steps in a process of its own: without sac, with
 `full` and with `selective`. Every family is a row:
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -30,9 +29,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench_terminal import shown_progress
-from pages import write_between
 from sweep.checking import FAILS, NOT_TRAINABLE, PASSES, Row
-from sweep.table import page, print_table
+from sweep.table import print_table
 from sweep.workers import check_all, preload
 
 GIB = 2**30
@@ -60,12 +58,10 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time (2)")
     parser.add_argument("--json", metavar="FILE", help="write the rows there as they come; - prints them at the end")
     parser.add_argument("--only-failed", metavar="FILE", help="rows of an earlier run: run what is not settled there")
-    parser.add_argument("--write", metavar="PAGE", help="put the table between the markers of this page")
     parser.add_argument("--limit", type=float, default=120, help="seconds of processor time for one family (120)")
     parser.add_argument("--memory", type=float, default=6, help="GiB for one family (6)")
     given = parser.parse_args()
     preload()
-    import torch
     import transformers
 
     known = list(transformers.CONFIG_MAPPING.keys())
@@ -84,10 +80,6 @@ def main() -> int:
         print(json.dumps([asdict(row) for row in ordered], indent=1))
     else:
         print_table(ordered)
-    if given.write:
-        command = shlex.join([".venv/bin/python", "scripts/hf_sweep.py", "--write", given.write])
-        versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
-        write_between(Path(given.write), "hf-sweep", page(ordered, command, versions))
     return int(any(row.status == FAILS for row in ordered))
 
 

@@ -1,4 +1,4 @@
-"""The sweep's rows as a table for the terminal, and as the page ``docs/hf-sweep.md``."""
+"""The sweep's rows as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -50,14 +50,3 @@ def print_table(rows: Sequence[Row]) -> None:
 
     print(counts_text(rows))
     print_rows(COLUMNS, [cells(row) for row in rows], right=COLUMNS[2:7])
-
-
-def page(rows: Sequence[Row], command: str, versions: str) -> str:
-    """Return what stands between the markers of the page."""
-    lines = [f"`{command}`, {versions}", "", counts_text(rows), "", _line(COLUMNS), "|---" * len(COLUMNS) + "|"]
-    lines += [_line([cell.replace("|", "\\|") for cell in cells(row)]) for row in rows]
-    return "\n".join(lines)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
