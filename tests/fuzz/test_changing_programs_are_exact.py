@@ -63,7 +63,7 @@ def test_programs_that_were_wrong_once(seed: int, way: str) -> None:
 
 
 def told(seed: int, way: str, result: Outcome) -> str:
-    return f"step {result.step}: {result.kind}: {result.detail} (scripts/fuzz_changes --shrink {seed} --ways {way})"
+    return f"step {result.step}: {result.kind}: {result.detail} (scripts/fuzz changes --shrink {seed} --ways {way})"
 
 
 def test_a_seed_is_one_program() -> None:
