@@ -740,7 +740,7 @@ def read_offload(node: Node, what: str, findings: Findings) -> OffloadSection:
 # A schema is a set of keys and legal values. What an earlier version of sac could not read, or would read as something
 # else, belongs to a schema with the next number, and so does a file that uses it. A version of sac knows the schemas up
 # to its own. It refuses a file of a later one as a whole, with one problem: what else it finds in such a file may be
-# right there. CONTRIBUTING.md has the rules for new and deprecated keys.
+# right there.
 
 _NUMBERED = re.compile(r"sac/v([1-9][0-9]{0,8})")
 _SET_NAME = re.compile(r"\w[\w-]*")
