@@ -4,7 +4,6 @@
     .venv/bin/python scripts/plan_accuracy.py                 all models, some minutes on two free cores
     .venv/bin/python scripts/plan_accuracy.py --model Llama T5  these
     .venv/bin/python scripts/plan_accuracy.py --device cuda   on a GPU, where the workspace of kernels is not predicted
-    .venv/bin/python scripts/plan_accuracy.py --write docs/planning-accuracy.md
 
 Predicted: by a step of the model on tensors without data. Measured: by the profiler's memory events in the second step
 of the same model with data, so that all first calls are over. Kept is what lives between forward and backward, peak the
@@ -21,17 +20,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_terminal import environment, shown_progress
-from pages import write_between
+from bench_terminal import shown_progress
 
 from sac.planner.plan_file import make_plan
 from sac.planner.planner import Planner
@@ -53,7 +50,6 @@ from tests.unit.planner.truth import (
 COLUMNS = ("model", "policy", "kept, predicted", "measured", "difference", "peak, predicted", "measured", "difference")
 COMPOSED_COLUMNS = ("model", "random choices", "exact", "most below", "most above", "range of peaks")
 ALL = [*MODELS, *FURTHER]
-COMMAND = ".venv/bin/python scripts/plan_accuracy.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,29 +125,12 @@ def composed(name: str, planner: Planner, count: int) -> Composed:
     return Composed(name, tuple(differences), most.peak - planner.least().peak)
 
 
-def page(rows: Sequence[Row], composed_rows: Sequence[Composed], facts: dict[str, Any]) -> str:
-    """Return what stands between the markers of the page."""
-    exact = sum(row.is_exact for row in rows)
-    lines = [f"`{COMMAND} --write docs/planning-accuracy.md`, torch {facts['torch']}, {facts['cpu']}", ""]
-    lines += [f"{exact} of {len(rows)} are predicted to the byte.", ""]
-    lines += _table(COLUMNS, [row.cells() for row in rows], text_columns=2)
-    lines += ["", "Peaks composed of other steps, less the checked ones:", ""]
-    lines += _table(COMPOSED_COLUMNS, [row.cells() for row in composed_rows], text_columns=1)
-    return "\n".join(lines)
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int) -> list[str]:
-    rule = ["---"] * text_columns + ["---:"] * (len(columns) - text_columns)
-    return ["| " + " | ".join(cells) + " |" for cells in (columns, rule, *rows)]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", metavar="NAME", choices=ALL, default=ALL, help="only these")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where steps are run (cpu)")
     parser.add_argument("--layers", type=int, default=4, help="layers in each stack (4)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
-    parser.add_argument("--write", metavar="PAGE", help="put the tables between the markers of this page")
     given = parser.parse_args()
     found: list[Row | Composed] = []
     with shown_progress(quiet=given.json) as progress:
@@ -165,8 +144,6 @@ def main() -> int:
     else:
         print_rows(COLUMNS, [row.cells() for row in rows], right=COLUMNS[2:])
         print_rows(COMPOSED_COLUMNS, [row.cells() for row in composed_rows], right=COMPOSED_COLUMNS[1:])
-    if given.write:
-        write_between(Path(given.write), "plan-accuracy", page(rows, composed_rows, environment("plan_accuracy.py")))
     return 0 if all(row.is_exact if given.device == "cpu" else row.fits for row in rows) else 1
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from random import Random
 from typing import Any, cast
 
@@ -17,13 +15,10 @@ from sac.planner.choices import policy_for
 from sac.planner.plan_file import make_plan
 from sac.planner.planner import Planner
 from sac.planner.prepare import prepare
-from tests.docs.pages import text_of
-from tests.support.script_runs import run_script
 from tests.unit.planner.small_model import DIM, INPUTS, Block, Model
 from tests.unit.planner.truth import (
     CONFIGS,
     EVERYTHING,
-    FURTHER,
     MODELS,
     Bytes,
     measured,
@@ -33,7 +28,6 @@ from tests.unit.planner.truth import (
     saving,
 )
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "plan_accuracy.py"
 QUICK = ("none", "selective")
 
 
@@ -321,26 +315,3 @@ def test_composed_peaks_are_near_the_checked_ones(name: str) -> None:
         composed = planner.point("composed", choice).peak
         planner.run(choice)
         assert planner.point("checked", choice).peak == pytest.approx(composed, rel=0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("few_steps")
-def test_the_script_prints_the_tables() -> None:
-    done = run_script(SCRIPT, "--model", "ViT", "--layers", "2", "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [row["policy"] for row in found["rows"]] == [*CONFIGS, "planned, 30%", "planned, 70%"]
-    assert all(row["predicted"] == row["measured"] for row in found["rows"])
-    assert [row["model"] for row in found["composed"]] == ["ViT"]
-
-
-def test_the_page_holds_every_model_and_policy_without_a_difference() -> None:
-    text = text_of("docs/planning-accuracy.md")
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
-    models = {**MODELS, **FURTHER}
-    table = [row for row in rows if len(row) == 8 and row[0] in models]
-    assert [row[:2] for row in table] == [
-        [name, policy] for name in models for policy in (*CONFIGS, "planned, 30%", "planned, 70%")
-    ]
-    assert all(row[4] == row[7] == "0" for row in table)
-    assert all(row[2] == row[3] and row[5] == row[6] for row in table)
