@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from html import escape
 from typing import Any
 
 from torch import nn
 
 from sac.blocks.install import alike, regions_of
 from sac.blocks.paths import group_label as group_label
-from sac.charts import bars
 from sac.errors import ConfigError, Problem
 from sac.native.load import status
 from sac.ops.registry import short_name
@@ -76,19 +74,6 @@ class Trace:
         saved = sum(row.decision != "recompute" for row in self.rows)
         calls = count_text(len(self.rows), "call")
         return f"<Trace of {self.model} under {self.value}: {calls} of ops, {saved} saved; print() shows all>"
-
-    def _repr_html_(self) -> str:
-        parts = [f"<p><b>{escape(self.model)}</b> under {escape(self.value)}</p>"]
-        for region, rows in self.regions().items():
-            sums: dict[str, int] = {}
-            for row in rows:
-                sums[row.reason] = sums.get(row.reason, 0) + (row.bytes if row.decision != "recompute" else 0)
-            chart = bars([(reason, size, bytes_text(size)) for reason, size in sums.items() if size])
-            totals = "<br>".join(map(escape, [*_totals(rows), *_offload_lines(self.offloaded.get(region, ()))]))
-            parts.append(
-                f"<p>{escape(region)}: bytes of saved results</p>{chart}{_decision_table(rows).html()}{totals}"
-            )
-        return "".join([*parts, *(f"<p>{escape(line)}</p>" for line in _otherwise(self.alternatives))])
 
 
 def trace_of(model: nn.Module, name: str, value: str) -> Trace:
@@ -316,12 +301,6 @@ class Report:
         count = count_text(sum(kind.count for kind in self.kinds), "region")
         return f"<Report: {self.mode}, {count}, {bytes_text(self.kept_bytes)} kept; print() shows all>"
 
-    def _repr_html_(self) -> str:
-        rows = [(rule, size, bytes_text(size)) for rule, size in self.saved_bytes_by_rule().items() if size]
-        rows += [("inputs", size, bytes_text(size)) for size in (self._input_bytes(),) if size]
-        text = "<br>".join(escape(line).replace("  ", "&emsp;") for line in str(self).splitlines())
-        return f"<p>kept for backward, by rule</p>{_rule_table(self).html()}{bars(rows)}<p>{text}</p>"
-
     def saved_bytes_by_rule(self) -> dict[str, int]:
         """Return the bytes that each rule holds for backward, summed over all regions."""
         found: dict[str, int] = {}
@@ -347,17 +326,6 @@ class Report:
 
     def _input_bytes(self) -> int:
         return sum(kind.input_bytes * kind.count for kind in self.kinds)
-
-
-def _rule_table(found: Report) -> Table:
-    rows = [
-        (kind.regions, use.rule, str(use.hits), bytes_text(use.saved_bytes), bytes_text(use.saved_bytes * kind.count))
-        for kind in found.kinds
-        for use in kind.rules
-        if use.hits
-    ]
-    columns = ("regions", "rule", "calls", "saved per region", "saved")
-    return Table(columns, tuple(rows), right=columns[2:])
 
 
 def report(model: nn.Module) -> Report:

@@ -1,4 +1,4 @@
-"""Tables as text and as HTML, and how counts, FLOPs and times are written in them."""
+"""Tables as text, and how counts, FLOPs and times are written in them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
 # -- Numbers in human-readable units
 
@@ -120,18 +119,6 @@ class Table:
             if pattern is _WORDS and self.optional:
                 return self._without(self.optional[0]).text(width)
         return self._lines(least, _GAPS[-1])
-
-    def html(self) -> str:
-        """Return the table as an HTML element."""
-        cells = [self.columns, *self.rows]
-        lines = [
-            "".join(
-                f'<{tag} style="text-align:{"right" if name in self.right else "left"}">{escape(_plain(cell))}</{tag}>'
-                for name, cell in zip(self.columns, row, strict=True)
-            )
-            for tag, row in zip(("th", *["td"] * len(self.rows)), cells, strict=True)
-        ]
-        return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
     def _columns(self) -> list[tuple[str, ...]]:
         rows = [tuple(_BEFORE_UNIT.sub(_FIXED, cell) for cell in row) for row in (self.columns, *self.rows)]

@@ -38,16 +38,6 @@ install_without_dependencies() {
     case $1 in test | dev) "$python" -m pip install --no-deps -r tests/stacks/no_deps.txt ;; esac
 }
 
-# Debian's Chromium, for the tests of pages (tests/cli/test_page.py), which are skipped without it. One attempt.
-prepare_browser() {
-    { command -v chromium && command -v chromedriver; } >/dev/null && return
-    [ -z "${SAC_PYTHON:-}" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 0
-    [ ! -e .venv/browser.log ] || return 0
-    echo "Installing chromium and chromium-driver, for the tests of pages (log in .venv/browser.log)" >&2
-    { timeout 120 apt-get update && DEBIAN_FRONTEND=noninteractive timeout 600 apt-get install -y --no-install-recommends chromium chromium-driver; } \
-        >.venv/browser.log 2>&1 </dev/null || echo "They cannot be installed here: the tests of pages in a browser are skipped" >&2
-}
-
 prepare() {
     [ -n "${SAC_PYTHON:-}" ] && return
     local extras=$1 wanted covering

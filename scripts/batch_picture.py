@@ -7,8 +7,8 @@ from typing import Any
 
 from batch_rows import Point, Result
 
-from sac.charts import COLOURS
 from sac.extras import import_extra
+from sac.tools.pictures import COLOURS
 
 _MIB = 2**20
 

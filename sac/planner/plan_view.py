@@ -1,4 +1,4 @@
-"""What a plan costs next to the usual choices: heading, table and bars, for the command line and notebooks."""
+"""What a plan costs next to the usual choices: heading, table and notes."""
 
 from __future__ import annotations
 
@@ -53,17 +53,15 @@ def notes_of(made: Plan) -> tuple[str, ...]:
 
 def policy_with_figures(made: Plan) -> Policy:
     """Return the policy of a plan, which can show and save the plan's figures."""
-    bars = tuple((point.label, float(point.peak), bytes_text(point.peak)) for point in _points(made))
-    figures = PlanFigures(heading_of(made), table_of(made), bars, notes_of(made), write_policy(made))
+    figures = PlanFigures(heading_of(made), table_of(made), notes_of(made), write_policy(made))
     return replace(made.policy, figures=figures)
 
 
 def policy_of_sizes(found: PlannedSizes) -> Policy:
     """Return the policy of the best size, which can show the plans for all tried sizes."""
     made = found.best_plan
-    bars = tuple((f"{found.name} {row.size}", float(row.peak), bytes_text(row.peak)) for row in found.rows)
     figures = PlanFigures(
-        heading_of_sizes(found), table_of_sizes(found), bars, notes_of_sizes(found), write_policy(made), found.best.size
+        heading_of_sizes(found), table_of_sizes(found), notes_of_sizes(found), write_policy(made), found.best.size
     )
     return replace(made.policy, figures=figures)
 

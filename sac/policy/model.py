@@ -10,12 +10,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from html import escape
 from pathlib import Path
 
 import yaml
 
-from sac.charts import bars
 from sac.errors import PolicyError, Problem
 from sac.policy.patterns import PathPattern
 from sac.policy.scalars import plain_type
@@ -279,14 +277,12 @@ class OffloadSection:
 class PlanFigures:
     """What a plan costs next to the usual choices, as it is shown.
 
-    ``heading``: lines on the budget and the peaks; ``bars``: label, peak in bytes and a text for each choice;
-    ``notes``: lines after the table; ``yaml``: the policy as YAML with the figures in comments; ``size``: the batch or
-    length that was chosen, if several were tried.
+    ``heading``: lines on the budget and the peaks; ``notes``: lines after the table; ``yaml``: the policy as YAML with
+    the figures in comments; ``size``: the batch or length that was chosen, if several were tried.
     """
 
     heading: tuple[str, ...]
     table: Table
-    bars: tuple[tuple[str, float, str], ...]
     notes: tuple[str, ...]
     yaml: str
     size: int | None = None
@@ -377,13 +373,6 @@ class Policy:
         planned = ", planned" if self.plan is not None and self.name != "planned" else ""
         rules = count_text(len(self.rules), "rule")
         return f"<Policy {self.name}{planned}: {rules}, everything else: {self.default.value}; print() shows all>"
-
-    def _repr_html_(self) -> str:
-        made = self.figures
-        if made is None:
-            return f"<p>{escape(self.title())}</p>{self._rules().html()}<p>{escape(self.rest())}</p>"
-        heading, notes = ("<br>".join(map(escape, lines)) for lines in (made.heading, made.notes))
-        return f"<p>{heading}</p>{made.table.html()}<p>peak of one step</p>{bars(made.bars)}<p>{notes}</p>"
 
     def where(self, key: str = "") -> str:
         """Return the source location of the policy, or of one of its top-level keys, for a message."""

@@ -149,8 +149,6 @@ def _check_model(arguments: argparse.Namespace) -> None:
 def _of_output(arguments: argparse.Namespace) -> list[Check]:
     pictures = filter(None, (getattr(arguments, name, None) for name in ("picture", "explain")))
     checks: list[Check] = [partial(check_picture, picture) for picture in pictures]
-    if getattr(arguments, "html", None):
-        checks.append(partial(check_creatable, arguments.html))
     return checks
 
 

@@ -111,7 +111,6 @@ def _trace(arguments: argparse.Namespace) -> int:
 def _compare(arguments: argparse.Namespace) -> int:
     from sac.tools.arguments import check_compare, modes_of, training_of
     from sac.tools.comparison import compare
-    from sac.tools.page import save_page
     from sac.tools.peak_table import print_explained
     from sac.tools.pictures import save_peak_picture, save_picture
     from sac.tools.render import progress_bar
@@ -123,22 +122,19 @@ def _compare(arguments: argparse.Namespace) -> int:
             lambda: _build(arguments),
             modes_of(arguments),
             training_of(arguments),
-            explains=arguments.explain is not None or arguments.html is not None,
+            explains=arguments.explain is not None,
             progress=progress,
         )
     shown = [row.explained for row in comparison.rows if row.explained is not None]
-    is_asked = arguments.explain is not None
     if arguments.json:
         _print_json(comparison.to_dict())
     else:
         print(comparison)
-        if shown and is_asked:
+        if shown:
             least = min(shown, key=lambda one: one.peak_bytes)
             print_explained(shown, shown, f"What lowers the peak of {least.label} where no policy does:")
     if arguments.picture:
         print(f"picture: {save_picture(comparison, arguments.picture)}", file=sys.stderr)
-    if arguments.html:
-        print(f"page: {save_page(comparison, arguments.html)}", file=sys.stderr)
     for row in comparison.rows:
         if row.not_explained:
             print(f"{row.mode}: its peak is not explained: {row.not_explained}", file=sys.stderr)

@@ -8,7 +8,6 @@ from contextlib import ExitStack, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from html import escape
 from math import isnan
 from statistics import median
 from typing import Any, final
@@ -17,9 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from sac.blocks.install import regions_of
 from sac.blocks.stacks import find_stacks
-from sac.charts import curves
 from sac.errors import ConfigError, Problem, SacError, nearest
 from sac.fitting.applying import apply
 from sac.memory_timeline import MemoryTimeline, mark, measure_memory
@@ -27,23 +24,13 @@ from sac.ops.flops import added_formulas
 from sac.planner.live_bytes import KernelWorkspace, ledgers_of
 from sac.planner.peak import OPTIMIZER, UNSEEN, AliveRow, PeakBreakdown, with_more
 from sac.planner.planner import explained_step
-from sac.policy.model import Policy
 from sac.policy.read import bytes_text
-from sac.recompute.op_trace import OpTraceRow
-from sac.reporting import Report, regions_by_group, report
+from sac.reporting import Report, report
 from sac.tables import Table, flops_text, parameters_text, percent_text, screen_width, time_text, wrapped_text
 from sac.tools.models import BuiltModel, Inputs
 from sac.torch_private import tree_map_only
 
 # -- The result of a comparison of modes: numbers only, for a table, a picture or JSON
-
-
-@dataclass(frozen=True, slots=True)
-class GroupDecisions:
-    """The decision on each op of a region group, whose regions are at ``paths``."""
-
-    paths: tuple[str, ...]
-    rows: tuple[OpTraceRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +48,6 @@ class ModeResult:
     losses: tuple[float, ...] = ()  # one per step
     max_gradient_difference: float | None = None  # from `none`, after the first step's backward, over all parameters
     report: Report | None = None  # what sac itself reports as kept
-    policy: Policy | None = None  # whose rules decided; None without regions
-    decisions: tuple[GroupDecisions, ...] = ()  # of each region group
     explained: PeakBreakdown | None = None  # if asked for: what is alive at the peak, with what was there before
     not_explained: str = ""  # why it could not be found out
 
@@ -170,12 +155,6 @@ class Comparison:
     def __repr__(self) -> str:
         peaks = [f"{row.mode} {'failed' if row.error else bytes_text(row.peak_bytes)}" for row in self.rows]
         return f"<Comparison of {self.model}: peaks {', '.join(peaks)}; print() shows all>"
-
-    def _repr_html_(self) -> str:
-        drawn = {f"{row.mode}: peak {bytes_text(row.peak_bytes)}": row.curve() for row in self.rows if row.memory}
-        chart = curves(drawn, (1, 2), ("forward", "backward"))
-        notes = escape(self.footnote() + self.errors()).replace("\n", "<br>")
-        return f"{self.table().html()}<p>Memory over one step, on top of weights and gradients</p>{chart}<p>{notes}</p>"
 
 
 _NUMBERS = ("kept", "kept per block", "peak", "recomputed", "step", "loss", "gradient difference")
@@ -396,7 +375,6 @@ class ModeRun:
         """Return the finished row."""
         if self.error or self._memory is None:
             return ModeResult(self.mode, error=self.error)
-        region = next((one.region for one in regions_of(self._live_model)), None)
         return ModeResult(
             mode=self.mode,
             memory=self._memory,
@@ -408,11 +386,6 @@ class ModeRun:
             losses=tuple(self._losses),
             max_gradient_difference=self._max_difference,
             report=None if self.mode == NONE else report(self._live_model),
-            policy=None if region is None else region.group.table.policy,
-            decisions=tuple(
-                GroupDecisions(tuple(one.path for one in regions), tuple(group.op_trace))
-                for group, regions in regions_by_group(self._live_model)
-            ),
             explained=self._explained,
             not_explained=self._not_explained,
         )

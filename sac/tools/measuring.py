@@ -18,11 +18,10 @@ from sac.fitting.applying import apply
 from sac.policy.model import Policy
 from sac.region.rng import random_state_kept
 from sac.reporting import Trace, trace_of
-from sac.tools.arguments import check_creatable, check_value, refuse
+from sac.tools.arguments import check_value, refuse
 from sac.tools.comparison import NONE, Comparison, Training, forward_backward, inputs_on
 from sac.tools.comparison import compare as compare_copies
 from sac.tools.models import BuiltModel, Inputs
-from sac.tools.page import save_page
 
 MODES = (NONE, "full", "selective")
 
@@ -67,7 +66,6 @@ def compare(
     seed: int = 0,
     loss_fn: Callable[[Any], Tensor] | None = None,
     progress: Callable[[int, int, str], None] | None = None,
-    html: str | os.PathLike[str] | None = None,
 ) -> Comparison:
     """Train copies of ``model`` under each of ``modes`` and return their memory, recomputation, time and gradients.
 
@@ -77,14 +75,9 @@ def compare(
     There is a copy of the weights per mode. ``inputs`` and ``loss_fn`` are as for ``sac.trace``; ``optimizer`` is
     ``sgd`` or ``adamw``.
 
-    ``html``: also write a page to this file, with memory over the step and what is alive at each moment of it, the
-    decisions per op, and the bytes per rule; it takes one step more per mode.
-
     A mode that sac refuses for this model keeps its row, with the error. Raises ``ConfigError`` for arguments that
     cannot be used and for modes that do not exist, ``ModelError`` for a model that sac is already on.
     """
-    if html is not None:
-        check_creatable(os.path.expanduser(html))
     given, device = _checked(model, inputs)
     values = _labelled([modes] if isinstance(modes, str | Policy) else modes)
     refuse([partial(check_value, value, "modes") for value in values.values()])
@@ -94,10 +87,7 @@ def compare(
         raise ConfigError([replace(one, where=one.where.removeprefix("--")) for one in error.problems]) from None
     with random_state_kept(model.parameters()):
         built = BuiltModel(deepcopy(model).train(), lambda step: given, type(model).__name__)
-        found = compare_copies(lambda: built, values, training, explains=html is not None, progress=progress)
-    if html is not None:
-        save_page(found, html)
-    return found
+        return compare_copies(lambda: built, values, training, progress=progress)
 
 
 def _labelled(modes: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:

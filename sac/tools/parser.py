@@ -172,10 +172,6 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--picture", type=file_path, metavar="FILE", help="save memory over the step per mode (png, svg, pdf)"
     )
-    parser.add_argument(
-        "--html", type=file_path, metavar="FILE",
-        help="save a page with what is alive over the step, the decisions per op, and the bytes per rule",
-    )  # fmt: skip
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from sac.charts import COLOURS
 from sac.errors import ConfigError, Problem
 from sac.extras import import_extra
 from sac.planner.peak import CATEGORIES, PeakBreakdown
@@ -16,6 +15,10 @@ from sac.planner.planner import Point
 from sac.policy.read import bytes_text
 from sac.tables import seconds_text
 from sac.tools.comparison import Comparison, ModeResult
+
+# Eight colours that remain distinct for colour-blind readers and in grey (Okabe and Ito's order, black first for
+# `none`).
+COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A")
 
 # -- The picture of a comparison: memory over one step, one curve per mode; needs the ``tools`` extra
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -23,12 +22,6 @@ MODES = {"full": "full", "products": VALUE}
 
 def loss_fn(output: Any) -> Tensor:
     return output.float().square().mean()
-
-
-def is_html(text: str) -> bool:
-    """Return whether a text is well-formed, as far as XML is concerned."""
-    closed = text.replace("<br>", "<br/>").replace("&emsp;", " ")
-    return ElementTree.fromstring(f"<div>{closed}</div>") is not None
 
 
 def as_before(model: nn.Module, run: Any) -> Any:
@@ -54,7 +47,6 @@ def test_a_trace_has_the_decisions_of_a_training() -> None:
     text = str(found)
     assert "\n  save: 7 calls, " in text
     assert text.splitlines()[-4] == "decided otherwise, predicted per step:"
-    assert is_html(found._repr_html_())
     assert found.to_dict()["rows"][0]["region"] == "blocks.0-1 (x2)"
 
 
@@ -66,15 +58,12 @@ def test_a_comparison_has_a_row_per_mode_and_equal_gradients() -> None:
     assert {row.max_gradient_difference for row in found.rows} == {0.0}
     assert repr(found).startswith("<Comparison of ")
     assert found.table().text() in str(found)
-    assert is_html(found._repr_html_())
-    assert "<polyline" in found._repr_html_()
 
 
 def test_a_mode_that_is_refused_keeps_its_row() -> None:
     found = sac.compare(built(llama_stack), tokens(), {"bad": {"mode": "selective", "blocks": "no_such"}}, steps=2)
     assert found.failed
     assert "failed" in str(found)
-    assert is_html(found._repr_html_())
 
 
 def test_labels_are_the_words_of_a_config() -> None:
@@ -137,7 +126,6 @@ def test_a_policy_shows_its_rules() -> None:
     assert repr(policy) == "<Policy general: 13 rules, everything else: recompute; print() shows all>"
     assert str(policy).splitlines()[-1] == "everything else: recompute; layers: all"
     assert sum(line.startswith("  matmuls ") for line in policy.table().splitlines()) == 1
-    assert is_html(policy._repr_html_())
 
 
 @pytest.mark.slow
@@ -145,7 +133,6 @@ def test_a_plan_shows_and_saves_its_figures(tmp_path: Path) -> None:
     planned = sac.plan(built(llama_stack), tokens(), "50%", loss_fn=loss_fn)
     labels = [line[2:24].strip() for line in planned.table().splitlines()[4:8]]
     assert labels == ["plan", "none", "full", "every 2nd layer full"]
-    assert is_html(planned._repr_html_())
     planned.save(tmp_path / "plan.yaml")
     assert (tmp_path / "plan.yaml").read_text().startswith("# Planned by sac ")
     assert sac.load_policy(tmp_path / "plan.yaml") == planned
@@ -156,7 +143,6 @@ def test_a_report_shows_and_counts() -> None:
     loss_fn(model(*tokens())).backward()
     report = sac.report(model)
     assert repr(report).startswith("<Report: selective, 2 regions, ")
-    assert is_html(report._repr_html_())
     scalars = report.scalars()
     assert scalars["sac/kept_bytes"] == report.kept_bytes
     assert scalars["sac/saved_bytes/rule-0"] + scalars["sac/input_bytes"] == report.kept_bytes

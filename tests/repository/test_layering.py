@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "sac"
 LAYERS = (
     {"errors"},
     {"torch_private"},
-    {"extras", "memory_timeline", "native", "tables", "charts"},
+    {"extras", "memory_timeline", "native", "tables"},
     {"outer_hooks"},
     {"tensors"},
     {"checksums"},

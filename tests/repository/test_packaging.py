@@ -91,8 +91,7 @@ def test_wheel_holds_every_module_policy_and_the_type_marker(wheel):
     examples = {f"sac/examples/{path.name}" for path in (ROOT / "examples").iterdir() if path.is_file()}
     assert {"sac/examples/llama-3.2-1b.json", "sac/examples/text.txt", "sac/examples/__init__.py"} <= examples
     assert policies
-    page = {"sac/tools/page.css", "sac/tools/page.js"}
-    assert modules | policies | examples | page | {"sac/py.typed", "sac/policies/__init__.py"} <= names
+    assert modules | policies | examples | {"sac/py.typed", "sac/policies/__init__.py"} <= names
     assert not [name for name in names if name.startswith(("tests/", "scripts/", "examples/"))]
     assert [name for name in names if name.endswith("LICENSE")]
 

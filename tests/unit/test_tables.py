@@ -64,14 +64,6 @@ def test_no_text_is_lost_and_no_line_is_too_long(rows: list[tuple[str, str, str]
         assert shown.count(letter) >= sum(cell.count(letter) for row in rows for cell in row)
 
 
-def test_html_is_escaped() -> None:
-    html = Table(("a<b", "size"), (("x & y", "1 MiB"),), right=("size",)).html()
-    assert html == (
-        '<table><tr><th style="text-align:left">a&lt;b</th><th style="text-align:right">size</th></tr>'
-        '<tr><td style="text-align:left">x &amp; y</td><td style="text-align:right">1 MiB</td></tr></table>'
-    )
-
-
 def test_what_is_not_a_terminal_has_no_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
