@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from sac import full as full
     from sac.blocks.checkpoint_context import context_fn
     from sac.blocks.install import remove
-    from sac.blocks.watching import watch
     from sac.checkpointing import checkpoint
     from sac.errors import SacError
     from sac.fitting.applying import apply
@@ -30,12 +29,10 @@ _HOMES = {
     "remove": "sac.blocks.install",
     "report": "sac.reporting",
     "trace": "sac.tools.measuring",
-    "watch": "sac.blocks.watching",
 }
 
 __all__ = [
     "SacError", "apply", "checkpoint", "compare", "context_fn", "load_policy", "plan", "remove", "report", "trace",
-    "watch",
 ]  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -391,25 +391,16 @@ def _unknown_key(key: Any) -> Problem:
 
 def family_policy(model: nn.Module) -> Policy:
     """Return the shipped policy for ``model``, found by its config's ``model_type`` or its class, else ``general``."""
-    return policy_of_family(family_names(model))
-
-
-def policy_of_family(names: Iterable[str]) -> Policy:
-    """Return the first shipped policy for a family with one of these names, else ``general``."""
     policies = [load_policy(name) for name in shipped_policies() if name != "general"]
-    for name in names:
+    for name in _family_names(model):
         for policy in policies:
             if any(fnmatchcase(name.lower(), pattern.lower()) for pattern in policy.models):
                 return policy
     return load_policy("general")
 
 
-def family_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names by which the family of ``model`` is known, the best first."""
-    return tuple(_family_names(model))
-
-
 def _family_names(model: nn.Module) -> Iterator[str]:
+    """Yield the names by which the family of ``model`` is known, the best first."""
     for module in model.modules():
         config = getattr(module, "config", None)
         for one in (config, getattr(config, "text_config", None)):

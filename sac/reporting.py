@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -354,6 +356,40 @@ def report(model: nn.Module) -> Report:
         sum(forward.region.stats.native_ops for forward in forwards),
         _alternatives(model),
     )
+
+
+class MemoryNote:
+    """Adds the report of a model to an out-of-memory error that its regions raise. It does not keep the model alive.
+
+    A copy of the model has a note of its own; an unpickled model has none.
+    """
+
+    def __init__(self, *models: nn.Module) -> None:
+        self._models = [weakref.ref(model) for model in models]
+
+    def __call__(self, error: BaseException) -> None:
+        """Add the note, if this version of Python (3.11 or newer) has notes."""
+        if not hasattr(error, "add_note"):
+            return
+        for model in filter(None, (reference() for reference in self._models)):
+            with suppress(Exception):  # the user needs the error, with or without the report
+                note = str(report(model))
+                if note not in getattr(error, "__notes__", ()):  # also passes through the regions around this one
+                    error.add_note(note)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MemoryNote:
+        models = filter(None, (reference() for reference in self._models))
+        return MemoryNote(*(memo.get(id(model), model) for model in models))
+
+    def __reduce__(self) -> tuple[type[MemoryNote], tuple[()]]:
+        return MemoryNote, ()
+
+
+def note_memory(model: nn.Module) -> None:
+    """Have out-of-memory errors that the regions of ``model`` raise carry the report of the model as a note."""
+    installed = next(regions_of(model), None)
+    if installed is not None:  # all regions of a `sac.apply` share its record
+        installed.applied.settings = replace(installed.applied.settings, add_note=MemoryNote(model))
 
 
 def check_every(every: Any, where: str) -> None:

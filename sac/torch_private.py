@@ -167,22 +167,6 @@ SAVED_TENSOR_PREFIX = (
     "_raw_saved_"  # of the attributes of a node that show what it saved, without unpacking. 1.9 to 2.13
 )
 
-# -- Memory
-
-
-def observe_out_of_memory(observer: Callable[[int, int, int, int], None]) -> bool:
-    """Have the CUDA allocator call ``observer`` before it raises an out-of-memory error; return whether it will.
-
-    The arguments are the device's number, and bytes: asked for, of the device, free. torch's own memory snapshots use
-    it; it cannot be undone. 2.0 to 2.13, in builds with CUDA. Without the name, only errors that pass through a region
-    are explained.
-    """
-    attach: Any = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
-    if attach is not None:
-        attach(observer)
-    return attach is not None
-
-
 # -- Per-thread stacks: saved-tensor hooks, dispatch modes, torch-function modes
 
 # Without the first three a region does not see the hooks around it, and no tensor that it keeps goes through them.

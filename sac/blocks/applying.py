@@ -35,10 +35,8 @@ from sac.blocks.install import (
 )
 from sac.blocks.kv_cache import kv_free_submodules, shares_kv, takes_shared_kv, turn_off_cache
 from sac.blocks.other_checkpointing import enable_guards, existing_checkpointing
-from sac.blocks.out_of_memory import WATCH
 from sac.blocks.paths import parts_of, walk
-from sac.blocks.report_log import report_log
-from sac.config import Config, family_names, family_policy, offloading, parse_config, settings_of, usable_policy
+from sac.config import Config, family_policy, offloading, parse_config, settings_of, usable_policy
 from sac.errors import ModelError, Problem, SacWarning
 from sac.policy.model import Chunks, Policy
 from sac.recompute.op_trace import check_trace_target
@@ -68,13 +66,12 @@ def apply(
     """
     config = parse_config(value)
     check_trace_target()
-    log = report_log()
     refuse_second(model)
     if config.mode == NONE:
         return model
     options = replace(config.options, tp_group=tp_group, get_rng_state_tracker=get_rng_state_tracker)
     settings = settings_of(config.full, options, "sac.apply", compared=set())
-    settings = replace(settings, engine=config.engine, verify=config.verify, watch=WATCH)
+    settings = replace(settings, engine=config.engine, verify=config.verify)
     refuse_existing_checkpointing(model)
     policy = FULL if config.mode == "full" else (config.policy or family_policy(model))
     resolved = usable_policy(policy)
@@ -95,15 +92,12 @@ def apply(
     rules = rules_here(policy.rules, blocks) if stage else policy.rules
     watch = UnmatchedRules((block.path for block, _ in pairs), rules, strict=config.strict)
     frozen = tuple(block.path for block in left_alone)
-    applied = Applied(config.mode, (), watch, frozen, notes, settings, family_names(model))
+    applied = Applied(config.mode, (), watch, frozen, notes, settings)
     for note in notes:  # before any change: a warning filter may turn a warning into an error
         warnings.warn(note, SacWarning, stacklevel=_USER)
     applied.restores = turn_off_cache(model)
     install(pairs, applied, forward)
     install_chunks(chains, resolved.table(()), applied)
-    if log is not None:
-        log.regions += [installed.region for installed in regions_of(model)]
-        applied.log = log
     enable_guards(model)
     return model
 
@@ -117,9 +111,7 @@ def refuse_second(model: nn.Module) -> None:
     installed = next(regions_of(model), None)
     if installed is not None:
         where = installed.region.path or name
-        watched = installed.applied.mode == NONE
-        found = "sac.watch is on this model" if watched else "sac.apply has been called on this model before"
-        raise ModelError(Problem(where, found, fix=fix))
+        raise ModelError(Problem(where, "sac.apply has been called on this model before", fix=fix))
     offloaded = [path for path, forward in present if isinstance(forward, InstalledForward)]
     if offloaded:
         found = "sac.compat.fsdp.offload_wrapper is on this module"
@@ -257,8 +249,7 @@ def put_regions(model: nn.Module, groups: Sequence[Chosen]) -> None:
             take_off(block.module)  # the module tracking of an outer region: the region installed here tracks instead
         mode = "full" if group.policy is FULL else "selective"
         watch = UnmatchedRules((), (), strict=False)
-        settings = replace(group.settings, watch=WATCH)
-        applied = Applied(mode, restores, watch, settings=settings, family=family_names(model))
+        applied = Applied(mode, restores, watch, settings=group.settings)
         install(groups_of(rules, of_group, mode), applied)
 
 

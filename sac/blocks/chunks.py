@@ -136,18 +136,7 @@ class ChunkedForward(InstalledForward):
     def _run_region(self, region: Region, function: Any, modules: tuple[nn.Module, ...], input: Any) -> Any:
         if not region.stats.calls:
             refuse_callers(self.module, self.path)
-        watch = self.applied.settings.watch
-        if watch is not None and not region.stats.calls:
-            watch.begin()
-        try:
-            output = run_modules(region, function, modules, self.applied.settings, (input,), {})
-        except RuntimeError as error:
-            if watch is not None:
-                watch.explain(error, region.path, modules, in_backward=False)
-            raise
-        if self.applied.log is not None:
-            self.applied.log.saw(region)
-        return output
+        return run_modules(region, function, modules, self.applied.settings, (input,), {})
 
     def _other_size(self, size: int) -> Problem:
         return Problem(

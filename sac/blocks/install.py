@@ -17,7 +17,6 @@ from torch.compiler import is_dynamo_compiling
 from sac.blocks.find import Block, rules_here
 from sac.blocks.other_checkpointing import disable_guards, refuse_callers, refuse_flags
 from sac.blocks.paths import parts_of
-from sac.blocks.report_log import ReportLog
 from sac.errors import ModelError, PolicyError, Problem, RegionError, SacWarning, listing
 from sac.policy.load import is_shipped, shipped_policies
 from sac.policy.model import Rule
@@ -173,8 +172,6 @@ class Applied:
     left_alone: tuple[str, ...] = ()  # paths of frozen blocks
     notes: tuple[str, ...] = ()
     settings: Settings = PLAIN
-    family: tuple[str, ...] = ()  # names by which the model's family is known, for policies that would fit it
-    log: ReportLog | None = None
     fitting: Any = None  # the controller of a budget
 
 
@@ -201,7 +198,7 @@ class InstalledForward(ABC):
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """The regions that this forward runs, in order; none if it only watches or moves what is saved."""
+        """The regions that this forward runs, in order; none if it only moves what is saved."""
         return ()
 
     @abstractmethod
@@ -236,24 +233,10 @@ class RegionForward(InstalledForward):
         refuse_flags(module, region.path)  # see Note [Both on]
         if not region.stats.calls:
             refuse_callers(module, region.path)
-        output = self._explained(*args, **kwargs)
+        output = self._call(*args, **kwargs)
         if watch.waits and region.stats.calls:  # 0 if this call ran without checkpointing
             watch.saw(region.path, region.group.table, region.stats)
-        if self.applied.log is not None:
-            self.applied.log.saw(region)
         return output
-
-    def _explained(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the region; an out-of-memory error gets an explanation."""
-        watch = self.applied.settings.watch
-        if watch is not None and not self.region.stats.calls:
-            watch.begin()
-        try:
-            return self._call(*args, **kwargs)
-        except RuntimeError as error:
-            if watch is not None:
-                watch.explain(error, self.region.path, (self.module,), in_backward=False)
-            raise
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         return run_modules(self.region, self.original, self.module, self.applied.settings, args, kwargs)

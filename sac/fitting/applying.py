@@ -16,6 +16,7 @@ from sac.extras import import_extra
 from sac.fitting.controller import Controller, FittedForward, observing_policy
 from sac.policy.model import Decision, Policy
 from sac.region.settings import REPLAY
+from sac.reporting import note_memory
 
 
 def apply(
@@ -50,11 +51,14 @@ def apply(
     config = parse_config(value)
     arguments: dict[str, Any] = {"tp_group": tp_group, "get_rng_state_tracker": get_rng_state_tracker}
     if config.budget is None or config.mode != "selective":
-        return applying.apply(model, config, **arguments)
-    return _apply_within(model, config, arguments)
+        applying.apply(model, config, **arguments)
+    else:
+        _apply_within(model, config, arguments)
+    note_memory(model)
+    return model
 
 
-def _apply_within(model: nn.Module, config: Config, arguments: dict[str, Any]) -> nn.Module:
+def _apply_within(model: nn.Module, config: Config, arguments: dict[str, Any]) -> None:
     for module in ("numpy", "scipy.optimize", "scipy.sparse"):
         import_extra(module, "tools")
     if config.policy is not None:
@@ -65,7 +69,6 @@ def _apply_within(model: nn.Module, config: Config, arguments: dict[str, Any]) -
     applied = next((one.applied for one in regions_of(model)), None)
     if applied is not None:
         controller.attach(applied)
-    return model
 
 
 def _check_policy(policy: Policy) -> None:

@@ -242,24 +242,18 @@ def log_decisions(region: str, rows: Sequence[OpTraceRow]) -> None:
             file.write(json.dumps(asdict(replace(row, region=region))) + "\n")
 
 
-def audible_log() -> logging.Logger:
-    """Return the logger of reports, made to show INFO: the user asks for its lines with an environment variable."""
+def _log_rows(region: str, rows: Sequence[OpTraceRow]) -> None:
     if not _log.isEnabledFor(logging.INFO) and not _log.hasHandlers():
         logging.basicConfig(format="%(name)s: %(message)s")  # the user asked for the log but has not set up logging
     if not _log.isEnabledFor(logging.INFO):
         _log.setLevel(logging.INFO)
-    return _log
-
-
-def _log_rows(region: str, rows: Sequence[OpTraceRow]) -> None:
-    log = audible_log()
     told: set[tuple[str, str, str, str]] = set()
     for row in rows:
         key = (row.module, row.op, row.decision, row.reason)
         if key not in told:
             told.add(key)
             where = f"{region}.{row.module}" if row.module else region
-            log.info("%-9s %s in %s (%s)", row.decision.upper(), row.op, where or "the region", row.reason)
+            _log.info("%-9s %s in %s (%s)", row.decision.upper(), row.op, where or "the region", row.reason)
 
 
 # -- What was decided in graphs of ``torch.compile``, for the report

@@ -161,6 +161,9 @@ class Region:
         except UnseenWriteError:
             self.evidence.require_recorder()
             raise
+        except torch.OutOfMemoryError as error:
+            settings.add_note(error)
+            raise
         if (recorder is None or not recorder.sees_ops) and frame.ambient.module_state.were_written:
             self.evidence.require_recorder()
         if frame.kept_whole is not None:

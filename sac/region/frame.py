@@ -493,11 +493,6 @@ class RegionCall(ABC):
         if self.recorder is not None:
             stack.enter_context(self.recorder.recompute_mode(inputs, progress))
 
-    def explain(self, error: RuntimeError) -> None:
-        """Add an explanation to an error of the recomputation if it is out of memory."""
-        if self.settings.watch is not None:
-            self.settings.watch.explain(error, self.path, self.owners, in_backward=True)
-
     def _problem(self, found: str, fix: str = OTHER_KIND) -> Problem:
         return Problem(where=self.path or "region", found=found, fix=fix)
 
@@ -626,8 +621,8 @@ class Frame(RegionCall):
                         self._recompute(handle, task, last=not retains)
                 except RegionError as error:
                     raise advised(error, self.path, self.settings) from error
-                except RuntimeError as error:
-                    self.explain(error)
+                except torch.OutOfMemoryError as error:
+                    self.settings.add_note(error)
                     raise
             value = handle.value
             if value is None:

@@ -276,8 +276,8 @@ class ReentrantFrame(RegionCall):
         self._check_backward()
         try:
             return self._again_and_backward(grads)
-        except RuntimeError as error:
-            self.explain(error)
+        except torch.OutOfMemoryError as error:
+            self.settings.add_note(error)
             raise
 
     def _again_and_backward(self, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:

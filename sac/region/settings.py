@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import nn
 
 from sac.config_keys import CONFIG_KEYS, DEFAULTS, StateProvider
 from sac.stores.store import InputStoring
@@ -20,14 +19,8 @@ AUTO, RERUN, REPLAY = CONFIG_KEYS["engine"].words
 FIRST, ALWAYS, NEVER = CONFIG_KEYS["verify"].words
 
 
-class MemoryWatch(Protocol):
-    """Explains out-of-memory errors that pass through a region; see Note [Out of memory] in sac/blocks."""
-
-    def begin(self) -> None:
-        """A region runs for the first time."""
-
-    def explain(self, error: BaseException, path: str, owners: Sequence[nn.Module], *, in_backward: bool) -> None:
-        """Add an explanation to ``error`` if it is an out-of-memory error; never raises."""
+def no_note(error: BaseException) -> None:
+    """Leave ``error`` as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +31,8 @@ class Settings:
     it. ``trackers``: functions that return a tracker of named RNG states. ``generators``: restored in addition to the
     default ones. ``checks_metadata``: compare shape, dtype and device of the tensors that recomputation saves with
     those that forward saved. ``engine`` and ``verify``: how regions are recomputed, and when replayed and served values
-    are compared with those of the forward; see ``sac.recompute.replay``. ``watch``: explains out-of-memory errors.
-    ``transfers``: copy what rules offload.
+    are compared with those of the forward; see ``sac.recompute.replay``. ``add_note``: to out-of-memory
+    errors in a region. ``transfers``: copy what rules offload.
     """
 
     input_storing: InputStoring | None = None
@@ -53,7 +46,7 @@ class Settings:
     use_reentrant: bool = DEFAULTS["use_reentrant"]
     engine: str = DEFAULTS["engine"]
     verify: str = DEFAULTS["verify"]
-    watch: MemoryWatch | None = None
+    add_note: Callable[[BaseException], None] = no_note
     transfers: TransfersByDevice = field(default_factory=TransfersByDevice, compare=False)
 
     @property
@@ -69,6 +62,7 @@ class Settings:
             input_storing=copy.deepcopy(self.input_storing, memo),
             generators=(*self.generators, *copy.deepcopy(self.generators, memo)),
             providers=(*self.providers, *copy.deepcopy(self.providers, memo)),
+            add_note=copy.deepcopy(self.add_note, memo),
         )
 
 

@@ -307,12 +307,3 @@ def test_inputs_that_the_caller_holds_are_no_news() -> None:
     report = sac.report(model)
     assert report.kept_inputs == ""
     assert not any("host" in line or "of each region" in line for line in str(report).splitlines())
-
-
-def test_a_watched_model_lists_no_rule_that_nobody_wrote() -> None:
-    model = built(llama_stack)
-    sac.watch(model)
-    model(*tokens()).square().mean().backward()
-    report = sac.report(model)
-    assert {use.rule for kind in report.kinds for use in kind.rules} == {"none"}
-    assert "without a call" not in str(report)

@@ -26,14 +26,14 @@ LAYERS = (
     {"full"},
     {"blocks"},
     {"planner"},
-    {"fitting"},
     {"reporting"},
+    {"fitting"},
     {"compat"},
     {"tools"},
     {"__init__"},  # the face
 )
 RANKS = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
-FACE = ("apply", "remove", "load_policy", "context_fn", "checkpoint", "report", "plan", "watch")
+FACE = ("apply", "remove", "load_policy", "context_fn", "checkpoint", "report", "plan")
 TO_COME = ("trace", "compare")
 
 
