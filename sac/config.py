@@ -19,6 +19,7 @@ from sac.config_keys import (
     OWN_KEYS,
     StateProvider,
     StepBudget,
+    read_determinism_check,
     read_keys,
     stores_in,
     word_of,
@@ -56,18 +57,9 @@ class FullConfig:
     - ``host``: a copy in host memory.
     - ``contiguous``: a slot of one preallocated buffer with ``num_checkpoints`` slots. One FullConfig has one buffer.
     - several of the last three joined by ``+``, as in ``scattered+host``.
-    All stores except ``whole`` copy before the forward, so later writes to the input do not matter.
-
-    ``verify_replicated``: compare the input across the group before scattering it. This costs an all-reduce, so every
-    rank has to make the call. ``first``: in the first call of each region of ``sac.apply``, and in the first 256 calls
-    of functions over a group; True: in every call; False: never.
-
-    ``prefetch``: the number of regions, in backward order, whose gathers start ahead of time. Regions are found along
-    the autograd graph, with at most a few dozen ops from one to the next.
-
-    ``release_input``: between forward and backward the caller's tensor holds only this rank's share, flattened (as in
-    Megatron and TransformerEngine), provided that nothing else holds its memory. Meanwhile, ops that saved the tensor
-    earlier raise, and code that reads it sees the share.
+    All stores except ``whole`` copy before the forward, so later writes to the input do not matter. Inputs are
+    compared over the group before they are scattered, in the first call of each region of ``sac.apply``, and in the
+    first 256 calls of functions over a group. Every rank has to make these calls.
 
     ``state``: providers of user-defined state (``snapshot``, ``restore``). ``generators``: generators to restore in
     addition to the default ones. ``freeze_buffers``: buffers that a region updates advance once, not a second time in
@@ -79,9 +71,6 @@ class FullConfig:
     keep: str | Callable[[int, torch.Tensor], bool] = DEFAULTS["keep"]
     store: str = DEFAULTS["store"]
     num_checkpoints: int | None = DEFAULTS["num_checkpoints"]
-    verify_replicated: bool | str = DEFAULTS["verify_replicated"]
-    prefetch: int = DEFAULTS["prefetch"]
-    release_input: bool = DEFAULTS["release_input"]
     state: tuple[StateProvider, ...] = DEFAULTS["state"]
     generators: tuple[torch.Generator, ...] = DEFAULTS["generators"]
     freeze_buffers: bool = DEFAULTS["freeze_buffers"]
@@ -131,27 +120,6 @@ def contradictions(given: Mapping[str, Any], where: str) -> Iterator[Problem]:
         yield Problem(f"{where}.num_checkpoints", found, fix="choose store contiguous, or leave num_checkpoints out")
 
 
-_NEEDS_SCATTER = {"verify_replicated": "nothing to compare over the group", "prefetch": "nothing to gather ahead"}
-
-
-def idle_keys(given: Mapping[str, Any], where: str) -> Iterator[Problem]:
-    """Yield the keys in ``given`` that have no effect because no input is scattered or copied.
-
-    ``given`` holds the keys of ``FullConfig`` and of the call: the call may turn on scattering, so ``FullConfig`` alone
-    cannot decide this.
-    """
-    stores = stores_in(given.get("store", "whole"))
-    if given.get("distribute_saved_activations") is True or "scattered" in stores:
-        return
-    fix = "turn distribute_saved_activations on, or leave {} out"
-    for key, lacking in _NEEDS_SCATTER.items():
-        if given.get(key) and given[key] != "first":
-            yield Problem(f"{where}.{key}", f"no input is scattered, so there is {lacking}", fix=fix.format(key))
-    if given.get("release_input") and stores == ("whole",):
-        found = "inputs are held whole, so there is nothing that could take the place of the caller's tensor"
-        yield Problem(f"{where}.release_input", found, fix=fix.format("release_input"))
-
-
 @dataclass(frozen=True, slots=True)
 class CallOptions:
     """The arguments of ``sac.checkpoint`` outside ``FullConfig``; those in ``CALL_KEYS`` are also config keys."""
@@ -162,7 +130,7 @@ class CallOptions:
     get_rng_state_tracker: Callable[[], Any] | None = None
     preserve_rng_state: bool = DEFAULTS["preserve_rng_state"]
     early_stop: bool = DEFAULTS["early_stop"]
-    determinism_check: str = DEFAULTS["determinism_check"]
+    determinism_check: str = "default"
 
 
 DEFAULT_CONFIG = FullConfig()
@@ -188,7 +156,11 @@ def settings_of(
         raise ConfigError(
             Problem(f"{where}.config", f"{shown(repr(config))} is not a FullConfig", "a FullConfig", fix=fix)
         )
-    read, problems = read_keys({key: getattr(options, key) for key in CALL_KEYS}, where)
+    problems = read_keys({key: getattr(options, key) for key in CALL_KEYS}, where)[1]
+    try:
+        check = read_determinism_check(options.determinism_check, f"{where}.determinism_check")
+    except ConfigError as error:
+        problems += error.problems
     tracker = options.get_rng_state_tracker
     if tracker is not None and not callable(tracker):
         found = f"{tracker!r} cannot be called"
@@ -196,8 +168,6 @@ def settings_of(
     scatters = options.distribute_saved_activations is True or "scattered" in config.stores
     if scatters:
         problems += group_problem(options.tp_group, where)
-    elif config is not DEFAULT_CONFIG:
-        problems += idle_keys({key: getattr(config, key) for key in FULL_CONFIG_KEYS}, where)
     if problems:
         raise ConfigError(problems)
     return Settings(
@@ -208,7 +178,7 @@ def settings_of(
         preserve_rng_state=options.preserve_rng_state,
         freeze_buffers=config.freeze_buffers,
         early_stop=options.early_stop,
-        checks_metadata=read["determinism_check"] == "default",
+        checks_metadata=check == "default",
         use_reentrant=options.use_reentrant,
         transfers=config.transfers,
     )
@@ -245,10 +215,9 @@ def _keeping(config: FullConfig, group: Any, compared: VerifiedOnce) -> InputSto
     placement: InputStore | None = config.buffer or config.host
     if group is not None:
         share = placement if placement is not None else OnDevice()
-        verify = config.verify_replicated if isinstance(config.verify_replicated, bool) else compared
-        scattered = Scattered.over(group, share, verify=verify, prefetch=config.prefetch)
+        scattered = Scattered.over(group, share, compared)
         placement = scattered if scattered is not None else placement  # a group of one rank has nothing to scatter
-    return None if placement is None else InputStoring(placement, config.keep, config.release_input)
+    return None if placement is None else InputStoring(placement, config.keep)
 
 
 # -- The config value of ``activation_checkpointing:``
@@ -273,7 +242,6 @@ class Config:
     verify: str = DEFAULTS["verify"]
     blocks: tuple[PathPattern, ...] = DEFAULTS["blocks"]
     layers: Layers | Chunks = DEFAULTS["layers"]
-    scope: str | tuple[str, ...] = DEFAULTS["scope"]
     granularity: str = DEFAULTS["granularity"]
     strict: bool = DEFAULTS["strict"]
     budget: StepBudget | None = DEFAULTS["budget"]
@@ -349,8 +317,6 @@ def _parse_mapping(value: Mapping[Any, Any]) -> Config:
     mode = read.get("mode", "")
     problems += [*wrong, *_misplaced(given | read, mode)]
     if not {*CALL_KEYS, *FULL_CONFIG_KEYS} & (given.keys() - read.keys()):
-        if mode in ("full", "selective"):
-            problems += idle_keys(read, WHERE)
         problems += contradictions(read, WHERE)
     if problems:
         raise ConfigError(problems)

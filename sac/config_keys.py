@@ -119,14 +119,13 @@ def _shown(value: Any, what: str) -> str:
     return f"{shown(repr(value))} is {what}"
 
 
-def _check_flag(value: Any, besides: str = "") -> Finding | None:
-    """Return the problem with a value that must be true, false or the word ``besides``; None if it is valid."""
-    if isinstance(value, bool) or (besides and word_of(value) == besides):
+def _check_flag(value: Any) -> Finding | None:
+    """Return the problem with a value that must be true or false; None if it is valid."""
+    if isinstance(value, bool):
         return None
     meant = _FLAG_WORDS.get(word_of(str(value)), "")
-    word = f"{besides}, " if besides else ""
     fix = f"write {meant}, without quotes" if meant else ""
-    return _shown(value, f"not {word}true or false"), f"{word}true, false", "", fix
+    return _shown(value, "not true or false"), "true, false", "", fix
 
 
 def _check_word(value: Any, words: tuple[str, ...], what: str, legal: str = "") -> Finding | None:
@@ -223,6 +222,7 @@ def _is_one(value: Any, cls: type) -> bool:
 # -- Readers that are of use elsewhere too, and readers of values with a structure of their own
 
 read_flag: Reader = _checked(_check_flag)
+read_determinism_check: Reader = _checked(partial(_check_word, words=("default", "none"), what="not a check"), word_of)
 
 
 def _read_policy(value: Any, place: str) -> Any:
@@ -243,17 +243,6 @@ def _read_layers(value: Any, place: str) -> Layers | Chunks:
     if layers is None or len(findings):
         raise ConfigError(findings.problems())
     return layers
-
-
-def read_scope(value: Any, place: str) -> str | tuple[str, ...]:
-    """Return one word, or several words, as they are compared; raises ``ConfigError`` for each that is not legal."""
-    words = [value] if isinstance(value, str) else list(value) if isinstance(value, (list, tuple)) else []
-    legal = f"{listing(_SCOPES)}, or a list of them"
-    checks = (_check_word(word, _SCOPES, "not a part of a model", legal) for word in words or [value])
-    findings = [finding for finding in checks if finding is not None]
-    if findings:
-        raise ConfigError(Problem(place, *finding) for finding in findings)
-    return word_of(value) if isinstance(value, str) else tuple(map(word_of, words))
 
 
 # -- Budgets
@@ -347,9 +336,7 @@ _MODES = ("none", "full", "selective")
 _ENGINES = ("auto", "rerun", "replay")
 _TIMES = ("first", "always", "never")
 _REPLANS = ("never", "longer")
-_SCOPES = ("all", "language", "vision", "audio", "multimodal")
 _GRANULARITIES = ("block", "submodule")
-_CHECKS = ("default", "none")
 _KEEPS = ("first", "all")
 _STORES = ("whole", "scattered", "host", "contiguous")
 
@@ -439,14 +426,6 @@ _OWN = (
             _is_chunks,
         ),
     ),
-    Key(
-        "scope",
-        "all",
-        read_scope,
-        "which towers of a multimodal model",
-        f"{_in_code(_SCOPES)}, or a list",
-        _SCOPES,
-    ),
     _word_key(
         "granularity",
         _GRANULARITIES,
@@ -519,14 +498,6 @@ _OF_THE_CALL = (
         "engine; torch's `set_checkpoint_early_stop` takes precedence",
         default=True,
     ),
-    _word_key(
-        "determinism_check",
-        _CHECKS,
-        "not a check",
-        "compare the tensors that recomputation saves with those that forward saved, and check whether parameters have "
-        "changed; `none` does neither",
-        default="default",
-    ),
 )
 
 # Keys of `FullConfig`.
@@ -545,25 +516,6 @@ _OF_FULL_CONFIG = (
         None,
         _checked(_check_count),
         "number of slots of a contiguous store: the number of regions whose backward is pending at once",
-    ),
-    Key(
-        "verify_replicated",
-        "first",
-        _checked(partial(_check_flag, besides="first"), _word_in),
-        "compare the input over the group before it is scattered (`first`: in the first call of each region, for "
-        "`sac.checkpoint` in the first 256 over a group; `true`: in every call; `false`: never); costs an all-reduce",
-    ),
-    Key(
-        "prefetch",
-        0,
-        _checked(partial(_check_whole, least=0, what="not a number of regions")),
-        "for how many regions ahead, in backward order, gathers are started",
-    ),
-    _flag_key(
-        "release_input",
-        "the caller's tensor holds only this rank's share, flat, until backward, as in Megatron; other code that reads "
-        "it in the meantime sees the share",
-        default=False,
     ),
     Key(
         "state",

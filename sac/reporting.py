@@ -249,7 +249,6 @@ class Report:
     kept_inputs: str
     kinds: tuple[KindReport, ...]
     zero_hit_rules: tuple[str, ...]
-    left_alone: tuple[str, ...]
     notes: tuple[str, ...]
     native: str
     native_ops: int
@@ -295,8 +294,6 @@ class Report:
             lines += _kind_lines(kind, self.zero_hit_rules)
         lines += without_call(self.zero_hit_rules)
         lines += _otherwise(self.alternatives)
-        if self.left_alone:
-            lines.append(f"frozen, left alone: {group_label(self.left_alone)}")
         return wrapped_text([*lines, *self.notes, self.native], screen_width())
 
     def __repr__(self) -> str:
@@ -339,7 +336,7 @@ def report(model: nn.Module) -> Report:
     """
     forwards = list(regions_of(model))
     if not forwards:
-        return Report("none", "", (), (), (), (), status(), 0)
+        return Report("none", "", (), (), (), status(), 0)
     applied = forwards[0].applied
     kinds = tuple(_kind_report(of_group) for _, regions in regions_by_group(model) for of_group in alike(regions))
     hit = {use.rule for group in kinds for use in group.rules if use.hits}
@@ -350,7 +347,6 @@ def report(model: nn.Module) -> Report:
         "; ".join(dict.fromkeys(filter(None, (_kept_inputs(one.applied.settings.input_storing) for one in forwards)))),
         kinds,
         tuple(sorted(rules - hit)) if any(group.calls or group.traced for group in kinds) else (),
-        applied.left_alone,
         applied.notes,
         status(),
         sum(forward.region.stats.native_ops for forward in forwards),

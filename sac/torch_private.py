@@ -137,12 +137,12 @@ MODULE_CALL: CodeType | None = getattr(getattr(nn.Module, "_call_impl", None), "
 # Without it, each of the layers that are alike runs in a plan's steps. 2.3 to 2.13.
 MODULE_STAND_IN: str | None = "_compiled_call_impl" if hasattr(nn.Module, "_compiled_call_impl") else None
 
-# Whether the running backward will execute a node. Prefetch of gathers needs it; without it none is started ahead. 2.0
+# Whether the running backward will execute a node. Needed to bring values in host memory back ahead of time. 2.0
 # to 2.13.
 will_execute_node: Any = getattr(torch._C, "_will_engine_execute_node", None)
 
-# Calls a function when the running backward ends; FSDP and DDP use it too. sac uses it for prefetch and DeepSpeed's
-# timers, which work only in a backward. 1.0 to 2.13.
+# Calls a function when the running backward ends; FSDP and DDP use it too. sac uses it for copies from host memory and
+# DeepSpeed's timers, which work only in a backward. 1.0 to 2.13.
 when_backward_ends: Any = getattr(_engine, "queue_callback", None)
 
 # As `current_graph_task_id`, but NO_TASK where torch does not say when a backward ends. 1.13 to 2.13.
@@ -245,7 +245,7 @@ def excluding(key: Any, excluded: bool) -> AbstractContextManager[Any]:
 # ops that saved the parameter raise in backward. 2.1 to 2.13.
 set_version_counters: Any = getattr(_autograd, "_unsafe_set_version_counter", None)
 
-# The reference count of a storage. Without it no input is released. 2.11 to 2.13.
+# The reference count of a storage. Without it nothing is offloaded. 2.11 to 2.13.
 storage_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 # The reference count of a tensor, and the code that starts a backward. Without them, plans count a new tensor for each

@@ -13,7 +13,6 @@ from sac.blocks.chunks import find_chains, install_chunks
 from sac.blocks.find import (
     Block,
     divided,
-    drop_frozen,
     find_blocks,
     idle_note,
     is_stage,
@@ -80,10 +79,6 @@ def apply(
     if not blocks:
         warnings.warn(notes[0], SacWarning, stacklevel=_USER)
         return model
-    blocks, left_alone = drop_frozen(blocks, model)
-    if not blocks:
-        warnings.warn("every block of this model is frozen: sac.apply had nothing to do", SacWarning, stacklevel=_USER)
-        return model
     for problem in rules_without_place(resolved, blocks, strict=config.strict, stage=stage):
         warnings.warn(str(problem), SacWarning, stacklevel=_USER)
     notes += _unplanned(policy, blocks)
@@ -91,8 +86,7 @@ def apply(
     pairs = [] if chains else groups_of(resolved, blocks, config.mode)
     rules = rules_here(policy.rules, blocks) if stage else policy.rules
     watch = UnmatchedRules((block.path for block, _ in pairs), rules, strict=config.strict)
-    frozen = tuple(block.path for block in left_alone)
-    applied = Applied(config.mode, (), watch, frozen, notes, settings)
+    applied = Applied(config.mode, (), watch, notes, settings)
     for note in notes:  # before any change: a warning filter may turn a warning into an error
         warnings.warn(note, SacWarning, stacklevel=_USER)
     applied.restores = turn_off_cache(model)
@@ -143,7 +137,7 @@ def _choose_blocks(model: nn.Module, config: Config, policy: Policy) -> tuple[tu
     A stage without blocks has no such modules; see Note [Stages].
     """
     patterns = config.blocks or policy.blocks
-    blocks = find_blocks(model, patterns=patterns, scope=config.scope)
+    blocks = find_blocks(model, patterns=patterns)
     stage = is_stage(model, blocks)
     chosen = tuple(block for block in blocks if _is_chosen(block, config, policy))
     if not chosen and stage:
@@ -175,9 +169,10 @@ def _apart_from_attention(model: nn.Module, chosen: Sequence[Block], config: Con
     """Return the blocks whose attention cannot be recomputed; see Note [K/V cache]."""
     if not shares_kv(model):
         return []
-    language = [block for block in chosen if block.tower == "language"]
+    stacks = {block.stack for block in chosen if shares_kv(block.module)} or {block.stack for block in chosen}
+    sharing = [block for block in chosen if block.stack in stacks]
     reentrant = config.options.use_reentrant is True
-    return [block for block in language if reentrant or not takes_shared_kv(block.module)]
+    return [block for block in sharing if reentrant or not takes_shared_kv(block.module)]
 
 
 def _sharing(model: nn.Module) -> str:
@@ -276,4 +271,4 @@ def blocks_at(model: nn.Module, modules: Iterable[nn.Module]) -> list[Block]:
         if node.path and wanted.pop(id(node.module), None) is not None:
             nodes[node.path] = node
     inside = list(numbered_blocks(model, nodes))
-    return inside + [Block(type(module).__name__, module, 0, "", 1, "language") for module in wanted.values()]
+    return inside + [Block(type(module).__name__, module, 0, "", 1) for module in wanted.values()]

@@ -12,7 +12,6 @@ from torch import nn
 
 from sac.blocks.paths import Node, children_of, clean_path, join, root_node, walk
 from sac.blocks.stacks import STACK_NAMES, STRONG, find_stacks, is_callable, numbering
-from sac.blocks.towers import TOWERS, Towers, parse_scope
 from sac.errors import ConfigError, ModelError, Problem, listing, nearest
 from sac.policy.model import Rule
 
@@ -28,7 +27,6 @@ class Block:
     layer: int  # its index within its stack
     stack: str  # path of the stack: "model.layers"
     stack_size: int  # number of layers in the whole stack
-    tower: str  # language, vision, audio, or multimodal (projectors, resamplers)
 
 
 # -- Pipeline stages: models that hold some or none of the blocks of the whole model
@@ -86,60 +84,9 @@ def _held(module: nn.Module) -> int:
     return sum(child is not None and not isinstance(child, nn.Identity) for child in module._modules.values())
 
 
-# -- Frozen towers: blocks that no gradient needs to pass through
-
-# Towers that may run before each tower: encoders start from their own inputs, projectors follow encoders, and the
-# language model follows all.
-UPSTREAM = {
-    "vision": frozenset({"vision"}),
-    "audio": frozenset({"audio"}),
-    "multimodal": frozenset({"vision", "audio", "multimodal"}),
-    "language": frozenset(TOWERS),
-}
-
-
-def is_trained(module: nn.Module) -> bool:
-    """Return whether any parameter at or below ``module`` requires grad; an adapter's parameters count."""
-    return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def drop_frozen(blocks: Sequence[Block], model: nn.Module) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
-    """Return the blocks through which a gradient may pass, and the blocks to leave alone, each in order.
-
-    A stack is left alone if none of its blocks is trained and nothing trained can run before it: no parameter of its
-    own tower or of the towers that feed it requires grad. A vision or audio tower is fed by itself only, a projector by
-    those two and itself, a language model by everything. So a frozen vision tower is left alone, with or without a
-    trained projector after it. A frozen language model after a trained projector keeps its blocks, since the
-    projector's gradient passes through them.
-
-    If nothing at all is trained, no block is left alone: usually adapters are added later. Regions that no gradient
-    passes through keep nothing and are not recomputed.
-    """
-    if not is_trained(model):
-        return tuple(blocks), ()
-    trained_stacks = {block.stack for block in blocks if is_trained(block.module)}
-    trained_towers = _trained_towers(model)
-    kept = tuple(
-        block
-        for block in blocks
-        if block.stack in trained_stacks or not trained_towers.isdisjoint(UPSTREAM[block.tower])
-    )
-    return kept, tuple(block for block in blocks if block not in kept)
-
-
-def _trained_towers(model: nn.Module) -> frozenset[str]:
-    towers = Towers(model)
-    direct = (
-        node.path
-        for node in walk(model)
-        if any(p.requires_grad for p in node.module._parameters.values() if p is not None)
-    )
-    return frozenset(towers.of(path) for path in direct)
-
-
 # -- The transformer blocks of a model and their sub-modules
 
-__all__ = ["Block", "clean_path", "drop_frozen", "find_blocks", "is_trained"]
+__all__ = ["Block", "clean_path", "find_blocks"]
 
 LOOKED_FOR = (
     "a ModuleList, Sequential or numbered ModuleDict of modules with parameters and parts; Hugging Face layers; "
@@ -158,30 +105,18 @@ class Pattern(Protocol):
         """Return whether the pattern matches the module at ``path``."""
 
 
-def find_blocks(
-    model: nn.Module,
-    *,
-    patterns: Sequence[Pattern] = (),
-    scope: str | Sequence[str] = "all",
-) -> tuple[Block, ...]:
+def find_blocks(model: nn.Module, *, patterns: Sequence[Pattern] = ()) -> tuple[Block, ...]:
     """Return the blocks of a model in model order, each module once and never one inside another.
 
     Without ``patterns``, blocks are recognised by the structure of the model (Note [What is a block] in ``stacks.py``).
     With ``patterns``, a block is a module that any pattern matches, by clean path or by its path in ``named_modules``.
-    Only blocks of the towers that ``scope`` names are returned. The result may be empty for a pipeline stage (see Note
-    [Stages]).
+    The result may be empty for a pipeline stage (see Note [Stages]).
 
-    Raises ``ModelError`` if there is no block, no block in the scope, or a pattern matches nothing; ``ConfigError`` for
-    an invalid scope.
+    Raises ``ModelError`` if there is no block, or a pattern matches nothing.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(Problem("model", f"{type(model).__name__} is not a torch.nn.Module"))
-    towers = parse_scope(scope)
-    blocks = _matched(model, patterns) if patterns else _recognised(model)
-    inside = tuple(block for block in blocks if block.tower in towers)
-    if blocks and not inside:
-        raise ModelError(_out_of_scope(model, blocks, scope))
-    return inside
+    return _matched(model, patterns) if patterns else _recognised(model)
 
 
 def divided(blocks: Iterable[Block], parts_of: Callable[[Block], Iterable[Block]]) -> tuple[Block, ...]:
@@ -217,11 +152,11 @@ def _is_simple(module: nn.Module) -> bool:
 def part_of(block: Block, node: Node) -> Block:
     """Return the ``Block`` of a module inside ``block``; the path of ``node`` is relative to ``block``."""
     path = f"{block.path}.{node.path}" if block.path else node.path
-    return Block(path, node.module, block.layer, block.stack, block.stack_size, block.tower)
+    return Block(path, node.module, block.layer, block.stack, block.stack_size)
 
 
 def _recognised(model: nn.Module) -> tuple[Block, ...]:
-    towers, nodes = Towers(model), list(walk(model))
+    nodes = list(walk(model))
     modules = {node.path: node.module for node in nodes}
     found, emptied = [], emptied_stacks(model)
     for stack in find_stacks(model):
@@ -229,7 +164,7 @@ def _recognised(model: nn.Module) -> tuple[Block, ...]:
             continue
         size = _counted_size(modules, stack.path, stack.size)
         for node, layer in zip(stack.nodes, stack.layers, strict=True):
-            found.append(Block(node.path, node.module, layer, stack.path, size, towers.of(node.path)))
+            found.append(Block(node.path, node.module, layer, stack.path, size))
     if not found and not emptied:
         raise ModelError(_not_found(model))
     order = {id(node.module): index for index, node in enumerate(nodes)}
@@ -283,7 +218,6 @@ def _raw_path(node: Node) -> str:
 
 def numbered_blocks(model: nn.Module, chosen: dict[str, Node]) -> Iterator[Block]:
     """Yield the ``chosen`` modules of ``model`` (by clean path) as blocks, numbered within their stacks."""
-    towers = Towers(model)
     modules = {node.path: node.module for node in walk(model, repeats=True)}
     members: dict[str, list[str]] = {}
     for path in chosen:
@@ -296,7 +230,7 @@ def numbered_blocks(model: nn.Module, chosen: dict[str, Node]) -> Iterator[Block
         numbered.update({path: (layer, size) for path, layer in zip(paths, layers, strict=True)})
     for path, node in chosen.items():
         layer, size = numbered[path]
-        yield Block(path, node.module, layer, path.rpartition(".")[0], size, towers.of(path))
+        yield Block(path, node.module, layer, path.rpartition(".")[0], size)
 
 
 def _not_found(model: nn.Module) -> Problem:
@@ -336,19 +270,6 @@ def _described(node: Node) -> str:
         counts[type(child).__name__] = counts.get(type(child).__name__, 0) + 1
     inside = ", ".join(f"{count} {name}" for name, count in counts.items())
     return f"{node.path or 'the model'} ({type(node.module).__name__} of {inside})"
-
-
-def _out_of_scope(model: nn.Module, blocks: Sequence[Block], scope: str | Sequence[str]) -> Problem:
-    counts: dict[str, int] = {}
-    for block in blocks:
-        counts[block.tower] = counts.get(block.tower, 0) + 1
-    have = ", ".join(f"{tower} ({count} blocks)" for tower, count in counts.items())
-    wanted = scope if isinstance(scope, str) else ", ".join(scope)
-    return Problem(
-        type(root_node(model).module).__name__,
-        f"no block of this model is in scope {wanted}; it has {have}",
-        fix=f"scope: {next(iter(counts))}, or scope: all",
-    )
 
 
 def _matches_nothing(model: nn.Module, pattern: Pattern, fits: Sequence[Node], nodes: Sequence[Node]) -> Problem:

@@ -169,7 +169,6 @@ class Applied:
     mode: str
     restores: tuple[Undoable, ...]
     unmatched: UnmatchedRules
-    left_alone: tuple[str, ...] = ()  # paths of frozen blocks
     notes: tuple[str, ...] = ()
     settings: Settings = PLAIN
     fitting: Any = None  # the controller of a budget

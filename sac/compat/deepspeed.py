@@ -192,7 +192,7 @@ def keeping_of(section: ActivationCheckpointing, mpu: Any) -> InputStoring | Non
         group = model_parallel_group(mpu)
         if group is not None:
             inner = placement if placement is not None else OnDevice()
-            placement = Scattered.over(process_group(group), inner, verify=FirstCalls(), prefetch=0) or placement
+            placement = Scattered.over(process_group(group), inner, FirstCalls()) or placement
     return InputStoring(placement, _is_activation) if placement is not None else None
 
 

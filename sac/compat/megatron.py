@@ -7,7 +7,7 @@ used, so its layers and this module use the same ones. Without it, pass the grou
 and the ranks to ``model_parallel_cuda_manual_seed``.
 
 Intentional differences: regions are non-reentrant, so recomputation stops early and ``torch.autograd.grad`` works; the
-caller's tensor is not touched unless ``release_input=True``; autocast is restored; arguments and results have any
+caller's tensor is not touched; autocast is restored; arguments and results have any
 structure. FP8 state of TransformerEngine is restored, whatever ``fp8`` says.
 """
 
@@ -25,7 +25,7 @@ from sac.compat.keywords import Keyword, options_of, raise_if
 from sac.compat.output_discarding import Discardable, discard, lent_inputs, run_discardable
 from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
 from sac.errors import ConfigError, Problem, RegionError
-from sac.full import FullConfig, RngTracker, seed_model_parallel
+from sac.full import RngTracker, seed_model_parallel
 from sac.recompute.torch_checkpoint import run_in_eager
 from sac.region.fp8_state import check_fp8
 from sac.rng_tracker import DATA_PARALLEL, EXPERT_PARALLEL
@@ -304,22 +304,17 @@ __all__ = [
 ]
 
 _NAME = "megatron.checkpoint"
-_RELEASING = FullConfig(release_input=True)
 
 
-def checkpoint(
-    function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any, release_input: bool = False
-) -> Any:
+def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any) -> Any:
     """Run ``function(*args)`` as a region that is recomputed in backward; return its result.
 
     ``distribute_saved_activations``: keep the first floating-point input scattered over the tensor-parallel group; None
-    means false, as in Megatron. ``release_input``: in addition, and as in Megatron, the caller's tensor holds only this
-    rank's share, flat, from the end of the forward until backward. The tracker of ``get_cuda_rng_tracker`` is always
-    restored for recomputation. Without grad mode this is the plain call.
+    means false, as in Megatron. The tracker of ``get_cuda_rng_tracker`` is always restored for recomputation. Without
+    grad mode this is the plain call.
 
-    Raises ``ConfigError`` if there is no group to scatter over, for ``release_input`` without scattering, and for FP8
-    in a version of TransformerEngine whose state cannot be restored; ``RegionError`` in backward as ``sac.checkpoint``
-    does.
+    Raises ``ConfigError`` if there is no group to scatter over, and for FP8 in a version of TransformerEngine whose
+    state cannot be restored; ``RegionError`` in backward as ``sac.checkpoint`` does.
     """
     if distribute_saved_activations is None:
         distribute_saved_activations = False
@@ -335,6 +330,6 @@ def checkpoint(
         tp_group=tensor_model_parallel_group(_NAME) if distribute_saved_activations else None,
         get_rng_state_tracker=get_cuda_rng_tracker,
     )
-    settings = settings_of(_RELEASING if release_input else DEFAULT_CONFIG, options, _NAME)
+    settings = settings_of(DEFAULT_CONFIG, options, _NAME)
     with lent_inputs(args):
         return run_with(settings, function, args, {})

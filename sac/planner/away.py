@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sac.policy.model import OffloadSection
-from sac.stores.prefetch import CallNode
+from sac.stores.backward_order import CallNode
 from sac.stores.transfers import HostBuffer, HostCopy, HostPool, TransferLimits, Transfers, TransfersByDevice
 
 # Note [Transfers without data]

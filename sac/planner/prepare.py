@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sac.blocks.applying import refuse_existing_checkpointing
-from sac.blocks.find import drop_frozen, find_blocks
+from sac.blocks.find import find_blocks
 from sac.blocks.install import ours_on
 from sac.blocks.kv_cache import turn_off_cache
 from sac.config import family_policy
@@ -77,7 +77,7 @@ def prepare(
     extra = optimizer_bytes(optimizer, copied.parameters())
     turn_off_cache(copied)
     given = inputs if real else fake_inputs(inputs, mode)
-    blocks, _ = drop_frozen(find_blocks(copied), copied)
+    blocks = find_blocks(copied)
     tensors = [*copied.parameters(), *(one for one in tree_leaves(given) if isinstance(one, Tensor))]
     if not blocks or not any(tensor.requires_grad for tensor in tensors):
         raise ModelError(Problem(type(model).__name__, "every block of this model is frozen: there is nothing to plan"))

@@ -170,9 +170,9 @@ class Region:
             self.evidence.require_recorder()
             warnings.warn(str(frame.kept_whole), SacWarning, stacklevel=2)
         if self.group.planned is not None and isinstance(recorder, (RerunRecorder, ReplayRecorder)):
-            check_planned_signature(self.group.planned, recorder.op_trace, self.path)  # before inputs are released
+            check_planned_signature(self.group.planned, recorder.op_trace, self.path)
         if settings.input_storing is not None or table.offloads:
-            inputs.finish(settings.input_storing, args, kwargs, output)
+            inputs.finish(output)
         self.stats.offloads = frame.offloads
         self.stats.stalls = inputs.call.stalls if inputs.call is not None else None
         if isinstance(recorder, (RerunRecorder, ReplayRecorder)):

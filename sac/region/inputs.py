@@ -18,9 +18,9 @@ from sac.region.holders import ITERATORS, copy_of_iterator
 from sac.region.module_state import UnseenWriteError, spare_of
 from sac.region.python_state import holds_state
 from sac.region.rng import is_random_source
-from sac.stores.prefetch import CallNode
+from sac.stores.backward_order import CallNode
 from sac.stores.saved_tensor import SavedLeaves, SavedTensor
-from sac.stores.store import InputStoring, StoredInput, check_releasable, is_worth_it
+from sac.stores.store import InputStoring, StoredInput
 from sac.tensors import describe, shares_storage, storage_sizes, version_of
 from sac.torch_private import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
@@ -300,8 +300,6 @@ class RegionInputs(SavedLeaves):
             kept = self._leaves[position]
             if kept.stored is None:
                 name = partial(argument_name, args, kwargs, position)
-                if input_storing.release:
-                    check_releasable(leaves[position], leaves, name)
                 kept.stored = StoredInput(leaves[position], input_storing.store, call, (path, position), name)
 
     def follow(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -315,25 +313,10 @@ class RegionInputs(SavedLeaves):
         """Return the leaves of the call, each at its position. ``args`` and ``kwargs`` are those of the constructor."""
         return [*args, *kwargs.values()] if self._spec is None else tree_leaves((args, kwargs))
 
-    def finish(
-        self, input_storing: InputStoring | None, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        """After ``close``, if ``store`` or ``follow`` was called: mark the results, and release the chosen inputs.
-
-        See Note [Prefetched gathers] and Note [Released inputs].
-        """
-        results = tree_leaves(output)
+    def finish(self, output: Any) -> None:
+        """After ``close``, if ``store`` or ``follow`` was called: mark the results; see Note [Order of backward]."""
         if self.call is not None:
-            self.call.mark(results)
-        if input_storing is not None and input_storing.release:
-            leaves = self.leaves_of(args, kwargs)
-            returned = {id(result) for result in results}
-            for kept in self.tensors:
-                tensor = leaves[kept.position]
-                if kept.stored is None or kept.written or id(tensor) in returned:
-                    continue
-                if is_worth_it(tensor):
-                    kept.stored.release(tensor)
+            self.call.mark(tree_leaves(output))
 
     def close(self, hooks: PackHooks | None, path: str) -> None:
         """At the end of the forward: check versions, and pass the data to the surrounding hooks."""
@@ -371,7 +354,7 @@ class RegionInputs(SavedLeaves):
         if self._leaves is None:
             raise AssertionError("a region's inputs were used after they were dropped")
         storages: dict[int, torch.UntypedStorage] = {}
-        fetched = {kept.stored: kept.stored.fetch(path) for kept in self.tensors if kept.stored is not None}
+        fetched = {kept.stored: kept.stored.fetch() for kept in self.tensors if kept.stored is not None}
         again = {kept: kept.rebuild(storages, fetched, path, start) for kept in self.tensors}
         objects = {kept: kept.rebuild() for kept in self._objects}
         leaves = [

@@ -258,8 +258,7 @@ class ModuleState:
                     where=where or "region",
                     found=f"parameter {name!r} ({describe(one)}) was changed in place after the forward: it is at "
                     f"version {version_of(one)}, backward expects version {version}",
-                    fix="step the optimizer when every backward of these weights is done; determinism_check: none "
-                    "turns this check off",
+                    fix="step the optimizer when every backward of these weights is done",
                 )
         return None
 
@@ -302,7 +301,7 @@ class ModuleState:
             problem = Problem(
                 where=where or "region",
                 found=f"{self._named(one.tensor)}({describe(one.tensor)}) was changed in place after the forward",
-                fix="do not write to it between forward and backward; determinism_check: none turns this check off",
+                fix="do not write to it between forward and backward",
             )
             if not self._is_buffer(one.tensor):
                 return problem

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from sac.outer_hooks import OuterPacked
+from sac.stores.backward_order import CallNode
 from sac.stores.layout import distributed_again, distribution_of, local_of
-from sac.stores.prefetch import CallNode
 from sac.stores.saved_tensor import SavedTensor
 from sac.stores.transfers import HostCopy, Transfers, TransfersByDevice
 from sac.tensors import Place, detached, lazy_bits, place_of, version_of, with_lazy_bits

@@ -15,10 +15,9 @@ from sac.errors import ConfigError, Problem, RegionError
 from sac.outer_hooks import PackHooks
 from sac.policy.syntax import shown
 from sac.stores.layout import is_dtensor
-from sac.stores.prefetch import CallNode, Gather
 from sac.stores.saved_tensor import AtHand
 from sac.stores.store import ArgumentInfo, InputStore, OnDevice, StoredTensor
-from sac.torch_private import NO_TASK, current_graph_task_id, named_process_group
+from sac.torch_private import gather_into, named_process_group
 
 # -- The process group
 
@@ -234,43 +233,38 @@ class FirstCalls:
         self._counts[position[0]] = self._counts.get(position[0], 0) + 1
 
 
-Verify = bool | VerifiedOnce
-
-
 class Scattered(InputStore):
     """Keeps this rank's share of each tensor, and gathers the shares of the group in recomputation.
 
-    ``inner`` keeps the share. ``verify``: whether tensors are compared over the group first, or the places that need no
-    comparison (Note [Compared once]). ``prefetch``: for how many regions ahead gathers are started.
+    ``inner`` keeps the share. ``compared``: the places whose tensors need no comparison over the group (Note [Compared
+    once]).
     """
 
-    def __init__(self, group: Any, inner: InputStore, *, verify: Verify = False, prefetch: int = 0) -> None:
+    def __init__(self, group: Any, inner: InputStore, compared: VerifiedOnce) -> None:
         self.group = group
         self.inner = inner
-        self.verify = verify
-        self.prefetch = prefetch
+        self.compared = compared
         self.size: int = group.size()
         self.rank: int = group.rank()
 
     @classmethod
-    def over(cls, group: Any, inner: InputStore, *, verify: Verify, prefetch: int) -> InputStore | None:
+    def over(cls, group: Any, inner: InputStore, compared: VerifiedOnce) -> InputStore | None:
         """Return the store over ``group``, whose shares ``inner`` keeps; None for a group of one rank.
 
         ``group`` is a process group or a mesh of one dimension for which ``group_problem`` has found no problem.
         """
         over = process_group(group)
-        return None if over.size() == 1 else cls(over, inner, verify=verify, prefetch=prefetch)
+        return None if over.size() == 1 else cls(over, inner, compared)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scattered:
-        inner = copy.deepcopy(self.inner, memo)
-        return Scattered(self.group, inner, verify=_anew(self.verify), prefetch=self.prefetch)
+        return Scattered(self.group, copy.deepcopy(self.inner, memo), set())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (reference_to(self.group), self.inner, _anew(self.verify), self.prefetch)
+        return _unpickled, (reference_to(self.group), self.inner)
 
     def with_inner(self, inner: InputStore) -> Scattered:
         """Return a store over the same group, whose shares ``inner`` keeps."""
-        return Scattered(self.group, inner, verify=self.verify, prefetch=self.prefetch)
+        return Scattered(self.group, inner, self.compared)
 
     def accepts(self, tensor: torch.Tensor) -> bool:
         """Return whether the group can gather the tensor, and all ranks have the same tensor.
@@ -292,18 +286,14 @@ class Scattered(InputStore):
             padded = flat.new_zeros(elements)
             padded[: share.numel()] = share
             share = padded
-        return StoredShare(self, self.inner.put(share, argument), flat.numel(), argument)
+        return StoredShare(self, self.inner.put(share, argument), flat.numel())
 
     def _compare(self, flat: torch.Tensor, argument: ArgumentInfo) -> None:
         """Raise if verification is due and the ranks do not have the same tensor."""
-        if isinstance(self.verify, bool):
-            if self.verify:
-                check_replicated(flat, argument, self.group)
-            return
         position = (self.group, *argument.position)
-        if position not in self.verify:
+        if position not in self.compared:
             check_replicated(flat, argument, self.group)
-            self.verify.add(position)
+            self.compared.add(position)
 
     def describe(self) -> str:
         """Say where inputs are kept."""
@@ -311,65 +301,34 @@ class Scattered(InputStore):
         return f"scattered over {self.size} ranks{inner}"
 
 
-def _anew(verify: Verify) -> Verify:
-    return verify if isinstance(verify, bool) else set()
+def _unpickled(reference: str | None, inner: InputStore) -> Scattered:
+    return Scattered(named_group(reference), inner, set())
 
 
-def _unpickled(reference: str | None, inner: InputStore, verify: Verify, prefetch: int) -> Scattered:
-    return Scattered(named_group(reference), inner, verify=verify, prefetch=prefetch)
+def gathered(share: torch.Tensor, group: Any) -> torch.Tensor:
+    """Return the flat shares of all ranks of ``group``, one after another."""
+    assert gather_into is not None, "torch has no torch.distributed"
+    full = share.new_empty(group.size() * share.numel())
+    if share.numel():
+        gather_into(full.view(torch.uint8), share.view(torch.uint8), group=group)  # as bytes: backends know few dtypes
+    return full
 
 
 class StoredShare(StoredTensor):
     """This rank's share of a flat tensor; see Note [Shares]."""
 
-    __slots__ = (
-        "__weakref__",
-        "_call",
-        "_elements",
-        "_gather",
-        "_group",
-        "_inner",
-        "_packed",
-        "_prefetch",
-        "fetched_in",
-    )
+    __slots__ = ("_elements", "_group", "_inner")
 
-    def __init__(self, scattered: Scattered, inner: StoredTensor, elements: int, argument: ArgumentInfo) -> None:
+    def __init__(self, scattered: Scattered, inner: StoredTensor, elements: int) -> None:
         super().__init__()
         self._group = scattered.group
         self._inner: StoredTensor | None = inner
         self._elements = elements
-        self._gather: Gather | None = None
-        self._packed = False
-        self._prefetch = scattered.prefetch
-        self._call: CallNode | None = None
-        self.fetched_in = NO_TASK
-        if self._prefetch:
-            self._call = argument.call
-            self._call.add_share(self, argument.tensor)
 
     def fetch(self, at_hand: AtHand | None = None) -> torch.Tensor:
-        """Return the whole flat tensor, from a gather started earlier or a new one."""
+        """Return the whole flat tensor."""
         assert self._inner is not None, "fetched after it was dropped"
-        gather, self._gather = self._gather or Gather(self._inner.fetch(), self._group), None
-        self.fetched_in = current_graph_task_id()
-        return gather.wait()[: self._elements]
-
-    def start(self) -> bool:
-        """Start the gather if possible and not already running; return whether this call started it.
-
-        It is not possible if hooks around the region hold the share: an outer region may have to recompute it first.
-        """
-        if self._inner is None or self._packed or self._gather is not None:
-            return False
-        self._gather = Gather(self._inner.fetch(), self._group)
-        return True
-
-    def let_go(self) -> None:
-        """Release a gather that was not fetched, after waiting for its end: until then it writes to its memory."""
-        gather, self._gather = self._gather, None
-        if gather is not None:
-            gather.wait()
+        return gathered(self._inner.fetch(), self._group)[: self._elements]
 
     def settle(self) -> None:
         """Make sure that the copy is done."""
@@ -379,21 +338,15 @@ class StoredShare(StoredTensor):
     def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
         """Hand the share to the hooks."""
         if self._inner is not None:
-            self._packed = True
             self._inner.pack_with_outer_hooks(hooks)
 
     def prefetch(self) -> None:
-        """Start the gathers of the regions that backward reaches next, and the copies of their shares."""
-        if self._inner is not None and not self._packed:
+        """Start to copy back what backward needs next."""
+        if self._inner is not None:
             self._inner.prefetch()
-        if self._call is not None:
-            self._call.start_before(self._prefetch)
 
     def drop(self) -> None:
         """Release the share."""
-        self.let_go()
-        if self._call is not None:
-            self._call.forget()
         if self._inner is not None:
             self._inner.drop()
             self._inner = None

@@ -18,8 +18,8 @@ import torch
 from sac.errors import Problem, RegionError, SacWarning
 from sac.policy.model import OffloadSection
 from sac.policy.read import bytes_text
+from sac.stores.backward_order import CallNode
 from sac.stores.host_limit import default_limit
-from sac.stores.prefetch import CallNode
 from sac.stores.stalls import timed_events
 from sac.torch_private import NO_TASK, ending_task, when_backward_ends
 
@@ -42,7 +42,7 @@ from sac.torch_private import NO_TASK, ending_task, when_backward_ends
 #
 # Limits. Sources stay on the device until more than `in_flight` bytes are on their way down; then the oldest are freed.
 # So the values of the last regions, to which backward comes first, are still there, and nothing is copied up for them.
-# What backward needs next (Note [Prefetched gathers]) is brought up while less than `ahead` bytes have been brought up
+# What backward needs next (Note [Order of backward]) is brought up while less than `ahead` bytes have been brought up
 # ahead or are still on their way down.
 #
 # The end. The graph holds the copies. When it drops one, the buffer goes back to the pool with the event of the last

@@ -11,7 +11,6 @@ PAGE = "docs/troubleshooting.md"
 NOT_MET = {  # about arguments, with what is legal
     "… is not a torch.nn.Module",
     "… is not known",
-    "… is not a part of a model",
     "model is a …",
     "recompute_granularity=… is in the config of …",  # a part of the one on the model's own checkpointing
 }

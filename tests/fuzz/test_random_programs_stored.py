@@ -31,9 +31,6 @@ def examples(draw: st.DrawFn, stores: tuple[str, ...]) -> Example:
     hypothesis.assume(needs_grad(program))
     value = {**draw(values("apply")), "store": draw(st.sampled_from(stores))}
     value["keep"] = draw(st.sampled_from(["first", "all"]))
-    value["release_input"] = draw(st.booleans())
-    if stores is OVER_RANKS:
-        value |= {"prefetch": draw(st.integers(0, 2)), "verify_replicated": draw(st.booleans())}
     return program, value, draw(st.sampled_from(BACKWARDS))
 
 

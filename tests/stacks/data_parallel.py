@@ -53,11 +53,10 @@ MODES: dict[str, Any] = {
         "mode": "selective",
         "policy": WHOLE_MODULES,
         "distribute_saved_activations": True,
-        "verify_replicated": True,
     },
     "full, reentrant": {"mode": "full", "use_reentrant": True},
-    "full, scattered": {"mode": "full", "distribute_saved_activations": True, "verify_replicated": True},
-    "selective, scattered": {"mode": "selective", "distribute_saved_activations": True, "verify_replicated": True},
+    "full, scattered": {"mode": "full", "distribute_saved_activations": True},
+    "selective, scattered": {"mode": "selective", "distribute_saved_activations": True},
 }
 SCATTERED = ("full, scattered", "selective, scattered")  # they need `same_data=True`: no data parallelism over them
 TORCH_MODES = ("torch full", "torch selective")

@@ -19,7 +19,7 @@ from tests.stacks.decoders import BLOCKS, ExpertsBlock, decoder
 from tests.support.model_zoo import tiny
 from tests.support.ranks import run_ranks
 
-SCATTERED = {"mode": "selective", "distribute_saved_activations": True, "prefetch": 1}
+SCATTERED = {"mode": "selective", "distribute_saved_activations": True}
 CHUNKS = {"mode": "full", "layers": {"uniform": 2}}
 
 

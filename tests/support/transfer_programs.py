@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sac.stores.prefetch import CallNode
+from sac.stores.backward_order import CallNode
 from sac.stores.transfers import HostCopy, TransferLimits, Transfers
 from tests.support.simulated_streams import Simulation
 

@@ -21,10 +21,10 @@ from sac.policy.patterns import PathPattern
 from sac.region.settings import PLAIN
 
 KEYS = (
-    "mode, policy, engine, verify, blocks, layers, scope, granularity, strict, "
+    "mode, policy, engine, verify, blocks, layers, granularity, strict, "
     "budget, optimizer, replan, plan_cache, use_reentrant, "
-    "distribute_saved_activations, preserve_rng_state, early_stop, determinism_check, keep, store, num_checkpoints, "
-    "verify_replicated, prefetch, release_input, state, generators, freeze_buffers, host_memory"
+    "distribute_saved_activations, preserve_rng_state, early_stop, keep, store, num_checkpoints, "
+    "state, generators, freeze_buffers, host_memory"
 )
 WORDS = "none, full, selective, a shipped policy's name, a path to a YAML file, or a mapping"
 SHIPPED = ", ".join(shipped_policies())
@@ -85,7 +85,6 @@ def test_every_key() -> None:
             "verify": "Always",
             "blocks": ["model.layers.*"],
             "layers": {"last": 2},
-            "scope": ["Language", "vision"],
             "granularity": "SubModule",
             "strict": True,
         }
@@ -98,7 +97,6 @@ def test_every_key() -> None:
         "always",
         blocks,
         Layers(last=2),
-        ("language", "vision"),
         "submodule",
         True,
     )
@@ -126,7 +124,6 @@ def test_defaults_are_legal_as_they_are() -> None:
 
 
 MODE_MISSING = "activation_checkpointing.mode: the key `mode` is missing\n    legal: none, full, selective"
-SCOPES_LEGAL = "    legal: all, language, vision, audio, multimodal, or a list of them"
 LAYERS_LEGAL = (
     "    legal: all, {first: n}, {block: n}, {last: n}, {every: k, offset: j}, {fraction: f}, a list such as "
     '["0-7", "12"], or chunks of layers: sqrt, {uniform: n}'
@@ -212,23 +209,6 @@ ILLEGAL: dict[str, tuple[Any, str]] = {
         {"mode": "full", "layers": {"frist": 3}},
         'activation_checkpointing.layers.frist: unknown key "frist" in layers\n    did you mean: first\n'
         '    legal: first, block, last, every, offset, fraction, uniform\n    fix: write "first"',
-    ),
-    "scope": (
-        {"mode": "none", "scope": "lang"},
-        "activation_checkpointing.scope: 'lang' is not a part of a model\n    did you mean: language\n" + SCOPES_LEGAL,
-    ),
-    "scope is a number": (
-        {"mode": "full", "scope": 3},
-        "activation_checkpointing.scope: 3 is not a part of a model\n" + SCOPES_LEGAL,
-    ),
-    "scope is empty": (
-        {"mode": "full", "scope": []},
-        "activation_checkpointing.scope: [] is not a part of a model\n" + SCOPES_LEGAL,
-    ),
-    "two scopes wrong": (
-        {"mode": "full", "scope": ["visio", "audio", 4]},
-        "activation_checkpointing.scope: 'visio' is not a part of a model\n    did you mean: vision\n"
-        f"{SCOPES_LEGAL}\nactivation_checkpointing.scope: 4 is not a part of a model\n{SCOPES_LEGAL}",
     ),
     "granularity": (
         {"mode": "full", "granularity": "blocks"},

@@ -29,7 +29,6 @@ QUOTE = "    fix: quote the word that is meant: YAML 1.1 reads on, off, yes and 
 STORES = "    legal: whole, scattered, host, contiguous, or some of the last three joined by +"
 KEEPS = "    legal: first, all, or a predicate (position, tensor) -> bool"
 COUNT = "    legal: a whole number, 1 or more"
-AHEAD = "    legal: a whole number, 0 or more"
 PROVIDERS = "    legal: a tuple of objects with snapshot() and restore(state)"
 GENERATORS = "    legal: a tuple of torch.Generator"
 
@@ -112,19 +111,6 @@ ILLEGAL: dict[str, tuple[dict[str, Any], str]] = {
         "num_checkpoints: it counts the slots of a contiguous store, but `store` is not contiguous\n"
         "    fix: choose store contiguous, or leave num_checkpoints out",
     ),
-    "verify is a word": (
-        {"verify_replicated": "on"},
-        "verify_replicated: 'on' is not first, true or false\n    legal: first, true, false\n"
-        "    fix: write true, without quotes",
-    ),
-    "prefetch is true": ({"prefetch": True}, f"prefetch: True is not a number of regions\n{AHEAD}"),
-    "prefetch is less than none": ({"prefetch": -1}, f"prefetch: -1 is not a number of regions\n{AHEAD}"),
-    "prefetch is empty": ({"prefetch": None}, f"prefetch: None is not a number of regions\n{AHEAD}"),
-    "prefetch has no end": ({"prefetch": float("inf")}, f"prefetch: inf is not a number of regions\n{AHEAD}"),
-    "release is one": (
-        {"release_input": 1},
-        f"release_input: 1 is not true or false\n{FLAG}\n    fix: write true, without quotes",
-    ),
     "memory is a word": (
         {"host_memory": "much"},
         "host_memory: 'much' is not an amount of host memory: it is not a number with a unit\n"
@@ -150,8 +136,8 @@ ILLEGAL: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a seed as generator": ({"generators": 3}, f"generators: 3 is none of them\n{GENERATORS}"),
     "two at once": (
-        {"keep": 1, "prefetch": "x"},
-        f"keep: 1 is not a choice of inputs\n{KEEPS}\n%sprefetch: 'x' is not a number of regions\n{AHEAD}",
+        {"keep": 1, "num_checkpoints": "x"},
+        f"keep: 1 is not a choice of inputs\n{KEEPS}\n%snum_checkpoints: 'x' is not a number of checkpoints\n{COUNT}",
     ),
 }
 
@@ -180,10 +166,6 @@ CALL_ILLEGAL = {
     "distribute_saved_activations": ("tp", f"'tp' is not true or false\n{FLAG}"),
     "preserve_rng_state": (None, f"None is not true or false\n{FLAG}"),
     "early_stop": (0, f"0 is not true or false\n{FLAG}\n    fix: write false, without quotes"),
-    "determinism_check": (
-        "defualt",
-        "'defualt' is not a check\n    did you mean: default\n    legal: default, none",
-    ),
 }
 
 
@@ -198,6 +180,15 @@ def test_illegal_switches(key: str, value: Any, text: str) -> None:
     assert str(caught.value) == f"sac.checkpoint.{key}: {text}"
 
 
+def test_a_check_that_there_is_not() -> None:
+    with pytest.raises(ConfigError) as caught:
+        sac.checkpoint(torch.sin, torch.ones(2, requires_grad=True), determinism_check="defualt")
+    assert str(caught.value) == (
+        "sac.checkpoint.determinism_check: 'defualt' is not a check\n    did you mean: default\n"
+        "    legal: default, none"
+    )
+
+
 @pytest.mark.parametrize("key", ["tp_group", "get_rng_state_tracker"])
 def test_arguments_are_no_keys(key: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -208,53 +199,16 @@ def test_arguments_are_no_keys(key: str) -> None:
     )
 
 
-IDLE = {
-    "verify_replicated": (
-        True,
-        "no input is scattered, so there is nothing to compare over the group\n"
-        "    fix: turn distribute_saved_activations on, or leave verify_replicated out",
-    ),
-    "prefetch": (
-        2,
-        "no input is scattered, so there is nothing to gather ahead\n"
-        "    fix: turn distribute_saved_activations on, or leave prefetch out",
-    ),
-    "release_input": (
-        True,
-        "inputs are held whole, so there is nothing that could take the place of the caller's tensor\n"
-        "    fix: turn distribute_saved_activations on, or leave release_input out",
-    ),
-}
-
-
-@pytest.mark.parametrize(("key", "value", "text"), [(key, *rest) for key, rest in IDLE.items()])
-def test_keys_that_need_a_store(key: str, value: Any, text: str) -> None:
-    for mode in ("full", "selective"):
-        with pytest.raises(ConfigError) as caught:
-            sac.apply(nn.Linear(2, 2), {"mode": mode, key: value})
-        assert str(caught.value) == f"activation_checkpointing.{key}: {text}"
-    with pytest.raises(ConfigError) as caught:
-        sac.checkpoint(torch.sin, torch.ones(2, requires_grad=True), config=FullConfig(**{key: value}))
-    assert str(caught.value) == f"sac.checkpoint.{key}: {text}"
-    for scattered in ({"distribute_saved_activations": True}, {"store": "scattered"}):
-        assert getattr(parse_config({"mode": "full", key: value, **scattered}).full, key) == value
-
-
-def test_release_needs_a_copy_of_any_sort() -> None:
-    assert parse_config({"mode": "full", "store": "host", "release_input": True}).full.release_input
-
-
 def test_mode_none_makes_nothing_of_the_keys() -> None:
     """A base config is turned off by its mode, whatever else it says; without a group, too."""
     model = built(llama_stack)
-    base = {"distribute_saved_activations": True, "prefetch": 1, "use_reentrant": True, "layers": "sqrt"}
+    base = {"distribute_saved_activations": True, "use_reentrant": True, "layers": "sqrt"}
     sac.apply(model, {**base, "mode": "none", "policy": "llama", "granularity": "submodule"})
-    sac.apply(model, {"mode": "none", "release_input": True})
     assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_words_in_any_spelling() -> None:
-    value = {"mode": "Full", "keep": " ALL ", "store": "Host + Scattered", "determinism_check": "None"}
+    value = {"mode": "Full", "keep": " ALL ", "store": "Host + Scattered"}
     parsed = parse_config(value)
     assert (parsed.mode, parsed.full.keep, parsed.full.store) == ("full", "all", "scattered+host")
     assert parsed.full == FullConfig(keep="all", store="scattered+host")
@@ -268,11 +222,9 @@ def test_every_key_reaches_the_regions() -> None:
         "use_reentrant": True,
         "preserve_rng_state": False,
         "early_stop": False,
-        "determinism_check": "none",
         "keep": "all",
         "store": "contiguous",
         "num_checkpoints": 3,
-        "release_input": True,
         "state": [COUNTER],
         "generators": [generator],
         "freeze_buffers": False,
@@ -282,14 +234,12 @@ def test_every_key_reaches_the_regions() -> None:
     settings = settings_of(parsed.full, parsed.options, "here")
     assert settings.input_storing is not None
     assert settings.input_storing.store is parsed.full.buffer
-    assert (settings.input_storing.which, settings.input_storing.release) == ("all", True)
+    assert settings.input_storing.which == "all"
     assert (settings.providers, settings.generators) == ((COUNTER,), (generator,))
-    flags = (settings.preserve_rng_state, settings.early_stop, settings.checks_metadata, settings.freeze_buffers)
-    assert flags == (False, False, False, False)
+    assert (settings.preserve_rng_state, settings.early_stop, settings.freeze_buffers) == (False, False, False)
     assert settings.use_reentrant
-    scatter = {"distribute_saved_activations", "verify_replicated", "prefetch"}  # these need a group
     assert settings.transfers.host == 1 << 30
-    assert {*FULL_CONFIG_KEYS, *CALL_KEYS} - value.keys() == scatter
+    assert {*FULL_CONFIG_KEYS, *CALL_KEYS} - value.keys() == {"distribute_saved_activations"}  # it needs a group
 
 
 def test_group_that_nothing_is_scattered_over_is_not_looked_at() -> None:

@@ -121,30 +121,10 @@ def test_no_model() -> None:
     assert str(caught.value) == "sac.apply: model is a str\n    legal: a torch.nn.Module"
 
 
-def test_out_of_scope() -> None:
-    assert refusal(llama(), {"mode": "full", "scope": "vision"}) == (
-        "LlamaForCausalLM: no block of this model is in scope vision; it has language (2 blocks)\n"
-        "    fix: scope: language, or scope: all"
-    )
-
-
 def test_layers_leave_no_block() -> None:
     assert refusal(llama(), {"mode": "full", "layers": ["5-7"]}) == (
         "LlamaForCausalLM: `layers` leaves no block: the model has stacks of 2\n    fix: choose layers that exist"
     )
-
-
-def test_frozen_blocks() -> None:
-    model = tiny("llava")[0]
-    model.model.vision_tower.requires_grad_(False)
-    before = state(model)
-    assert warned(lambda: sac.apply(model, {"mode": "full", "scope": "vision"})) == [
-        "every block of this model is frozen: sac.apply had nothing to do"
-    ]
-    assert state(model) == before
-    with pytest.warns(SacWarning) as caught:
-        sac.apply(model, {"mode": "full", "scope": "vision"})
-    assert [one.filename for one in caught] == [__file__]  # the line of the user's, not one of ours
 
 
 def test_frozen_model_whose_adapters_are_to_come() -> None:
@@ -227,13 +207,6 @@ def test_only_language_blocks_are_divided_for_shared_keys_and_values() -> None:
     assert vision == ["vision_tower.0", "vision_tower.1"]
     language = [path for path in paths(model) if path.startswith("language")]
     assert language == [f"language_model.model.layers.{layer}.mlp" for layer in range(4)]
-
-
-@pytest.mark.filterwarnings("ignore::sac.errors.SacWarning")
-def test_scope_without_the_sharing_tower_is_not_divided() -> None:
-    model = TwoTowers()
-    assert warned(lambda: sac.apply(model, {"mode": "full", "use_reentrant": True, "scope": "vision"})) == []
-    assert paths(model) == ["vision_tower.0", "vision_tower.1"]
 
 
 def test_cache_is_turned_off_and_given_back() -> None:

@@ -123,7 +123,7 @@ def test_container_of_one_block_is_a_model_with_one_block(container) -> None:
     ids=["plain", "experts", "nested-mlp", "encoder-layer", "decoder-layer"],
 )
 def test_model_that_is_one_block(block: nn.Module) -> None:
-    assert find_blocks(block) == (Block("", block, 0, "", 1, "language"),)
+    assert find_blocks(block) == (Block("", block, 0, "", 1),)
 
 
 def test_mixed_classes_are_one_stack() -> None:

@@ -73,22 +73,20 @@ def test_two_arguments_without_scattering():
     assert torch.equal(a.grad, torch.ones(4, 4))
 
 
-def scattering(release_input: bool) -> tuple[tuple[int, ...], bool, Tensor, tuple[int, ...]]:
-    """Megatron's own test of `checkpoint` on two ranks: with `release_input` the caller's tensor is a share of 8."""
+def scattering() -> tuple[tuple[int, ...], bool, Tensor, tuple[int, ...]]:
+    """Megatron's own test of `checkpoint` on two ranks; the caller's tensor stays whole here."""
     megatron.set_tensor_model_parallel_group(dist.group.WORLD)
     first, second = torch.ones(4, 4, requires_grad=True), torch.ones(4, 4, requires_grad=True)
-    out = megatron.checkpoint(lambda a, b: (a + b).exp(), True, first, second, release_input=release_input)
+    out = megatron.checkpoint(lambda a, b: (a + b).exp(), True, first, second)
     during = tuple(first.data.shape)
     is_right = torch.equal(out, torch.full((4, 4), 2.0).exp())
     out.backward(torch.ones(4, 4))
     return during, is_right, first.grad, tuple(first.data.shape)
 
 
-@pytest.mark.parametrize("release_input", [False, True])
-def test_two_arguments_of_which_the_first_is_scattered(release_input):
-    shape = (8,) if release_input else (4, 4)
-    for during, is_right, grad, after in run_ranks(2, scattering, release_input):
-        assert (during, is_right, after) == (shape, True, (4, 4))
+def test_two_arguments_of_which_the_first_is_scattered():
+    for during, is_right, grad, after in run_ranks(2, scattering):
+        assert (during, is_right, after) == ((4, 4), True, (4, 4))
         assert torch.equal(grad, torch.full((4, 4), 2.0).exp())
 
 
@@ -148,11 +146,6 @@ def test_a_forgotten_flag_is_an_error():
         "    legal: true, false\n"
         "    fix: call checkpoint(function, distribute_saved_activations, *args)"
     )
-
-
-def test_release_without_scattering_is_an_error():
-    with pytest.raises(ConfigError, match=r"^megatron\.checkpoint\.release_input: inputs are held whole"):
-        megatron.checkpoint(torch.exp, False, torch.ones(2), release_input=True)
 
 
 def test_a_wrong_group_is_an_error_when_it_is_set():

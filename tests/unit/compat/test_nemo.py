@@ -48,7 +48,7 @@ def assert_same_step(model: nn.Module, plain: nn.Module, inputs: Any) -> None:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    return [block.module for block in find_blocks(model) if block.tower == "language"]
+    return [block.module for block in find_blocks(model) if "vision" not in block.path and "visual" not in block.path]
 
 
 def region_paths(model: nn.Module) -> list[str]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import sac
@@ -28,7 +27,6 @@ from sac.reporting import regions_by_group
 from tests.support.blocks import ENGINES, llama_stack, policy, save, selective, tokens
 from tests.support.compiling import Compiled
 from tests.support.model_zoo import tiny
-from tests.support.ranks import run_ranks
 from tests.support.recording import without_collector
 from tests.support.training import assert_same, assert_same_training, built, train
 
@@ -134,20 +132,6 @@ def test_a_model_that_is_one_region_has_a_name_too() -> None:
     model = sac.apply(built(llama_stack).blocks[0], value)
     with pytest.raises(RegionError, match=r"regions\[0\]: the model runs \d+ ops that differ from those"):
         model(*tokens())
-
-
-def refused_with_released_inputs() -> tuple[list[int], bool]:
-    value = selective(planned(entry("blocks.*", OTHER)), store="scattered", release_input=True)
-    model = sac.apply(built(llama_stack), value, tp_group=dist.group.WORLD)
-    x = torch.randn(2, 8, 32).requires_grad_()
-    data = x.detach().clone()
-    with pytest.raises(RegionError, match="differ from those that the plan was made for"):
-        model(x)
-    return list(x.shape), torch.equal(x.detach(), data)
-
-
-def test_inputs_that_were_to_be_released_are_left_as_they_were() -> None:
-    assert run_ranks(2, refused_with_released_inputs) == [([2, 8, 32], True)] * 2
 
 
 def test_sizes_do_not_matter() -> None:

@@ -15,7 +15,7 @@ from sac.planner import link_search
 from sac.planner.layers import MemoryConstraint
 from sac.planner.link_search import LinkOption, LinkProblem, Row
 from sac.planner.transfer_clock import Link, RegionLoad, StepTimes, Windows, clock
-from sac.stores.prefetch import CallNode
+from sac.stores.backward_order import CallNode
 from sac.stores.transfers import HostCopy, TransferLimits, Transfers
 from tests.support.simulated_streams import Simulation
 

@@ -61,26 +61,8 @@ def test_writes_to_the_input(monkeypatch, mode, store, program):
     assert copies == (["side 1 copies", "side 2 copies"] if "host" in store else [])
 
 
-@pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("mode", MODES)
-def test_released_input(monkeypatch, mode, store):
-    model, x = layer(), torch.randn(4, WIDTH, requires_grad=True)
-    loss_of([model(x * 1)]).backward()
-    expected, x.grad = x.grad, None
-    with simulated_streams(monkeypatch) as simulation:
-        for _ in range(2):
-            h = x * 1
-            out = as_region(store, MODES[mode], release_input=True)(model, h)
-            torch.full((4, WIDTH), float("nan"))
-            loss_of([out]).backward()
-            assert torch.equal(h, x)
-            assert torch.equal(x.grad, expected)
-            x.grad = None
-    assert simulation.races == []
-
-
-def races_on_rank(store: str, name: str, prefetch: int) -> list[str]:
-    run = as_region(store, False, CASES[name], dist.group.WORLD, prefetch=prefetch)
+def races_on_rank(store: str, name: str) -> list[str]:
+    run = as_region(store, False, CASES[name], dist.group.WORLD)
     torch.manual_seed(3)
     plain = CASES[name].program(plainly)
     with pytest.MonkeyPatch.context() as patch, simulated_streams(patch) as simulation:
@@ -89,11 +71,10 @@ def races_on_rank(store: str, name: str, prefetch: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["two_regions_in_a_row", "shared_input", "backward_twice", "nested"])
-@pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("store", [f"scattered+{store}" for store in STORES])
-def test_shares(store, prefetch, name):
+def test_shares(store, name):
     """The share of a rank is on the host or in a slot; it is brought back before it is gathered."""
-    assert run_ranks(2, races_on_rank, store, name, prefetch) == [[], []]
+    assert run_ranks(2, races_on_rank, store, name) == [[], []]
 
 
 # Each wait is needed

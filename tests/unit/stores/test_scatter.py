@@ -210,9 +210,6 @@ PROGRAMS = {
 MORE = {
     "nothing more": {},
     "keep all": {"keep": "all"},
-    "prefetch 1": {"prefetch": 1},
-    "prefetch 3": {"prefetch": 3},
-    "verify": {"verify_replicated": True},
     "host": {"store": "scattered+host"},
 }
 
@@ -234,32 +231,31 @@ NOT_REENTRANT = ("parts_of_backward", "written_in_the_region", *NESTED)
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in NOT_REENTRANT])
 def test_the_reentrant_mode(name):
-    assert run_ranks(2, on_rank, name, {"use_reentrant": True, "prefetch": 1}) == [[], []]
+    assert run_ranks(2, on_rank, name, {"use_reentrant": True}) == [[], []]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_four_ranks(name):
-    assert run_ranks(4, on_rank, name, {"prefetch": 1}) == [[]] * 4
+    assert run_ranks(4, on_rank, name, {}) == [[]] * 4
 
 
 SHAPES = [(1,), (7,), (8,), (3, 5), (), (0, 4)]
 KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 
 
-def shapes_and_kinds(more: dict[str, Any]) -> list[str]:
+def shapes_and_kinds() -> list[str]:
     return [
         f"{kind} {shape}: {name}"
         for shape in SHAPES
         for kind in KINDS
-        for name in differences(partial(of_shape, shape, kind), scattered(**more), turns=2)
+        for name in differences(partial(of_shape, shape, kind), scattered(), turns=2)
     ]
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_number_of_elements_and_any_dtype(size):
-    assert run_ranks(size, shapes_and_kinds, {}) == [[]] * size
-    assert run_ranks(size, shapes_and_kinds, {"verify_replicated": True, "prefetch": 1}) == [[]] * size
+    assert run_ranks(size, shapes_and_kinds) == [[]] * size
 
 
 def every_leaf_scattered() -> list[str]:
@@ -299,7 +295,7 @@ def the_callers_tensors() -> list[bool]:
     def look() -> None:
         same.append(torch.equal(h.detach(), copy) and (h.data_ptr(), h._version) == (place, version))
 
-    run = scattered(keep="all", prefetch=1)
+    run = scattered(keep="all")
     with torch.no_grad():
         run(model, h)
     look()

@@ -51,9 +51,9 @@ def wrong_on_rank(value: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize(
     "value",
     [
-        {"mode": "full", "store": "scattered", "prefetch": 1},
+        {"mode": "full", "store": "scattered"},
         {"mode": "full", "store": "scattered+host", "use_reentrant": True},
-        {"mode": "selective", "store": "scattered", "prefetch": 2, "verify_replicated": True},
+        {"mode": "selective", "store": "scattered"},
     ],
     ids=str,
 )

@@ -43,7 +43,7 @@ def two_pairs() -> list[str]:
         model = mlp(5 + pair)
         return summed_up(run(model, run(model, x * 2)), x) | weights(model)
 
-    return differences(program, scattered(pairs[pair], verify_replicated=True, prefetch=1))
+    return differences(program, scattered(pairs[pair]))
 
 
 def test_a_group_of_some_ranks():
@@ -60,7 +60,7 @@ def over_a_mesh() -> list[str]:
         model = mlp(5)
         return summed_up(run(model, x * 2), x) | weights(model)
 
-    return differences(program, scattered(mesh["tp"], verify_replicated=True))
+    return differences(program, scattered(mesh["tp"]))
 
 
 def test_a_mesh_of_one_dimension():
@@ -120,14 +120,13 @@ def tensor_parallel(run: Run) -> Seen:
     return summed_up(h, x) | weights(layers)
 
 
-def tensor_parallel_on_rank(more: dict[str, Any]) -> list[str]:
-    return differences(tensor_parallel, scattered(**more))
+def tensor_parallel_on_rank() -> list[str]:
+    return differences(tensor_parallel, scattered())
 
 
-@pytest.mark.parametrize("more", [{}, {"prefetch": 1, "verify_replicated": True}], ids=str)
 @pytest.mark.parametrize("size", [2, 4])
-def test_tensor_parallel_layers(size, more):
-    assert run_ranks(size, tensor_parallel_on_rank, more) == [[]] * size
+def test_tensor_parallel_layers(size):
+    assert run_ranks(size, tensor_parallel_on_rank) == [[]] * size
 
 
 def distributed_tensors(placements: list[Any]) -> tuple[list[str], int]:
@@ -145,7 +144,7 @@ def distributed_tensors(placements: list[Any]) -> tuple[list[str], int]:
         result.full_tensor().square().sum().backward()
         return {"input": x.grad.full_tensor(), "weight": weight.grad.full_tensor(), "result": result.full_tensor()}
 
-    return differences(program, scattered(mesh["tp"], prefetch=1, verify_replicated=True)), kept[-1]
+    return differences(program, scattered(mesh["tp"])), kept[-1]
 
 
 def test_distributed_tensors():
@@ -245,10 +244,9 @@ def parallel_model(kind: str, more: dict[str, Any]) -> tuple[list[bool], list[in
 @pytest.mark.parametrize(
     "more",
     [
-        {"distribute_saved_activations": True, "prefetch": 1},
-        {"mode": "selective", "store": "scattered+host", "verify_replicated": True},
-        {"mode": "selective", "store": "scattered", "release_input": True},
-        {"store": "scattered", "use_reentrant": True, "prefetch": 2},
+        {"distribute_saved_activations": True},
+        {"mode": "selective", "store": "scattered+host"},
+        {"store": "scattered", "use_reentrant": True},
     ],
     ids=str,
 )

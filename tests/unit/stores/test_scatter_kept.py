@@ -67,11 +67,9 @@ def kept_by_regions(more: dict[str, Any], warm: bool) -> tuple[int, list[bool], 
     "more",
     [
         {},
-        {"prefetch": 2},
         {"use_reentrant": True},
         {"keep": "all"},
         {"store": "scattered+host"},
-        {"release_input": True},
     ],
     ids=str,
 )
@@ -95,7 +93,7 @@ def test_shares_in_one_buffer():
 
 
 def dropped_without_backward() -> tuple[int, bool]:
-    run = scattered(preserve_rng_state=False, prefetch=2)
+    run = scattered(preserve_rng_state=False)
     torch.manual_seed(0)  # every rank has the same weights
     model = mlp(WIDTH)
     chain_of_regions(model, run)[1].sum().backward()
@@ -140,7 +138,7 @@ def kept_by_blocks(mode: str, scatters: bool, warm: bool) -> tuple[int, list[boo
     model = built(lambda: Stack(*[LlamaLikeBlock() for _ in range(BLOCKS)]))
     value = MODES[mode] | {"blocks": ["blocks.*"], "preserve_rng_state": False}
     if scatters:
-        value |= {"distribute_saved_activations": True, "prefetch": 1}
+        value |= {"distribute_saved_activations": True}
     sac.apply(model, value, tp_group=dist.group.WORLD)
     passed: list[StorageWeakRef] = []
     for block in model.blocks:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sac.errors import RegionError
-from sac.stores.prefetch import CallNode
+from sac.stores.backward_order import CallNode
 from sac.stores.transfers import HostPool, TransferLimits, Transfers
 from tests.support.simulated_streams import Simulation, simulated_streams
 from tests.support.transfer_programs import Program

@@ -1,4 +1,4 @@
-"""Blocks by patterns and by scope, and every way of finding none."""
+"""Blocks by patterns, and every way of finding none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 from torch import nn
 
 from sac.blocks.find import Block, find_blocks
-from sac.blocks.towers import Towers, parse_scope
 from sac.errors import ConfigError, ModelError
 from sac.policy.patterns import PathPattern
 from tests.support.plain_zoo import Block as PlainBlock
@@ -44,7 +43,7 @@ def test_a_match_inside_a_match_is_left_out() -> None:
 
 def test_the_empty_pattern_is_the_model_itself() -> None:
     model, _ = plain("titan")
-    assert find_blocks(model, patterns=patterns("")) == (Block("", model, 0, "", 1, "language"),)
+    assert find_blocks(model, patterns=patterns("")) == (Block("", model, 0, "", 1),)
 
 
 def test_pattern_that_matches_nothing() -> None:
@@ -115,58 +114,3 @@ def test_not_a_module() -> None:
     with pytest.raises(ConfigError) as caught:
         find_blocks([PlainBlock()])  # type: ignore[arg-type]
     assert str(caught.value) == "model: list is not a torch.nn.Module"
-
-
-# --- scope
-
-
-def test_scopes_are_words_or_lists_of_them() -> None:
-    assert parse_scope("all") == {"language", "vision", "audio", "multimodal"}
-    assert parse_scope("Vision") == {"vision"}
-    assert parse_scope(["language", "AUDIO"]) == {"language", "audio"}
-
-
-def test_illegal_scope() -> None:
-    with pytest.raises(ConfigError) as caught:
-        find_blocks(plain("titan")[0], scope=["visoin", "text"])
-    assert str(caught.value) == (
-        "scope: 'visoin' is not a part of a model\n"
-        "    did you mean: vision\n"
-        "    legal: all, language, vision, audio, multimodal, or a list of them\n"
-        "scope: 'text' is not a part of a model\n"
-        "    legal: all, language, vision, audio, multimodal, or a list of them"
-    )
-
-
-@pytest.mark.parametrize("scope", [[], 3, None, [None], ""])
-def test_scope_of_a_wrong_kind(scope) -> None:
-    with pytest.raises(ConfigError, match="is not a part of a model"):
-        parse_scope(scope)
-
-
-def test_scope_that_the_model_has_not() -> None:
-    with pytest.raises(ModelError) as caught:
-        find_blocks(plain("titan")[0], scope="vision")
-    assert str(caught.value) == (
-        "TitanStyle: no block of this model is in scope vision; it has language (3 blocks)\n"
-        "    fix: scope: language, or scope: all"
-    )
-
-
-@pytest.mark.parametrize(
-    ("path", "tower"),
-    [
-        ("model.layers.0", "language"),
-        ("vision_tower.encoder.layers.3", "vision"),
-        ("model.visual.blocks.1.mlp", "vision"),
-        ("model.visual.merger.mlp", "multimodal"),
-        ("multi_modal_projector.linear_1", "multimodal"),
-        ("model.embed_vision.embedding_projection", "multimodal"),
-        ("audio_tower.conformer.2", "audio"),
-        ("audio_embed.audio_encoder.layers.0", "audio"),
-        ("qformer.encoder.layer.0", "multimodal"),
-        ("vision_model.text_decoder.layers.0", "language"),
-    ],
-)
-def test_names_tell_towers(path: str, tower: str) -> None:
-    assert Towers(nn.Module()).of(path) == tower
