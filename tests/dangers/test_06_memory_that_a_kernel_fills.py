@@ -1,0 +1,265 @@
+"""Memory that a kernel fills, or NumPy writes to, where the dispatcher does not see it; and constants.
+
+An allocation is not a constant, zeros need not stay zeros, and a saved result may be overwritten after it was read.
+What a `torch.autograd.Function` writes is exact in every way. What Python writes between two ops is exact in every way
+that runs Python again; where ops are replayed it is exact, or reported.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import sac
+from sac.errors import SacError, SacWarning
+from tests.support.blocks import selective
+from tests.support.custom_ops import SquareByAccumulation, Wobble, wobble
+from tests.support.oracle import assert_exact, built_model, on_every_way, train_program
+from tests.support.programs import WIDTH, Block, Program, programs
+from tests.support.recording import without_collector
+from tests.support.replay_kernels import TanhInPlace, at, tanh_into, twice_in_place
+from tests.support.training import assert_same
+from tests.support.ways import POLICIES, SELECTIVE, WAYS, Way
+
+REPLAYED = ("auto", "replay")
+PYTHON_AGAIN = ("full", "checkpoint", "reentrant")
+
+
+@on_every_way(programs("kernel"))
+def test_a_kernel_of_the_catalogue(program: Program, way: str, policy: str) -> None:
+    assert_exact(program, way, policy)
+
+
+# -- Allocations
+
+FACTORIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "empty": lambda x: torch.empty(x.shape),
+    "a view of empty": lambda x: torch.empty(2, *x.shape)[1],
+    "zeros": lambda x: torch.zeros(x.shape),
+    "a view of a view of zeros": lambda x: torch.zeros(2, x.numel()).view(2, *x.shape)[1],
+    "full": lambda x: torch.full(x.shape, 3.0),
+    "new_zeros": lambda x: x.new_zeros(x.shape),
+    "numbers": lambda x: torch.tensor([[0.0] * x.shape[1]] * x.shape[0]),
+    "a range": lambda x: torch.arange(float(x.numel())).view(x.shape),
+}
+AFTER: dict[str, Callable[[Tensor], Any] | None] = {
+    "nothing": None,
+    "an op": lambda out: out.add_(1),
+    "an op on a view": lambda out: out.view(-1)[3:].add_(1),
+}
+
+
+@pytest.mark.parametrize("way", ["full", *SELECTIVE])
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_a_kernel_fills_an_allocation_and_an_op_goes_on_writing(factory: str, way: str) -> None:
+    for place, (name, after) in enumerate(AFTER.items()):
+
+        def body(block: Block, x: Tensor, after: Any = after) -> Tensor:
+            return block.down(tanh_into(block.up(x), FACTORIES[factory], after).sin())
+
+        policy = [*POLICIES][place + (way == "replay")]
+        assert_exact(Program(f"{factory}, then {name}", body), way, policy, blocks=1, steps=2)
+
+
+def zeros_that_stay_and_zeros_that_are_filled(block: Block, x: Tensor) -> Tensor:
+    stay = torch.zeros(WIDTH, WIDTH)
+    h = block.up(x) + stay
+    return (tanh_into(h, lambda x: torch.zeros(WIDTH, WIDTH)) * h).sin() + stay
+
+
+def filled_from_the_second_call_on(block: Block, x: Tensor) -> Tensor:
+    """A comparison in the first call does not show it."""
+    h = block.up(x)
+    flags = torch.zeros(WIDTH, WIDTH) if block.calls == 1 else tanh_into(h, torch.zeros_like)
+    return block.down((h * flags).sin() + h.cos())
+
+
+def added_to_by_a_kernel(block: Block, x: Tensor) -> Tensor:
+    """On memory that was kept, the kernel would add a second time."""
+    return block.down(SquareByAccumulation.apply(block.up(x)).sin())  # type: ignore[no-untyped-call]
+
+
+def rows_of_a_view(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x) * 1.5
+    rows = h[2:4]
+    twice_in_place(rows)
+    return block.down(h.sin()) * rows.sum()
+
+
+def autograd_is_not_told(block: Block, x: Tensor) -> Tensor:
+    return block.down(twice_in_place(block.up(x), says_so=False).sin())
+
+
+def result_read_before_and_after(block: Block, x: Tensor) -> Tensor:
+    """A product is read, doubled by a kernel, and read again: a policy that saves it holds the doubled one."""
+    h = block.up(x)
+    before = h * 1.5
+    return before.sin() * twice_in_place(h).cos()
+
+
+def result_written_by_ops_and_kernels(block: Block, x: Tensor) -> Tensor:
+    return block.down(twice_in_place(twice_in_place(block.up(x).add_(1)).mul_(0.5)).add_(1).sin())
+
+
+def saved_result_of_a_kernel_in_place(block: Block, x: Tensor) -> Tensor:
+    return block.down(TanhInPlace.apply(block.up(x).add_(1)))  # type: ignore[no-untyped-call]
+
+
+FUNCTIONS = [
+    # A module's results that are saved as a whole are overwritten with it, and its backward reads them.
+    Program(body.__name__, body, not_under=frozenset({"whole modules"} if body is autograd_is_not_told else ()))
+    for body in (
+        zeros_that_stay_and_zeros_that_are_filled,
+        filled_from_the_second_call_on,
+        added_to_by_a_kernel,
+        rows_of_a_view,
+        autograd_is_not_told,
+        result_read_before_and_after,
+        result_written_by_ops_and_kernels,
+        saved_result_of_a_kernel_in_place,
+    )
+]
+
+
+@on_every_way(FUNCTIONS)
+def test_a_kernel_that_writes_to_part_of_the_memory_in_some_calls_or_after_a_read(
+    program: Program, way: str, policy: str
+) -> None:
+    assert_exact(program, way, policy)
+
+
+@pytest.mark.parametrize("way", SELECTIVE)
+@pytest.mark.parametrize("policy", ["matmuls", "everything"])
+def test_a_saved_product_that_a_kernel_overwrites(policy: str, way: str) -> None:
+    for program in FUNCTIONS[4:]:
+        assert_exact(program, way, policy, blocks=1, steps=2)
+
+
+# -- What Python writes between two ops
+
+
+def changed_product(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x)
+    before = h * 1.5
+    h.detach().numpy()[0] += 1
+    return before.sin() * h.cos()
+
+
+def changed_numbers(block: Block, x: Tensor) -> Tensor:
+    scale = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]] * WIDTH)
+    values = at(scale)
+    values *= 1.5
+    return block.down((block.up(x) * scale).sin())
+
+
+def changed_ones(block: Block, x: Tensor) -> Tensor:
+    scale = torch.ones(WIDTH, WIDTH)
+    h = block.up(x) + scale
+    scale.numpy()[2] = block.calls
+    return block.down((h * scale).sin())
+
+
+def order_of_rows_changed(block: Block, x: Tensor) -> Tensor:
+    """A sum of all values would not show it."""
+    mask = block.up(x).detach().abs()
+    mask.numpy()[:] = mask.numpy()[::-1].copy()
+    return block.down(block.up(x).sin() * mask)
+
+
+def array_of_this_call(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x)
+    return block.down((h * torch.from_numpy(np.tanh(h.detach().numpy()))).sin())
+
+
+def array_that_nothing_holds(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x)
+    return block.down((h + torch.from_dlpack(h.detach().numpy() * 2)).sin())
+
+
+BETWEEN_OPS = [
+    Program(body.__name__, body)
+    for body in (
+        changed_product,
+        changed_numbers,
+        changed_ones,
+        order_of_rows_changed,
+        array_of_this_call,
+        array_that_nothing_holds,
+    )
+]
+
+
+@on_every_way(BETWEEN_OPS, *PYTHON_AGAIN)
+def test_what_python_writes_is_written_again_where_python_runs_again(program: Program, way: str, policy: str) -> None:
+    assert_exact(program, way, policy)
+
+
+@on_every_way(BETWEEN_OPS, *SELECTIVE)
+def test_what_python_writes_is_never_silently_wrong(program: Program, way: str, policy: str) -> None:
+    assert_exact_or_reported(program, WAYS[way], policy)
+
+
+def assert_exact_or_reported(program: Program, way: Way, policy: str = "nothing", **options: Any) -> None:
+    """Hold that training is exact, or that an error or a warning of sac says that it may not be."""
+    reference = train_program(program, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            ours = train_program(program, way, policy, **options)
+        except SacError:
+            return
+    if not any(issubclass(warning.category, SacWarning) for warning in caught):
+        assert_same(reference, ours)
+
+
+def reads_a_sign_that_is_not_a_tensor(block: Block, x: Tensor) -> Tensor:
+    Wobble.sign = 1.0
+    return block.down(wobble(block.up(x)).sin())
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("engine", REPLAYED)
+def test_a_kernel_that_does_not_repeat_itself_is_reported(
+    engine: str, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state changes before backward: in the first step, or in one whose forward looks like an earlier one."""
+    monkeypatch.setattr(Wobble, "sign", 1.0)
+    steps = iter(range(9))
+
+    def backward(loss: Tensor, *_: Any) -> list[Tensor]:
+        if next(steps) % 3 == step:
+            Wobble.sign = -1e5
+        loss.backward()
+        return []
+
+    value = selective(POLICIES["nothing"], engine=engine, verify="always")
+    program = Program("wobbling", reads_a_sign_that_is_not_a_tensor)
+    assert_exact_or_reported(program, Way(engine, lambda model, _: sac.apply(model, value)), backward=backward)
+
+
+# -- Nothing is held that backward does not read
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_tensor_that_no_op_made_and_nothing_reads_is_free_when_the_forward_ends(way: str) -> None:
+    seen: list[weakref.ref[Tensor]] = []
+
+    def body(block: Block, x: Tensor) -> Tensor:
+        outside = torch.from_numpy(np.ones((WIDTH, WIDTH), np.float32))
+        seen.append(weakref.ref(outside))
+        return block.down(block.up(x).sin()) + outside
+
+    model = built_model(Program("ends in an array", body), WAYS[way], "matmuls")
+    for _ in range(3):
+        seen.clear()
+        with without_collector():
+            out = model(torch.randn(WIDTH, WIDTH, requires_grad=True))
+            assert [ref() for ref in seen[:2]] == [None, None]
+        out.sum().backward()
