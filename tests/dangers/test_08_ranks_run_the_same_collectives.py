@@ -1,0 +1,235 @@
+"""Every rank sends the same collectives in the same order, whatever a rank has met before and whatever way it takes.
+
+A rank that recomputes less than another leaves the other waiting for ever: each test here would hang, and `run_ranks`
+ends it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import sac
+from sac.errors import SacError
+from tests.support.blocks import FULL, FunctionBlock, Stack, selective
+from tests.support.custom_ops import Wobble, wobble
+from tests.support.rank_programs import BODIES, SummedOverRanks, reduced, stack_of
+from tests.support.ranks import run_ranks
+from tests.support.training import built, same_bits
+from tests.support.ways import POLICIES
+
+TIMEOUT_SECONDS = 60.0
+ENGINES = ("replay", "auto", "rerun")
+
+
+def value_of(name: str, policy: str = "nothing") -> Any:
+    """The config value: "none", "full", or an engine."""
+    if name == "none":
+        return "none"
+    return FULL if name == "full" else selective(POLICIES[policy], engine=name)
+
+
+def sent_in(work: Any) -> list[str]:
+    """The collectives that this rank sends, in order; waits are not among them."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        work()
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    return [event.name for event in events if event.name.startswith("gloo:")]
+
+
+# -- Where in a region a collective is
+
+
+def alone(block: FunctionBlock, x: Tensor) -> Tensor:
+    return reduced(x @ block.a)
+
+
+def last(block: FunctionBlock, x: Tensor) -> Tensor:
+    """The all-reduce that ends a row-parallel layer: backward reads nothing behind it."""
+    return reduced((x @ block.a).tanh() @ block.b)
+
+
+def aside(block: FunctionBlock, x: Tensor) -> Tensor:
+    """Backward reads nothing but inputs and parameters."""
+    return reduced(x @ block.a) + x @ block.b
+
+
+def middle(block: FunctionBlock, x: Tensor) -> Tensor:
+    return reduced(x @ block.a).tanh() @ block.b
+
+
+def before_a_sine(block: FunctionBlock, x: Tensor) -> Tensor:
+    return reduced((x @ block.a).tanh() @ block.b).sin()
+
+
+def in_place(block: FunctionBlock, x: Tensor) -> Tensor:
+    return SummedOverRanks.apply(x @ block.a).sin() @ block.b  # type: ignore[no-untyped-call,no-any-return]
+
+
+def that_nothing_reads(block: FunctionBlock, x: Tensor) -> Tensor:
+    """Statistics over the ranks, for a log: recomputation passes them on its way to the second product."""
+    h = x @ block.a
+    reduced(h.detach().abs())
+    return (h.sin() @ block.b).cos()
+
+
+PLACES = {body.__name__: body for body in (alone, last, aside, middle, before_a_sine, in_place, that_nothing_reads)}
+
+
+def experienced(block: FunctionBlock, x: Tensor, place: str) -> Tensor:
+    """The first call on rank 1 meets what may make later calls careful: a choice, a draw, a write."""
+    if block.calls == 1 and dist.get_rank() == 1:
+        block.seen = x.detach().topk(2, dim=-1).indices.sum()
+        block.draws = torch.rand(2, generator=block.generator)
+        block.table.add_(1)
+    return PLACES[place](block, x)
+
+
+def model_of(place: str) -> Stack:
+    model = built(lambda: Stack(*(FunctionBlock(lambda block, x: experienced(block, x, place)) for _ in range(2))))
+    for block in model.blocks:
+        block.generator, block.table = torch.Generator().manual_seed(1), torch.zeros(2)
+    return model
+
+
+def sent_in_backward(place: str, names: list[str]) -> list[list[str]]:
+    """Of four steps; rank r takes the r-th way."""
+    model = sac.apply(model_of(place), value_of(names[dist.get_rank()]))
+    counts = []
+    for _ in range(4):
+        loss = model(torch.randn(3, 8)).square().sum()
+        counts.append(sent_in(loss.backward))
+    return counts
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_full_sends_the_same_in_every_backward_whatever_a_rank_has_met(place: str) -> None:
+    """With and without the recorder that a careful call has."""
+    one, other = run_ranks(2, sent_in_backward, place, ["full", "full"], timeout=TIMEOUT_SECONDS)
+    assert one == other == [one[0]] * 4
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_ranks_meet_where_one_replays_and_one_reruns(place: str) -> None:
+    """A replay sends what nothing on its tape reads, as long as something that comes later is needed."""
+    one, other = run_ranks(2, sent_in_backward, place, ["replay", "rerun"], timeout=TIMEOUT_SECONDS)
+    assert one == other == [one[0]] * 4
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_collective_in_the_middle_is_sent_again_in_each_way(engine: str) -> None:
+    """The counting itself: two regions, a collective in each."""
+    one, other = run_ranks(2, sent_in_backward, "middle", [engine, engine], timeout=TIMEOUT_SECONDS)
+    assert one == other == [["gloo:all_reduce"] * 2] * 4
+
+
+# -- Each kind of collective
+
+
+def trained(name: str, policy: str, ways: list[str]) -> tuple[dict[str, Tensor], list[list[str]]]:
+    """Gradients and collectives of three steps; rank r takes the r-th way."""
+    torch.manual_seed(1)
+    model = sac.apply(stack_of(name), value_of(ways[dist.get_rank()], policy))
+    seen: dict[str, Tensor] = {}
+    sent = []
+    for step in range(3):
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).requires_grad_()
+        sent.append(sent_in(lambda x=x: model(x).square().sum().backward()))
+        seen[f"{step} input"] = x.grad
+    return seen | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, sent
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_each_kind_of_collective_with_another_way_on_each_rank(name: str) -> None:
+    """Waits are not ops, and a send must be under way when its receive is waited for."""
+    plain = run_ranks(2, trained, name, "nothing", ["none", "none"], timeout=TIMEOUT_SECONDS)
+    for policy, *ways in (("nothing", "replay", "rerun"), ("matmuls", "rerun", "auto"), ("nothing", "full", "full")):
+        ours = run_ranks(2, trained, name, policy, ways, timeout=TIMEOUT_SECONDS)
+        assert sorted(ours[0][1][-1]) == sorted(ours[1][1][-1])
+        for (reference, _), (gradients, _) in zip(plain, ours, strict=True):
+            assert [key for key in reference if not same_bits(reference[key], gradients[key])] == []
+
+
+def late_on_rank_1(engine: str) -> list[str]:
+    """Collectives whose results are not there yet when the region goes on: what differs from the plain model."""
+
+    def body(block: FunctionBlock, x: Tensor) -> Tensor:
+        h = x @ block.a
+        total = h.detach().clone()
+        if dist.get_rank() == 1:
+            time.sleep(0.05)
+        work = dist.all_reduce(total, async_op=True)
+        between = h.sin() @ block.b
+        work.wait()
+        return between * total.cos()
+
+    def gradients(value: Any) -> dict[str, Tensor]:
+        torch.manual_seed(dist.get_rank())
+        model = sac.apply(built(lambda: Stack(FunctionBlock(body), FunctionBlock(body))), value)
+        for _ in range(2):
+            model(torch.randn(8, 8)).square().sum().backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    reference, ours = gradients("none"), gradients(value_of(engine))
+    return [name for name in reference if not same_bits(reference[name], ours[name])]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_result_is_not_looked_at_before_it_has_come(engine: str) -> None:
+    assert run_ranks(2, late_on_rank_1, engine, timeout=TIMEOUT_SECONDS) == [[], []]
+
+
+# -- What only one rank sees
+
+
+def differs_on_rank_0(engine: str) -> str:
+    def body(block: FunctionBlock, x: Tensor) -> Tensor:
+        Wobble.sign = 1.0
+        return wobble(reduced(x @ block.a)).sin() @ block.b
+
+    model = sac.apply(Stack(FunctionBlock(body)), selective(POLICIES["nothing"], engine=engine, verify="always"))
+    loss = model(torch.randn(8, 8)).sum()
+    try:
+        Wobble.sign = -1e5 if dist.get_rank() == 0 else 1.0
+        loss.backward()
+    except SacError as error:
+        return str(error)
+    finally:
+        Wobble.sign = 1.0
+    return "no error"
+
+
+@pytest.mark.parametrize("engine", ["replay", "auto"])
+def test_a_difference_on_one_rank_is_an_error_there_and_not_another_run(engine: str) -> None:
+    error, other = run_ranks(2, differs_on_rank_0, engine, timeout=TIMEOUT_SECONDS)
+    assert "blocks.0" in error
+    assert other == "no error"
+
+
+def routed_unlike(engine: str) -> list[list[str]]:
+    """A choice on each rank, kept in every mode, between two collectives: experts that get other numbers of rows."""
+
+    def body(block: FunctionBlock, x: Tensor) -> Tensor:
+        h = reduced(x @ block.a)
+        chosen = h.detach().topk(1 + dist.get_rank(), dim=1).indices
+        return (h.sin() @ block.b + reduced(h)).gather(1, chosen)
+
+    torch.manual_seed(dist.get_rank())
+    model = sac.apply(built(lambda: Stack(FunctionBlock(body))), value_of(engine))
+    sent = []
+    for _ in range(3):
+        loss = model(torch.randn(8, 8)).square().sum()
+        sent.append(sent_in(loss.backward))
+    return sent
+
+
+@pytest.mark.parametrize("engine", ["full", *ENGINES])
+def test_ranks_that_choose_other_rows_send_the_same(engine: str) -> None:
+    one, other = run_ranks(2, routed_unlike, engine, timeout=TIMEOUT_SECONDS)
+    assert one == other == [one[0]] * 3
