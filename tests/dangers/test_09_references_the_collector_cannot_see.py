@@ -1,0 +1,285 @@
+"""Nothing is held that is part of a cycle through autograd's nodes, which the collector does not see.
+
+A region that holds its caller's object, an attribute or a context value that has the region itself in its history is
+never freed. So it holds none of them; and what it does hold is free with the graph, without the collector.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sac.errors import RegionError
+from tests.support.blocks import FunctionBlock, Stack
+from tests.support.custom_ops import Luck, lucky
+from tests.support.oracle import built_model
+from tests.support.programs import CATALOGUE, WIDTH, Block, Program
+from tests.support.recording import Recorder, without_collector
+from tests.support.ways import POLICIES, WAYS
+
+ALIVE: weakref.WeakSet[Tensor] = weakref.WeakSet()
+MEMORY: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("MEMORY", default=None)
+EVERY_WAY = pytest.mark.parametrize("way", WAYS)
+# A reentrant region runs its forward without gradients: its Python sees no graph.
+EVERY_GRAPH = pytest.mark.parametrize("way", [name for name in WAYS if name != "reentrant"])
+
+
+@contextlib.contextmanager
+def nothing_alive() -> Iterator[None]:
+    ALIVE.clear()
+    with without_collector():
+        yield
+    MEMORY.set(None)
+
+
+# -- State that has the region in its history
+
+
+def in_an_attribute(block: Block, h: Tensor) -> None:
+    block.memory = h
+
+
+def in_a_list_that_stays(block: Block, h: Tensor) -> None:
+    if not hasattr(block, "memory"):
+        block.memory = [h]
+    block.memory[0] = h
+
+
+class Holder:
+    last: Tensor
+
+
+def in_an_object(block: Block, h: Tensor) -> None:
+    if not hasattr(block, "memory"):
+        block.memory = Holder()
+    block.memory.last = h
+
+
+def in_a_context_variable(block: Block, h: Tensor) -> None:
+    MEMORY.set(h)
+
+
+HOLDERS = (
+    in_an_attribute,
+    in_a_list_that_stays,
+    in_an_object,
+    in_a_context_variable,
+)
+
+
+@EVERY_GRAPH
+@pytest.mark.parametrize("hold", HOLDERS, ids=lambda hold: hold.__name__)
+def test_a_chain_of_forwards_holds_no_graphs(hold: Callable[[Block, Tensor], None], way: str) -> None:
+    """Each call replaces what the one before remembered, which nothing else holds."""
+
+    def remembers(block: Block, x: Tensor) -> Tensor:
+        h = block.down(block.up(x).sin())
+        hold(block, h)
+        ALIVE.add(h)
+        return h * 2
+
+    model = built_model(Program("remembers", remembers), WAYS[way], "matmuls")
+    with nothing_alive():
+        alive = []
+        for _ in range(4):
+            model(torch.randn(WIDTH, WIDTH))
+            alive.append(len(ALIVE))
+    last = 1 if hold is in_a_context_variable else 2  # of both blocks
+    assert alive == [last] * 4
+
+
+class Cache:
+    """What a model hands from call to call; `last` has the call's graph."""
+
+    def __init__(self) -> None:
+        self.last: Tensor | None = None
+
+
+@pytest.mark.parametrize("way", [name for name in WAYS if name not in ("reentrant", "context_fn")])
+def test_an_argument_that_remembers_the_call_is_free_with_the_graph(way: str) -> None:
+    """Under `context_fn` it is torch that holds the arguments."""
+
+    def uses_a_cache(block: Block, x: Tensor, cache: Cache) -> Tensor:
+        h = block.up(x)
+        cache.last = (h if cache.last is None else h + cache.last).sin()
+        ALIVE.add(cache.last)
+        return block.down(cache.last)
+
+    model = built_model(Program("uses a cache", uses_a_cache), WAYS[way], "matmuls", blocks=1)
+    with nothing_alive():
+        for backward in (False, True, False):
+            cache = Cache()
+            seen = weakref.ref(cache)
+            for _ in range(2):
+                out = model(torch.randn(WIDTH, WIDTH), cache)
+            if backward:
+                out.sum().backward()
+            del out, cache
+            assert seen() is None
+            assert len(ALIVE) == 0
+
+
+def test_what_a_module_holds_of_the_call_does_not_hold_the_module() -> None:
+    """The model is free when its last reference goes, even while a graph of it lives."""
+    for way in ("full", "auto"):
+        model = built_model(CATALOGUE["two_products"], WAYS[way], "matmuls")
+        model(torch.randn(WIDTH, WIDTH)).sum().backward()
+        out = model(torch.randn(WIDTH, WIDTH))
+        seen = weakref.ref(model.blocks[0].up.weight)
+        del model, out
+        gc.collect()  # modules are in cycles of torch's and Python's own
+        assert seen() is None
+
+
+# -- What a call holds is free with its graph
+
+HELD = [
+    CATALOGUE[name]
+    for name in (
+        "two_products",
+        "writes_with_a_read_between",
+        "small_view_of_a_large_product",
+        "two_dropouts",
+        "mixture_of_experts",
+        "batch_norm",
+        "plain_attributes",
+        "autocast_inside",
+        "kernel_fills_empty",
+        "kernel_in_place",
+        "result_that_no_op_made",
+    )
+]
+
+
+@EVERY_WAY
+def test_nothing_lives_after_backward_while_the_loss_is_held(way: str) -> None:
+    for place, program in enumerate(HELD):
+        model = built_model(program, WAYS[way], [*POLICIES][place % len(POLICIES)])
+        for _ in range(2):
+            x = torch.randn(WIDTH, WIDTH, requires_grad=True)
+            with without_collector(), Recorder() as recorder:
+                out = model(x * 1)
+                loss = out.square().sum()
+                loss.backward()
+            held = (out, loss, x.grad, [p.grad for p in model.parameters()], list(model.buffers()))
+            assert (program.name, recorder.live_bytes(besides=held)) == (program.name, 0)
+            model.zero_grad()
+
+
+@EVERY_WAY
+def test_nothing_lives_after_the_graph_is_dropped(way: str) -> None:
+    for place, program in enumerate(HELD):
+        model = built_model(program, WAYS[way], [*POLICIES][(place + 1) % len(POLICIES)])
+        for backwards in (0, 2, 0):
+            with without_collector(), Recorder() as recorder:
+                out = model(torch.randn(WIDTH, WIDTH, requires_grad=True) * 1)
+                for _ in range(backwards):
+                    out.sum().backward(retain_graph=True)
+                del out
+            model.zero_grad()
+            assert (program.name, recorder.live_bytes(besides=list(model.buffers()))) == (program.name, 0)
+
+
+@pytest.mark.parametrize("way", ["full", "checkpoint", "auto", "replay", "served rerun"])
+def test_an_intermediate_value_dies_in_the_forward(way: str) -> None:
+    """Whoever records a forward keeps no tensor alive but those that a policy saves."""
+    alive: list[bool] = []
+
+    def looks_back(block: Block, x: Tensor) -> Tensor:
+        h = block.up(x).sin()
+        seen = weakref.ref(h)
+        h = h.cos()
+        alive.append(seen() is not None)
+        return block.down(h)
+
+    model = built_model(Program("looks back", looks_back), WAYS[way], "matmuls")
+    with without_collector():
+        for _ in range(3):
+            model(torch.randn(WIDTH, WIDTH)).sum().backward()
+    assert not any(alive)
+
+
+# -- After errors
+
+
+@EVERY_WAY
+def test_inputs_are_free_after_an_error_in_recomputation(way: str) -> None:
+    def body(block: Block, x: Tensor) -> Tensor:
+        return block.down(lucky(block.up(x)).sin()).cos()
+
+    model = built_model(Program("unlucky", body), WAYS[way], "matmuls")
+    with without_collector():
+        for _ in range(3):
+            x = torch.randn(WIDTH, WIDTH, requires_grad=True)
+            seen = weakref.ref(x)
+            loss = model(x).sum()
+            Luck.left = False
+            try:
+                loss.backward()
+            except ValueError:
+                pass
+            else:
+                raise AssertionError("nothing was recomputed")
+            finally:
+                Luck.left = True
+            del x, loss
+            assert seen() is None
+
+
+@EVERY_WAY
+def test_inputs_are_free_after_an_error_in_the_forward(way: str) -> None:
+    def body(block: Block, x: Tensor) -> Tensor:
+        return block.down(lucky(block.up(x)).sin())
+
+    model = built_model(Program("unlucky", body), WAYS[way], "matmuls")
+    with without_collector():
+        for _ in range(2):
+            x = torch.randn(WIDTH, WIDTH, requires_grad=True)
+            seen = weakref.ref(x)
+            Luck.left = False
+            try:
+                model(x)
+            except ValueError:
+                pass
+            finally:
+                Luck.left = True
+            del x
+            assert seen() is None
+
+
+def test_a_caller_that_holds_the_error_holds_no_tensor_when_it_lets_go_of_it() -> None:
+    """Of a region whose recomputation differs: the error names tensors, it does not hold them."""
+
+    def another_way(block: FunctionBlock, x: Tensor) -> Tensor:
+        return (x @ block.a).sin() if block.runs % 2 else (x[:1] @ block.a).sin().expand(8, 8)
+
+    model = Stack(FunctionBlock(another_way))
+    WAYS["full"].put(model, {})
+    x = torch.randn(8, 8, requires_grad=True)
+    seen = weakref.ref(x)
+    with pytest.raises(RegionError) as caught:
+        model(x).sum().backward()
+    message = str(caught.value)
+    del x, caught
+    gc.collect()  # the traceback of an error is a cycle of Python's own
+    assert "blocks.0" in message
+    assert seen() is None
+
+
+def test_steps_do_not_add_objects() -> None:
+    for way in ("full", "auto", "replay", "served rerun"):
+        model: nn.Module = built_model(CATALOGUE["two_dropouts"], WAYS[way], "matmuls")
+        counts = []
+        with without_collector():
+            for _ in range(6):
+                model(torch.randn(WIDTH, WIDTH)).sum().backward()
+                model.zero_grad()
+                counts.append(sum(isinstance(thing, Tensor) for thing in gc.get_objects()))
+        assert len(set(counts[2:])) == 1, (way, counts)
