@@ -1,0 +1,277 @@
+"""Generators, threads and modes: recomputation finds those of the forward, and leaves those of the backward alone."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sac
+from sac.full import RngTracker
+from tests.support.blocks import FULL, FunctionBlock, Stack, selective
+from tests.support.oracle import assert_exact, built_model, on_every_way
+from tests.support.programs import CATALOGUE, WIDTH, Block, Program, programs
+from tests.support.training import assert_same, built
+from tests.support.ways import NONE, POLICIES, WAYS
+
+# -- Generators
+
+
+def state_put_back_inside(block: Block, x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    h = F.dropout(block.up(x), 0.3)
+    torch.set_rng_state(state)
+    return F.dropout(h.sin(), 0.3) * h
+
+
+def forked_inside(block: Block, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(block.calls)
+        h = F.dropout(block.up(x), 0.3)
+    return F.dropout(h.sin(), 0.3) * h
+
+
+def seeded_inside(block: Block, x: Tensor) -> Tensor:
+    h = F.dropout(block.up(x), 0.3)
+    torch.manual_seed(7)
+    return F.dropout(h.sin(), 0.3) * h
+
+
+def draws_that_nothing_reads(block: Block, x: Tensor) -> Tensor:
+    torch.rand(3)
+    h = F.dropout(block.up(x), 0.3)
+    F.dropout(h.detach(), 0.3)
+    return F.dropout(h.sin() * torch.randn_like(h), 0.5) * h
+
+
+def generator_of_a_call(block: Block, x: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(block.calls)
+    first = torch.rand(x.shape, generator=generator)
+    generator.manual_seed(5)
+    return (block.up(x) * first).sin() * torch.rand(x.shape, generator=generator)
+
+
+def another_handle_of_a_generator(block: Block, x: Tensor) -> Tensor:
+    """`clone_state` and `graphsafe_get_state` make other Python objects; two handles may share a state."""
+    first = torch.rand(x.shape, generator=block.generator)
+    return (block.up(x) * first).sin() * torch.rand(x.shape, generator=block.generator.clone_state())
+
+
+GENERATORS = [
+    Program(body.__name__, body, not_under=frozenset(without))
+    for body, without in (
+        (state_put_back_inside, ()),
+        (forked_inside, ()),
+        (seeded_inside, ()),
+        (draws_that_nothing_reads, ()),
+        (generator_of_a_call, ()),
+        (another_handle_of_a_generator, ("reentrant",)),
+    )
+]
+
+
+def twice_with_draws_between(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor]:
+    """What the training draws is not drawn from a generator that recomputation has moved."""
+    loss.backward(retain_graph=True)
+    between = torch.rand(3)
+    loss.backward()
+    return [between, torch.rand(3)]
+
+
+@on_every_way(
+    [*GENERATORS, *(each for each in programs("random") if each.name != "draws_between_forward_and_backward")]
+)
+def test_generators_in_recomputation_and_after_it(program: Program, way: str, policy: str) -> None:
+    assert_exact(program, way, policy, steps=2, backward=twice_with_draws_between)
+
+
+APPLIED = {
+    "full": FULL,
+    "reentrant": {**FULL, "use_reentrant": True},
+    **{engine: selective(POLICIES["matmuls"], engine=engine) for engine in ("auto", "replay", "rerun")},
+}
+
+
+@pytest.mark.parametrize("way", APPLIED)
+def test_streams_of_a_tracker(way: str) -> None:
+    """A stream that the region forks, in a region that is itself inside a fork of another one."""
+
+    def states(value: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tracker = RngTracker()
+        tracker.add("model", 3)
+        tracker.add("experts", 4)
+
+        def body(block: Block, x: Tensor) -> Tensor:
+            h = F.dropout(block.up(x), 0.3)
+            with tracker.fork("model"):
+                h = F.dropout(h.sin(), 0.5)
+            return block.down(h) * torch.rand_like(h)
+
+        torch.manual_seed(1)
+        model = Program("forks", body).model()
+        sac.apply(model, value, get_rng_state_tracker=lambda: tracker)
+        torch.manual_seed(0)
+        seen = {}
+        for step in range(2):
+            x = torch.randn(WIDTH, WIDTH, requires_grad=True)
+            with tracker.fork("experts"):
+                out = model(x)
+            out.square().sum().backward()
+            seen[f"{step} input"] = x.grad
+        return seen, {name: state.clone() for name, state in tracker.get_states().items()}
+
+    (expected, before), (ours, after) = states("none"), states(APPLIED[way])
+    assert_same(expected, ours)
+    assert_same(before, after)
+
+
+class CountsAll(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("way", ["full", "checkpoint"])
+def test_a_mode_around_a_region_sees_no_bookkeeping(way: str) -> None:
+    def ops(chosen: Any) -> list[str]:
+        model = built_model(CATALOGUE["generator_of_a_module"], chosen)
+        for _ in range(2):
+            with CountsAll() as mode:
+                model(torch.randn(WIDTH, WIDTH, requires_grad=True))
+        return [name for name in mode.names if "detach" not in name]
+
+    assert ops(WAYS[way]) == ops(NONE)
+
+
+@pytest.mark.parametrize("way", ["full", "auto"])
+def test_fake_tensors_of_a_program_that_draws(way: str) -> None:
+    """States of generators are real where all else is fake; comparing them must not make fake tensors of them."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = CATALOGUE["two_dropouts"].model()
+        WAYS[way].put(model, POLICIES["matmuls"])
+        x = torch.randn(WIDTH, WIDTH, requires_grad=True)
+        model(x).sum().backward()
+    assert x.grad.shape == x.shape
+
+
+# -- Threads and modes
+
+
+def on_another_thread(work: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def backward_elsewhere(loss: Tensor, *_: Any) -> list[Tensor]:
+    def work() -> list[Tensor]:
+        loss.backward()
+        return []
+
+    return on_another_thread(work)  # type: ignore[no-any-return]
+
+
+def backward_under_other_modes(loss: Tensor, *_: Any) -> list[Tensor]:
+    one = torch.ones((), dtype=loss.dtype)
+    with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+        torch.autograd.backward(loss, one)
+    return []
+
+
+def device_of_the_forward(block: Block, x: Tensor) -> Tensor:
+    """On another device it fails."""
+    return block.down(block.up(x).sin() * torch.arange(float(WIDTH)))
+
+
+SURROUNDED = [*(CATALOGUE[n] for n in ("autocast_around", "torch_function_mode_around", "two_dropouts", "llama_block"))]
+DEVICE = Program("device_of_the_forward", device_of_the_forward, around=lambda: torch.device("cpu"))
+
+
+@on_every_way([*SURROUNDED, DEVICE])
+def test_backward_on_another_thread(program: Program, way: str, policy: str) -> None:
+    """Autocast, function modes and grad mode are states of the thread."""
+    assert_exact(program, way, policy, steps=2, backward=backward_elsewhere)
+
+
+@on_every_way([*SURROUNDED[1:3], DEVICE], "full", "auto", "replay", "served rerun", "checkpoint")
+def test_backward_under_other_modes(program: Program, way: str, policy: str) -> None:
+    assert_exact(program, way, policy, steps=2, backward=backward_under_other_modes)
+
+
+@contextlib.contextmanager
+def innermost_mode(mode: Any) -> Iterator[None]:
+    with torch.device("cpu"), mode():
+        yield
+
+
+def backward_through_the_innermost_mode(loss: Tensor, *_: Any) -> list[Tensor]:
+    """A method called on a tensor goes through the mode, which is off meanwhile."""
+    assert SURROUNDED[1].around is not None
+    with innermost_mode(SURROUNDED[1].around):
+        loss.backward()
+    return []
+
+
+@pytest.mark.parametrize("way", ["full", "auto", "replay", "served rerun", "checkpoint"])
+def test_backward_called_through_a_function_mode(way: str) -> None:
+    assert_exact(SURROUNDED[1], way, "matmuls", steps=2, backward=backward_through_the_innermost_mode)
+
+
+class SaysCosine(Tensor):
+    """A subclass that gives another result for one function."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(torch.Tensor.cos if func is torch.Tensor.sin else func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("way", ["full", "auto", "replay", "served rerun", "checkpoint"])
+def test_backward_called_on_a_subclass(way: str) -> None:
+    """torch turns subclasses off while `backward` is called on one."""
+
+    def gradients(put: Callable[[Stack], Any]) -> dict[str, Tensor]:
+        model = built(lambda: Stack(FunctionBlock(lambda block, x: (x @ block.a).sin() * x.sin().exp())))
+        put(model)
+        torch.manual_seed(1)
+        x = torch.randn(8, 8).as_subclass(SaysCosine).requires_grad_()
+        model(x).sum().backward()
+        return {"input": x.grad.as_subclass(Tensor), "a": model.blocks[0].a.grad.as_subclass(Tensor)}
+
+    assert_same(gradients(lambda model: None), gradients(lambda model: WAYS[way].put(model, POLICIES["matmuls"])))
+
+
+@pytest.mark.parametrize("way", ["full", "auto", "served rerun"])
+def test_two_threads_run_one_model_at_once(way: str) -> None:
+    program = CATALOGUE["two_products"]
+    model, reference = built_model(program, WAYS[way], "matmuls"), built_model(program)
+    inputs = [torch.randn(WIDTH, WIDTH) for _ in range(2)]
+    gate, found = threading.Barrier(2), {}
+
+    def work(index: int, of: nn.Module = model) -> Any:
+        return torch.autograd.grad(of(inputs[index]).square().sum(), list(of.parameters()))
+
+    def steps(index: int) -> None:
+        for step in range(4):
+            gate.wait(timeout=60)
+            found[index, step] = work(index)
+
+    threads = [threading.Thread(target=steps, args=(index,)) for index in range(2)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    for index in range(2):
+        expected = work(index, reference)
+        assert all(torch.equal(*pair) for step in range(4) for pair in zip(expected, found[index, step], strict=True))
