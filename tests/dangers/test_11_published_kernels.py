@@ -1,0 +1,306 @@
+"""Kernels as they are published, on raw memory: fused norms, rotations in place, losses that write their gradient.
+
+Each is an autograd Function whose kernels read and write memory without ops, as Triton kernels and pybind calls do.
+Kernels that do not repeat themselves are left out (a dispatch whose order of rows changes from call to call, a library
+that takes another algorithm in recomputation): every way but replay is wrong there today, as torch is; the issue "a
+kernel is a unit" has to add them, with `verify` as an error that names the Function.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.support.oracle import assert_exact, on_every_way
+from tests.support.programs import WIDTH, Program
+from tests.support.replay_kernels import at
+from tests.support.ways import POLICIES, SELECTIVE
+
+TOKENS, HEADS, CLASSES = 6, 2, 5
+
+
+def fresh(like: Tensor, values: Any) -> Tensor:
+    """Memory that `torch.empty` gives and a kernel fills."""
+    out = torch.empty(like.shape)
+    np.copyto(at(out), values)
+    return out
+
+
+class RMSNorm(torch.autograd.Function):
+    """It saves the reciprocal of the root, and its backward writes over the gradient that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        x = x.contiguous()
+        scale = torch.empty(x.shape[:-1])
+        np.copyto(at(scale), 1 / np.sqrt(np.square(at(x)).mean(-1) + np.float32(1e-6)))
+        ctx.save_for_backward(x, weight, scale)
+        return fresh(x, at(x) * at(scale)[..., None] * at(weight))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, scale = ctx.saved_tensors
+        grad = grad.contiguous()
+        g, n, s = at(grad), at(x) * at(scale)[..., None], at(scale)[..., None]
+        of_weight = fresh(weight, (g * n).sum(tuple(range(x.dim() - 1))))
+        inner = g * at(weight)
+        np.copyto(g, s * (inner - n * (inner * n).mean(-1, keepdims=True)))
+        return grad, of_weight
+
+
+class Rotation(torch.autograd.Function):
+    """Rotary embedding in place on the results of two projections; autograd is not told of the write."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return Rotation.turned(q, cos, sin, 1), Rotation.turned(k, cos, sin, 1)
+
+    @staticmethod
+    def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+        x = x.contiguous()
+        values, c, s = at(x), at(cos), at(sin) * np.float32(sign)
+        low, high = (half.copy() for half in np.split(values, 2, -1))
+        np.copyto(values, np.concatenate([low * c - high * s, high * c + low * s], -1))
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return Rotation.turned(grad_q, cos, sin, -1), Rotation.turned(grad_k, cos, sin, -1), None, None
+
+
+class SwiGLU(torch.autograd.Function):
+    """Backward writes the gradients over what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        return fresh(gate, at(gate) / (1 + np.exp(-at(gate))) * at(up))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        a, b, g = at(gate).copy(), at(up).copy(), at(grad.contiguous())
+        s = 1 / (1 + np.exp(-a))
+        np.copyto(at(gate), g * b * s * (1 + a * (1 - s)))
+        np.copyto(at(up), g * a * s)
+        return gate, up
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Its forward writes the gradient over the logits, and saves it."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, classes: Tensor) -> Tensor:
+        z, rows = at(logits), np.arange(len(logits))
+        p = np.exp(z - z.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        loss = torch.empty(len(logits))
+        np.copyto(at(loss), -np.log(p[rows, classes.numpy()]))
+        p[rows, classes.numpy()] -= 1
+        np.copyto(z, p)
+        ctx.save_for_backward(logits)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return fresh(gradient, at(gradient) * at(grad.contiguous())[:, None]), None
+
+
+class LowRank(torch.autograd.Function):
+    """A frozen layer and an adapter of rank 2 in one Function: the output is written in place, by ops with `out=`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, down, up)
+        out = torch.empty(len(x), len(weight))
+        torch.mm(x, weight.t(), out=out)
+        return out.addmm_(x @ down.t(), up.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, down, up = ctx.saved_tensors
+        inner = grad @ up
+        return grad @ weight + inner @ down, None, inner.t() @ x, grad.t() @ (x @ down.t())
+
+
+class Tiled(torch.autograd.Function):
+    """Runs a module on parts of the rows without gradients, and in backward again with them, one part at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.module = module
+        with torch.no_grad():
+            return torch.cat([module(part) for part in x.chunk(3)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        of_x = torch.empty_like(x)
+        for part, into, given in zip(x.chunk(3), of_x.chunk(3), grad.chunk(3), strict=True):
+            leaf = part.detach().requires_grad_()
+            with torch.enable_grad():
+                out = ctx.module(leaf)
+            torch.autograd.backward(out, given)
+            into.copy_(leaf.grad)
+        return of_x, None
+
+
+WORKSPACE = torch.empty(2 * TOKENS, WIDTH)
+
+
+class GatheredProduct(torch.autograd.Function):
+    """All layers gather into one workspace that outlives them, by a kernel or by an op; backward gathers again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, unseen: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.unseen = unseen
+        return GatheredProduct.gathered(x, unseen) @ weight.t()
+
+    @staticmethod
+    def gathered(x: Tensor, unseen: bool) -> Tensor:
+        if unseen:
+            np.copyto(at(WORKSPACE), np.concatenate([at(x.contiguous())] * 2))
+            return WORKSPACE
+        return WORKSPACE.copy_(torch.cat([x, x]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        whole = GatheredProduct.gathered(x, ctx.unseen)
+        return (grad @ weight).view(2, *x.shape).sum(0), grad.t() @ whole, None
+
+
+# -- Blocks that use them
+
+
+class Layer(nn.Module):
+    """A residual block; `up` and `down` are projections, as in the catalogue's blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.up, self.gate, self.down = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+
+class Normalised(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(RMSNorm.apply(self.up(x), self.norm))
+
+
+class Rotated(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.outer(torch.arange(float(TOKENS)), torch.tensor([1.0, 0.1]))
+        q, k = (part.view(TOKENS, HEADS, -1).transpose(0, 1) for part in (self.up(x), self.gate(x)))
+        q, k = Rotation.apply(q, k, angles.cos(), angles.sin())
+        v = self.down(x).view(TOKENS, HEADS, -1).transpose(0, 1)
+        return x + F.scaled_dot_product_attention(q, k, v).transpose(0, 1).reshape(x.shape)
+
+
+class RotatedProjections(Layer):
+    """The kernel writes over what the projections returned, and not over copies."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.outer(torch.arange(float(TOKENS)), torch.ones(WIDTH // 2))
+        q, k = Rotation.apply(self.up(x), self.gate(x), angles.cos(), angles.sin())
+        return x + self.down(q * k.sigmoid())
+
+
+class Gated(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(SwiGLU.apply(self.gate(x), self.up(x)))
+
+
+class Decoder(Layer):
+    """All that one layer has of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = RMSNorm.apply(x, self.norm)
+        angles = torch.outer(torch.arange(float(TOKENS)), torch.tensor([1.0, 0.1]))
+        q, k = (part(h).view(TOKENS, HEADS, -1).transpose(0, 1) for part in (self.up, self.gate))
+        q, k = Rotation.apply(q, k, angles.cos(), angles.sin())
+        v = self.down(h).view(TOKENS, HEADS, -1).transpose(0, 1)
+        x = x + F.scaled_dot_product_attention(q, k, v).transpose(0, 1).reshape(x.shape)
+        h = RMSNorm.apply(x, self.norm)
+        return x + self.down(SwiGLU.apply(self.gate(h), self.up(h)))
+
+
+class WithALoss(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        loss = CrossEntropy.apply(self.up(x)[:, :CLASSES].contiguous(), torch.arange(TOKENS) % CLASSES)
+        return self.down(x).sin() * loss[:, None]
+
+
+class Adapted(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate.weight.requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(2, WIDTH)), nn.Parameter(torch.randn(WIDTH, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(LowRank.apply(self.up(x), self.gate.weight, self.a, self.b)))
+
+
+class InTiles(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + Tiled.apply(self.up(x), self.mlp)
+
+
+class Gathered(Layer):
+    unseen = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = GatheredProduct.apply(self.up(x), self.gate.weight, self.unseen).tanh()
+        return x + self.down(h[:TOKENS] + h[TOKENS:])
+
+
+class GatheredUnseen(Gathered):
+    unseen = True
+
+
+def rows(step: int) -> tuple[Tensor, ...]:
+    return (torch.randn(TOKENS, WIDTH),)
+
+
+# A module's results that are saved as a whole are overwritten by a kernel that tells nobody.
+NOT_UNDER = {RotatedProjections: frozenset({"whole modules"})}
+KERNELS = [
+    Program(layer.__name__, lambda block, x: x, inputs=rows, block=layer, not_under=NOT_UNDER.get(layer, frozenset()))
+    for layer in (
+        Normalised,
+        Rotated,
+        RotatedProjections,
+        Gated,
+        Decoder,
+        WithALoss,
+        Adapted,
+        InTiles,
+        Gathered,
+        GatheredUnseen,
+    )
+]
+
+
+@on_every_way(KERNELS)
+def test_a_published_kernel(program: Program, way: str, policy: str) -> None:
+    assert_exact(program, way, policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", SELECTIVE)
+def test_a_decoder_layer_of_kernels_under_each_policy(way: str, policy: str) -> None:
+    assert_exact(KERNELS[4], way, policy)
