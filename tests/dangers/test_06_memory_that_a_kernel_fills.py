@@ -20,11 +20,11 @@ from torch import Tensor
 import sac
 from sac.errors import SacError, SacWarning
 from tests.support.blocks import selective
-from tests.support.custom_ops import SquareByAccumulation, Wobble, wobble
-from tests.support.oracle import assert_exact, built_model, on_every_way, train_program
-from tests.support.programs import WIDTH, Block, Program, programs
+from tests.support.custom_ops import Wobble, wobble
+from tests.support.oracle import assert_exact, assert_replayed_exactly, built_model, on_every_way, train_program
+from tests.support.programs import CATALOGUE, WIDTH, Block, Program, programs
 from tests.support.recording import without_collector
-from tests.support.replay_kernels import TanhInPlace, at, tanh_into, twice_in_place
+from tests.support.replay_kernels import at, tanh_into
 from tests.support.training import assert_same
 from tests.support.ways import POLICIES, SELECTIVE, WAYS, Way
 
@@ -35,6 +35,13 @@ PYTHON_AGAIN = ("full", "checkpoint", "reentrant")
 @on_every_way(programs("kernel"))
 def test_a_kernel_of_the_catalogue(program: Program, way: str, policy: str) -> None:
     assert_exact(program, way, policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_replay_needs_no_comparison_to_be_exact(policy: str) -> None:
+    for program in programs("kernel"):
+        if program.name != "autograd_is_not_told":  # only a comparison shows it
+            assert_replayed_exactly(program, policy, blocks=1)
 
 
 # -- Allocations
@@ -65,81 +72,25 @@ def test_a_kernel_fills_an_allocation_and_an_op_goes_on_writing(factory: str, wa
             return block.down(tanh_into(block.up(x), FACTORIES[factory], after).sin())
 
         policy = [*POLICIES][place + (way == "replay")]
+        if way == "replay":
+            assert_replayed_exactly(Program(f"{factory}, then {name}", body), policy, blocks=1, steps=2)
         assert_exact(Program(f"{factory}, then {name}", body), way, policy, blocks=1, steps=2)
 
 
-def zeros_that_stay_and_zeros_that_are_filled(block: Block, x: Tensor) -> Tensor:
-    stay = torch.zeros(WIDTH, WIDTH)
-    h = block.up(x) + stay
-    return (tanh_into(h, lambda x: torch.zeros(WIDTH, WIDTH)) * h).sin() + stay
-
-
-def filled_from_the_second_call_on(block: Block, x: Tensor) -> Tensor:
-    """A comparison in the first call does not show it."""
-    h = block.up(x)
-    flags = torch.zeros(WIDTH, WIDTH) if block.calls == 1 else tanh_into(h, torch.zeros_like)
-    return block.down((h * flags).sin() + h.cos())
-
-
-def added_to_by_a_kernel(block: Block, x: Tensor) -> Tensor:
-    """On memory that was kept, the kernel would add a second time."""
-    return block.down(SquareByAccumulation.apply(block.up(x)).sin())  # type: ignore[no-untyped-call]
-
-
-def rows_of_a_view(block: Block, x: Tensor) -> Tensor:
-    h = block.up(x) * 1.5
-    rows = h[2:4]
-    twice_in_place(rows)
-    return block.down(h.sin()) * rows.sum()
-
-
-def autograd_is_not_told(block: Block, x: Tensor) -> Tensor:
-    return block.down(twice_in_place(block.up(x), says_so=False).sin())
-
-
-def result_read_before_and_after(block: Block, x: Tensor) -> Tensor:
-    """A product is read, doubled by a kernel, and read again: a policy that saves it holds the doubled one."""
-    h = block.up(x)
-    before = h * 1.5
-    return before.sin() * twice_in_place(h).cos()
-
-
-def result_written_by_ops_and_kernels(block: Block, x: Tensor) -> Tensor:
-    return block.down(twice_in_place(twice_in_place(block.up(x).add_(1)).mul_(0.5)).add_(1).sin())
-
-
-def saved_result_of_a_kernel_in_place(block: Block, x: Tensor) -> Tensor:
-    return block.down(TanhInPlace.apply(block.up(x).add_(1)))  # type: ignore[no-untyped-call]
-
-
-FUNCTIONS = [
-    # A module's results that are saved as a whole are overwritten with it, and its backward reads them.
-    Program(body.__name__, body, not_under=frozenset({"whole modules"} if body is autograd_is_not_told else ()))
-    for body in (
-        zeros_that_stay_and_zeros_that_are_filled,
-        filled_from_the_second_call_on,
-        added_to_by_a_kernel,
-        rows_of_a_view,
-        autograd_is_not_told,
-        result_read_before_and_after,
-        result_written_by_ops_and_kernels,
-        saved_result_of_a_kernel_in_place,
-    )
+OVERWRITTEN = [
+    "rows_of_a_view",
+    "result_read_before_and_after",
+    "result_written_by_ops_and_kernels",
+    "saved_result_of_a_kernel_in_place",
+    "autograd_is_not_told",
 ]
-
-
-@on_every_way(FUNCTIONS)
-def test_a_kernel_that_writes_to_part_of_the_memory_in_some_calls_or_after_a_read(
-    program: Program, way: str, policy: str
-) -> None:
-    assert_exact(program, way, policy)
 
 
 @pytest.mark.parametrize("way", SELECTIVE)
 @pytest.mark.parametrize("policy", ["matmuls", "everything"])
 def test_a_saved_product_that_a_kernel_overwrites(policy: str, way: str) -> None:
-    for program in FUNCTIONS[4:]:
-        assert_exact(program, way, policy, blocks=1, steps=2)
+    for name in OVERWRITTEN:
+        assert_exact(CATALOGUE[name], way, policy, blocks=1, steps=2)
 
 
 # -- What Python writes between two ops

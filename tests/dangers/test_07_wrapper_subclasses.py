@@ -22,7 +22,7 @@ import sac
 from sac.errors import SacError
 from tests.support.blocks import FunctionBlock, Stack, policy, save, selective
 from tests.support.custom_ops import Wobble, wobble
-from tests.support.oracle import assert_exact, on_every_way
+from tests.support.oracle import assert_exact, assert_replayed_exactly, on_every_way
 from tests.support.programs import Block, Program
 from tests.support.rank_programs import stack_of
 from tests.support.ranks import run_ranks
@@ -119,6 +119,12 @@ INSIDE = [
 @on_every_way(INSIDE)
 def test_made_inside(program: Program, way: str, policy: str) -> None:
     assert_exact(program, way, policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_replay_needs_no_comparison_to_be_exact(policy: str) -> None:
+    for program in INSIDE:
+        assert_replayed_exactly(program, policy, blocks=1)
 
 
 # -- Inputs and weights

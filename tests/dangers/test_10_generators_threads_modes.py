@@ -17,65 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sac
 from sac.full import RngTracker
 from tests.support.blocks import FULL, FunctionBlock, Stack, selective
-from tests.support.oracle import assert_exact, built_model, on_every_way
+from tests.support.oracle import assert_exact, assert_replayed_exactly, built_model, on_every_way
 from tests.support.programs import CATALOGUE, WIDTH, Block, Program, programs
 from tests.support.training import assert_same, built
 from tests.support.ways import NONE, POLICIES, WAYS
 
 # -- Generators
-
-
-def state_put_back_inside(block: Block, x: Tensor) -> Tensor:
-    state = torch.get_rng_state()
-    h = F.dropout(block.up(x), 0.3)
-    torch.set_rng_state(state)
-    return F.dropout(h.sin(), 0.3) * h
-
-
-def forked_inside(block: Block, x: Tensor) -> Tensor:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(block.calls)
-        h = F.dropout(block.up(x), 0.3)
-    return F.dropout(h.sin(), 0.3) * h
-
-
-def seeded_inside(block: Block, x: Tensor) -> Tensor:
-    h = F.dropout(block.up(x), 0.3)
-    torch.manual_seed(7)
-    return F.dropout(h.sin(), 0.3) * h
-
-
-def draws_that_nothing_reads(block: Block, x: Tensor) -> Tensor:
-    torch.rand(3)
-    h = F.dropout(block.up(x), 0.3)
-    F.dropout(h.detach(), 0.3)
-    return F.dropout(h.sin() * torch.randn_like(h), 0.5) * h
-
-
-def generator_of_a_call(block: Block, x: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(block.calls)
-    first = torch.rand(x.shape, generator=generator)
-    generator.manual_seed(5)
-    return (block.up(x) * first).sin() * torch.rand(x.shape, generator=generator)
-
-
-def another_handle_of_a_generator(block: Block, x: Tensor) -> Tensor:
-    """`clone_state` and `graphsafe_get_state` make other Python objects; two handles may share a state."""
-    first = torch.rand(x.shape, generator=block.generator)
-    return (block.up(x) * first).sin() * torch.rand(x.shape, generator=block.generator.clone_state())
-
-
-GENERATORS = [
-    Program(body.__name__, body, not_under=frozenset(without))
-    for body, without in (
-        (state_put_back_inside, ()),
-        (forked_inside, ()),
-        (seeded_inside, ()),
-        (draws_that_nothing_reads, ()),
-        (generator_of_a_call, ()),
-        (another_handle_of_a_generator, ("reentrant",)),
-    )
-]
 
 
 def twice_with_draws_between(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor]:
@@ -86,11 +33,15 @@ def twice_with_draws_between(loss: Tensor, inputs: list[Tensor], parameters: lis
     return [between, torch.rand(3)]
 
 
-@on_every_way(
-    [*GENERATORS, *(each for each in programs("random") if each.name != "draws_between_forward_and_backward")]
-)
+@on_every_way([each for each in programs("random") if not each.between])
 def test_generators_in_recomputation_and_after_it(program: Program, way: str, policy: str) -> None:
     assert_exact(program, way, policy, steps=2, backward=twice_with_draws_between)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_replay_needs_no_comparison_to_draw_the_same(policy: str) -> None:
+    for program in programs("random"):
+        assert_replayed_exactly(program, policy, blocks=1, steps=2)
 
 
 APPLIED = {

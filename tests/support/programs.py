@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.support.blocks import MAX_TOKENS, GatedMLP, LlamaLikeBlock, Stack, rotate
-from tests.support.custom_ops import noisy_attention, noisy_scale, scale_by
+from tests.support.custom_ops import SquareByAccumulation, noisy_attention, noisy_scale, scale_by
 from tests.support.replay_kernels import FromOutside, TanhInPlace, tanh_into, twice_in_place
 from tests.support.runs import note_run, runs_of
 
@@ -334,6 +334,52 @@ def python_and_numpy_draws(block: Block, x: Tensor) -> Tensor:
 
 
 @program("random")
+def state_put_back_inside(block: Block, x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    h = F.dropout(block.up(x), 0.3)
+    torch.set_rng_state(state)
+    return F.dropout(h.sin(), 0.3) * h
+
+
+@program("random")
+def forked_inside(block: Block, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(block.calls)
+        h = F.dropout(block.up(x), 0.3)
+    return F.dropout(h.sin(), 0.3) * h
+
+
+@program("random")
+def seeded_inside(block: Block, x: Tensor) -> Tensor:
+    h = F.dropout(block.up(x), 0.3)
+    torch.manual_seed(7)
+    return F.dropout(h.sin(), 0.3) * h
+
+
+@program("random")
+def draws_that_nothing_reads(block: Block, x: Tensor) -> Tensor:
+    torch.rand(3)
+    h = F.dropout(block.up(x), 0.3)
+    F.dropout(h.detach(), 0.3)
+    return F.dropout(h.sin() * torch.randn_like(h), 0.5) * h
+
+
+@program("random")
+def generator_of_a_call(block: Block, x: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(block.calls)
+    first = torch.rand(x.shape, generator=generator)
+    generator.manual_seed(5)
+    return (block.up(x) * first).sin() * torch.rand(x.shape, generator=generator)
+
+
+@program("random", "generator", not_under=("reentrant",))
+def another_handle_of_a_generator(block: Block, x: Tensor) -> Tensor:
+    """`clone_state` and `graphsafe_get_state` make other Python objects; two handles may share a state."""
+    first = torch.rand(x.shape, generator=block.generator)
+    return (block.up(x) * first).sin() * torch.rand(x.shape, generator=block.generator.clone_state())
+
+
+@program("random")
 def stochastic_depth(block: Block, x: Tensor) -> Tensor:
     """Whether a part runs depends on a draw."""
     h = block.up(x)
@@ -471,3 +517,56 @@ def kernel_in_place_whose_result_is_saved(block: Block, x: Tensor) -> Tensor:
 @program("kernel")
 def result_that_no_op_made(block: Block, x: Tensor) -> Tensor:
     return block.down(FromOutside.apply(block.up(x)).sin())  # type: ignore[no-untyped-call]
+
+
+@program("kernel")
+def zeros_that_stay_and_zeros_that_are_filled(block: Block, x: Tensor) -> Tensor:
+    stay = torch.zeros(WIDTH, WIDTH)
+    h = block.up(x) + stay
+    return (tanh_into(h, lambda x: torch.zeros(WIDTH, WIDTH)) * h).sin() + stay
+
+
+@program("kernel")
+def filled_from_the_second_call_on(block: Block, x: Tensor) -> Tensor:
+    """A comparison in the first call does not show it."""
+    h = block.up(x)
+    flags = torch.zeros(WIDTH, WIDTH) if block.calls == 1 else tanh_into(h, torch.zeros_like)
+    return block.down((h * flags).sin() + h.cos())
+
+
+@program("kernel")
+def added_to_by_a_kernel(block: Block, x: Tensor) -> Tensor:
+    """On memory that was kept, the kernel would add a second time."""
+    return block.down(SquareByAccumulation.apply(block.up(x)).sin())  # type: ignore[no-untyped-call]
+
+
+@program("kernel")
+def rows_of_a_view(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x) * 1.5
+    rows = h[2:4]
+    twice_in_place(rows)
+    return block.down(h.sin()) * rows.sum()
+
+
+# What is saved of a module as a whole is overwritten with it.
+@program("kernel", not_under=("whole modules",))
+def autograd_is_not_told(block: Block, x: Tensor) -> Tensor:
+    return block.down(twice_in_place(block.up(x), says_so=False).sin())
+
+
+@program("kernel")
+def result_read_before_and_after(block: Block, x: Tensor) -> Tensor:
+    """A product is read, doubled by a kernel, and read again: a policy that saves it holds the doubled one."""
+    h = block.up(x)
+    before = h * 1.5
+    return before.sin() * twice_in_place(h).cos()
+
+
+@program("kernel")
+def result_written_by_ops_and_kernels(block: Block, x: Tensor) -> Tensor:
+    return block.down(twice_in_place(twice_in_place(block.up(x).add_(1)).mul_(0.5)).add_(1).sin())
+
+
+@program("kernel")
+def saved_result_of_a_kernel_in_place(block: Block, x: Tensor) -> Tensor:
+    return block.down(TanhInPlace.apply(block.up(x).add_(1)))  # type: ignore[no-untyped-call]
