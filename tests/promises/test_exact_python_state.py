@@ -9,12 +9,10 @@ import argparse
 import collections
 import contextvars
 import functools
-import gc
 import importlib.util
 import sys
 import threading
 import types
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -508,46 +506,6 @@ def test_a_forward_that_is_replaced_later(way: str) -> None:
         return Replaced()
 
     assert_same(make, way, loop)
-
-
-MEMORY: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("MEMORY", default=None)
-
-
-class Remembers(Block):
-    """Holds its last result, with its graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.memory = self.mlp(x)
-        MEMORY.set(self.memory)
-        ALIVE.add(self.memory)
-        return self.memory
-
-
-ALIVE: weakref.WeakSet[Tensor] = weakref.WeakSet()
-
-
-@pytest.mark.parametrize("way", [None, "full", "rerun", "auto"])
-def test_a_chain_of_forwards_without_backward_holds_no_graphs(way: str | None) -> None:
-    from tests.promises.test_exact_when_programs_change import APPLIED
-
-    model = Model(Remembers, way)
-    if way is not None:
-        sac.apply(model, APPLIED[way])
-    ALIVE.clear()
-    gc.disable()
-    try:
-        alive = []
-        for _ in range(4):
-            model(torch.randn(3, 4))
-            alive.append(len(ALIVE))
-    finally:
-        gc.enable()
-        MEMORY.set(None)
-    assert alive == [2] * 4  # one of each block
 
 
 def test_a_lazily_imported_module_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

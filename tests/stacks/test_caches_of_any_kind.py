@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import gc
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import sac
-from tests.support.recording import Recorder
 
 WIDTH = 4
 
@@ -90,17 +88,3 @@ def step(model: nn.Module, cache: Any, times: int = 1) -> list[Tensor]:
 def test_a_cache_is_in_recomputation_what_it_was(kind: Any, value: str, times: int) -> None:
     plain, ours = (step(model_of_blocks(one), kind(), times) for one in ("none", value))
     assert all(map(torch.equal, plain, ours))
-
-
-@pytest.mark.parametrize("value", ["full", "selective"])
-@pytest.mark.parametrize("kind", [DictCache, DequeCache])
-def test_a_forward_without_a_backward_holds_nothing(kind: Any, value: str) -> None:
-    model = model_of_blocks(value)
-    step(model, kind())
-    recorder, x, cache = Recorder(), torch.ones(3, WIDTH), kind()
-    with recorder:
-        for block in model.layers:
-            x = block(x, cache)
-    del x, cache
-    gc.collect()  # a cache and its blocks may be in a circle of the model's own making, as they are without sac
-    assert recorder.live_bytes() == 0

@@ -222,20 +222,6 @@ def test_fresh_tensors_from_outside_are_not_mixed_up(value: Any) -> None:
     assert_same_under(from_numpy, value, steps=3)
 
 
-@ON_EACH
-def test_jagged_input(value: Any) -> None:
-    def gradients(put: bool) -> list[Tensor]:
-        model = built(lambda: Stack(FunctionBlock(lambda block, x: F.linear(x.sin(), block.a).cos())))
-        if put:
-            sac.apply(model, value)
-        values = torch.randn(10, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        jagged = torch.nested.nested_tensor_from_jagged(values * 1.0, torch.tensor([0, 4, 10]))
-        model(jagged).values().square().sum().backward()
-        return [values.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
-
-    assert all(torch.equal(a, b) for a, b in zip(gradients(False), gradients(True), strict=True))
-
-
 def written_after_a_small_view(block: FunctionBlock, x: Tensor) -> Tensor:
     """The sine saves rows of a saved product, to which the region then writes."""
     product = x @ block.a

@@ -19,7 +19,7 @@ from sac.region import ambient
 from tests.support.blocks import FunctionBlock
 from tests.support.pairs import in_pairs
 from tests.support.runs import Noted
-from tests.support.stateful import ON_EACH_WAY, WAYS, Surrounding, Way, as_it_is, stack_of, stepped
+from tests.support.stateful import WAYS, Surrounding, Way, as_it_is, stack_of, stepped
 from tests.support.training import assert_same
 
 
@@ -181,37 +181,6 @@ def test_where_modes_are_the_same_nothing_is_moved() -> None:
     with CosineForSine() as other, ExitStack() as stack:
         modes.enter_on(stack)
     assert [*map(list, moved)] == [[], [other]]
-
-
-class SaysCosine(Tensor):
-    """A subclass that gives another result for one function; its sums are of its class too."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return super().__torch_function__(torch.Tensor.cos if func is torch.Tensor.sin else func, types, args, kwargs)
-
-
-@ON_EACH_WAY
-def test_backward_of_a_subclass_recomputes_by_its_own_functions(way: Way) -> None:
-    """torch turns subclasses off while `backward` is called on one; its own checkpoint is silently wrong here."""
-
-    def build() -> Any:
-        return stack_of(lambda block, x: (x @ block.a).sin() * x.sin().exp())()
-
-    def grads(way: Way) -> dict[str, Tensor]:
-        torch.manual_seed(1)
-        model = way(build())
-        seen = {}
-        for step in range(2):
-            x = torch.randn(8, 8).as_subclass(SaysCosine).requires_grad_()
-            loss = model(x).sum()
-            assert type(loss) is SaysCosine
-            loss.backward()
-            seen[f"{step} input"] = x.grad.as_subclass(Tensor)
-        grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-        return seen | {name: grad.as_subclass(Tensor) for name, grad in grads.items()}
-
-    assert_same(grads(as_it_is), grads(way))
 
 
 def test_a_region_called_with_subclasses_off_is_recomputed_so() -> None:
