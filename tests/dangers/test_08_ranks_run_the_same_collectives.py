@@ -83,24 +83,24 @@ PLACES = {body.__name__: body for body in (alone, last, aside, middle, before_a_
 
 
 def experienced(block: FunctionBlock, x: Tensor, place: str) -> Tensor:
-    """The first call on rank 1 meets what may make later calls careful: a choice, a draw, a write."""
-    if block.calls == 1 and dist.get_rank() == 1:
+    """Rank 1 meets what makes calls careful, in the first call or in each: a choice, a draw, a write."""
+    if dist.get_rank() == 1 and (block.calls == 1 or block.always):
         block.seen = x.detach().topk(2, dim=-1).indices.sum()
         block.draws = torch.rand(2, generator=block.generator)
         block.table.add_(1)
     return PLACES[place](block, x)
 
 
-def model_of(place: str) -> Stack:
+def model_of(place: str, always: bool) -> Stack:
     model = built(lambda: Stack(*(FunctionBlock(lambda block, x: experienced(block, x, place)) for _ in range(2))))
     for block in model.blocks:
-        block.generator, block.table = torch.Generator().manual_seed(1), torch.zeros(2)
+        block.generator, block.table, block.always = torch.Generator().manual_seed(1), torch.zeros(2), always
     return model
 
 
-def sent_in_backward(place: str, names: list[str]) -> list[list[str]]:
+def sent_in_backward(place: str, names: list[str], always: bool = False) -> list[list[str]]:
     """Of four steps; rank r takes the r-th way."""
-    model = sac.apply(model_of(place), value_of(names[dist.get_rank()]))
+    model = sac.apply(model_of(place, always), value_of(names[dist.get_rank()]))
     counts = []
     for _ in range(4):
         loss = model(torch.randn(3, 8)).square().sum()
@@ -108,10 +108,11 @@ def sent_in_backward(place: str, names: list[str]) -> list[list[str]]:
     return counts
 
 
+@pytest.mark.parametrize("always", [False, True], ids=["in its first call", "in each call"])
 @pytest.mark.parametrize("place", PLACES)
-def test_full_sends_the_same_in_every_backward_whatever_a_rank_has_met(place: str) -> None:
+def test_full_sends_the_same_in_every_backward_whatever_a_rank_has_met(place: str, always: bool) -> None:
     """With and without the recorder that a careful call has."""
-    one, other = run_ranks(2, sent_in_backward, place, ["full", "full"], timeout=TIMEOUT_SECONDS)
+    one, other = run_ranks(2, sent_in_backward, place, ["full", "full"], always, timeout=TIMEOUT_SECONDS)
     assert one == other == [one[0]] * 4
 
 
