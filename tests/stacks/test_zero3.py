@@ -76,16 +76,6 @@ def test_gradients_are_those_without_us(value: Any, trained: str, sharded_first:
     assert (recomputed > 0) == (value is not VALUES["save all"])
 
 
-@ON_EACH_VALUE
-def test_no_gathered_weight_waits_for_backward(value: Any) -> None:
-    model, sharded = model_of(value, "", sharded_first=False)
-    with its_linear():
-        for _ in range(3):  # with a recorder and without
-            out = model(torch.randn(2, 4, WIDTH))
-            assert sharded.held == 0
-            out.sum().backward()
-
-
 def test_torch_fails_where_weights_are_frozen() -> None:
     model, _ = model_of(None, "post", sharded_first=False)
     model.context_fns = [noop_context_fn] * 3

@@ -96,6 +96,16 @@ def assert_replayed_exactly(program: Program, policy: str = "nothing", **options
         assert_same(train_program(program, **options), train_program(program, UNVERIFIED, policy, **options))
 
 
+def assert_same_results(
+    run: Callable[[Stack], dict[str, Tensor]], program: Program, way: str, policy: str = "nothing", **options: Any
+) -> None:
+    """Hold that ``run(model)``, which returns tensors by name, returns the same bits in this way as without."""
+    reference = run(built_model(program, **options))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_same(reference, run(built_model(program, WAYS[way], policy, **options)))
+
+
 def on_every_way(chosen: Sequence[Program], *ways: str) -> pytest.MarkDecorator:
     """Parametrize ``(program, way, policy)``: every program in every way; the policies of a way take turns."""
     params = []
