@@ -12,14 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import sac
 from tests.support.blocks import Stack
 from tests.support.custom_ops import Luck, lucky
 from tests.support.oracle import assert_exact, assert_same_results, built_model, on_every_way
 from tests.support.pairs import in_pairs
 from tests.support.programs import CATALOGUE, WIDTH, Block, Program, programs
 from tests.support.recording import Recorder, without_collector
-from tests.support.runs import Noted
 from tests.support.ways import POLICIES, SELECTIVE, WAYS
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -195,21 +193,6 @@ def test_autocast_is_as_before_after_backward_and_after_an_error(backward: str, 
             finally:
                 Luck.left = True
             assert autocast_now() == before
-
-
-def test_a_rerun_sees_all_of_the_state() -> None:
-    seen = Noted()
-
-    def body(x: Tensor) -> Tensor:
-        seen.append(autocast_now()[:3])
-        return x.sin().cos()
-
-    for surrounding in SURROUNDINGS.values():
-        with surrounding():
-            out = sac.checkpoint(body, torch.ones(2, requires_grad=True))
-        with torch.autocast("cpu", FP16, cache_enabled=False):
-            out.sum().backward()
-    assert [*seen[::2]] == [*seen[1::2]]
 
 
 # -- Bodies of custom ops, in which a dispatch mode turns autocast off

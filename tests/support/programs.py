@@ -236,6 +236,12 @@ def accumulator_filled_by_parts(block: Block, x: Tensor) -> Tensor:
     return block.down(out)
 
 
+@program("write", "random")
+def random_slopes(block: Block, x: Tensor) -> Tensor:
+    """The op writes its noise into a tensor that autograd saved one op ago."""
+    return block.down(F.rrelu(block.up(x), training=True)).sin()
+
+
 @program("write", "outside")
 def workspace_overwritten_first(block: Block, x: Tensor) -> Tensor:
     """A tensor that outlives the region and is overwritten entirely before it is read."""

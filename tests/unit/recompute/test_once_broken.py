@@ -171,33 +171,6 @@ def test_applied_blocks_inside_another_checkpoint(count: int, outer: str, value:
     assert all(torch.equal(a, b) for a, b in zip(gradients(False), gradients(True), strict=True))
 
 
-def moved_away(tensor: Tensor) -> Any:
-    return tensor.detach().numpy().copy(order="K")
-
-
-@ON_EACH
-def test_values_that_surrounding_hooks_moved_away(value: Any) -> None:
-    """Their storages are gone; what is made at their addresses is something else."""
-
-    def gradients(put: bool) -> list[Tensor]:
-        model = built(lambda: Stack(Dropped(), Dropped(), Dropped()))
-        if put:
-            sac.apply(model, value)
-        seen = []
-        for seed in range(3):
-            torch.manual_seed(seed)
-            x = torch.randn(8, 8, requires_grad=True)
-            with torch.autograd.graph.saved_tensors_hooks(
-                lambda t: t.detach().numpy().copy(order="K"), torch.from_numpy
-            ):
-                out = model(x)
-            out.square().sum().backward()
-            seen.append(x.grad)
-        return [*seen, *(p.grad for p in model.parameters())]
-
-    assert all(torch.equal(a, b) for a, b in zip(gradients(False), gradients(True), strict=True))
-
-
 def gradient_inside(block: FunctionBlock, x: Tensor) -> Tensor:
     h = (x.sin() @ block.a).sin()
     (g,) = torch.autograd.grad(h.square().sum(), block.a, create_graph=True)
@@ -207,19 +180,6 @@ def gradient_inside(block: FunctionBlock, x: Tensor) -> Tensor:
 @ON_EACH
 def test_gradient_taken_inside_a_region(value: Any) -> None:
     assert_same_under(gradient_inside, value)
-
-
-def from_numpy(block: FunctionBlock, x: Tensor) -> Tensor:
-    """Fresh tensors that no op made, at addresses that come and go."""
-    h = x
-    for number in range(6):
-        h = (h * torch.from_numpy((torch.arange(64.0).view(8, 8) / 64 + number).numpy().copy())).sin() @ block.a
-    return h
-
-
-@ON_EACH
-def test_fresh_tensors_from_outside_are_not_mixed_up(value: Any) -> None:
-    assert_same_under(from_numpy, value, steps=3)
 
 
 def written_after_a_small_view(block: FunctionBlock, x: Tensor) -> Tensor:

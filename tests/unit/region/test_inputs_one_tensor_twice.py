@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import sac
 from sac.full import FullConfig
@@ -172,23 +171,3 @@ def test_selective_regions():
     plain, ours = built(Model), built(Model)
     sac.apply(ours, selective(policy(save("matmul")), blocks=["stack.blocks.*"]))
     assert_same(trained(plain), trained(ours))
-
-
-class Fresh:
-    """A container that shows another tensor object each time it is taken apart."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-
-def test_tensors_that_live_only_while_arguments_are_taken_apart_are_not_confused():
-    pytree.register_pytree_node(
-        Fresh, lambda one: ([one.value.view_as(one.value)], None), lambda leaves, _: Fresh(*leaves)
-    )
-    try:
-        x = [torch.randn(4, requires_grad=True) for _ in range(4)]
-        out = sac.checkpoint(lambda *args: sum((i + 1) * one.value.sin() for i, one in enumerate(args)), *map(Fresh, x))
-        out.sum().backward()
-        assert all(torch.equal(one.grad, (i + 1) * one.detach().cos()) for i, one in enumerate(x))
-    finally:
-        pytree._deregister_pytree_node(Fresh)

@@ -1,0 +1,263 @@
+"""Danger 3: what autograd holds in place of a saved tensor, and when it reads it: once, twice, never, or too early."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import sac
+from tests.support.blocks import Stack
+from tests.support.custom_ops import Luck, SineReadTwice, lucky
+from tests.support.oracle import assert_exact, assert_same_results, built_model, on_every_way
+from tests.support.programs import WIDTH, Block, Program
+from tests.support.recording import Recorder, without_collector
+from tests.support.training import gradient_penalty, inputs_then_weights
+from tests.support.ways import NONE, WAYS
+
+NOT_REENTRANT = frozenset({"reentrant"})  # torch refuses `grad` and gradients of gradients there
+OF_TORCH = frozenset(
+    {"reentrant", "context_fn"}
+)  # in torch's frame: a value is unpacked once, gradients are taken outside
+
+
+def smooth(block: Block, x: Tensor) -> Tensor:
+    """Operators that save their own results, whose graphs lead to the saved tensors themselves."""
+    h = F.dropout(block.up(x).tanh(), 0.3).exp()
+    return F.layer_norm(block.down(h), (WIDTH,)).sigmoid() * x.sin()
+
+
+def towers(block: Block, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Two results that share nothing."""
+    left = F.dropout(block.up(x).tanh(), 0.3)
+    return left * x.sin(), F.dropout(block.down(y), 0.3).tanh() * y.cos()
+
+
+def two_inputs(step: int) -> tuple[Tensor, ...]:
+    return torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
+
+
+SMOOTH = Program("smooth", smooth, not_under=NOT_REENTRANT)
+TOWERS = Program("towers", towers, inputs=two_inputs, not_under=NOT_REENTRANT)
+
+
+# -- Backward again, in part, or with a graph of its own
+
+
+def twice(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor | None]:
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in parameters if p.grad is not None]
+    loss.backward()
+    return first
+
+
+def three_times_by_grad(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor | None]:
+    leaves, seen = [*inputs, *parameters], []
+    for retain in (True, True, False):
+        seen += torch.autograd.grad(loss, leaves, retain_graph=retain)
+    return seen
+
+
+@pytest.mark.parametrize("backward", [twice, three_times_by_grad, inputs_then_weights, gradient_penalty])
+@on_every_way([SMOOTH])
+def test_backward_again_while_the_graph_is_kept(program: Program, way: str, policy: str, backward: Any) -> None:
+    assert_exact(program, way, policy, backward=backward)
+
+
+def one_after_the_other(model: Stack) -> dict[str, Tensor]:
+    """The results share nothing, so the graph is not retained between the two."""
+    left, right = model(*(x.requires_grad_() for x in two_inputs(0)))
+    left.square().sum().backward()
+    right.square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@on_every_way([TOWERS])
+def test_disjoint_results_in_two_backwards(program: Program, way: str, policy: str) -> None:
+    assert_same_results(one_after_the_other, program, way, policy)
+
+
+@on_every_way([SMOOTH])
+def test_backward_again_without_the_graph_is_refused(program: Program, way: str, policy: str) -> None:
+    model = built_model(program, WAYS[way], policy)
+    for _ in range(3):
+        loss = model(torch.randn(WIDTH, WIDTH)).sum()
+        loss.backward()
+        with pytest.raises(RuntimeError):
+            loss.backward()
+
+
+# -- Reads that are not one for each backward
+
+
+def reads_twice(block: Block, x: Tensor) -> Tensor:
+    h = F.dropout(block.up(x), 0.3)
+    return block.down(SineReadTwice.apply(h)) * h.cos()  # type: ignore[no-untyped-call]
+
+
+@on_every_way([Program("reads_twice", reads_twice, not_under=frozenset({"context_fn"}))])
+def test_one_backward_may_read_a_value_twice(program: Program, way: str, policy: str) -> None:
+    assert_exact(program, way, policy)
+    if way != "reentrant":
+        assert_exact(program, way, policy, backward=twice)
+
+
+@pytest.mark.parametrize("way", [name for name in WAYS if name not in OF_TORCH])
+def test_a_value_may_be_read_outside_of_a_backward_and_is_not_held_then(way: str) -> None:
+    def body(block: Block, x: Tensor) -> Tensor:
+        return x.exp().sin()
+
+    model = built_model(Program("body", body), WAYS[way], blocks=1)
+    for _ in range(3):
+        x, recorder = torch.randn(3, requires_grad=True), Recorder()
+        expected = x.detach().exp()
+        with without_collector(), recorder:
+            out = model(x)
+            exponential = out.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            for _ in range(2):
+                assert torch.equal(out.grad_fn._saved_self, expected)  # type: ignore[union-attr]
+                assert torch.equal(exponential._saved_result, expected)
+            out.sum().backward()
+            assert torch.equal(x.grad, expected.cos() * expected)  # type: ignore[arg-type]
+            assert recorder.live_bytes(besides=(out, x.grad)) == 0
+
+
+# -- Gradients that the region takes itself: recomputation goes up to the present point, and drops nothing
+
+
+def gradient_of_its_own(block: Block, x: Tensor) -> Tensor:
+    leaf = x.detach().requires_grad_()
+    (force,) = torch.autograd.grad(block.down(block.up(leaf).sin()).sum(), leaf)
+    return block.up(x).sin() * force
+
+
+def penalty_inside(block: Block, x: Tensor) -> Tensor:
+    h = F.dropout(block.up(x).tanh(), 0.3)
+    (slope,) = torch.autograd.grad(h.square().sum(), x, create_graph=True)
+    return block.down(h) + slope.square().sum()
+
+
+def gradients_at_two_points(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x).sin()
+    (first,) = torch.autograd.grad(h.sum(), x, retain_graph=True)
+    z = block.down(h).sin()
+    (second,) = torch.autograd.grad(z.sum(), x, retain_graph=True)
+    return block.up(z).sin() * first * second
+
+
+INSIDE = [
+    Program(body.__name__, body, not_under=OF_TORCH)
+    for body in (gradient_of_its_own, penalty_inside, gradients_at_two_points)
+]
+
+
+@on_every_way(INSIDE)
+def test_gradients_taken_inside_a_region(program: Program, way: str, policy: str) -> None:
+    assert_exact(program, way, policy)
+
+
+# -- The end of a recomputation
+
+
+def expects_errors(block: Block, x: Tensor) -> Tensor:
+    """Catches what a recomputation that stops early must not raise."""
+    try:
+        return block.down(block.up(x).sin().exp()).cos()
+    except Exception:
+        return x
+
+
+def regions_inside(block: Block, x: Tensor) -> Tensor:
+    """The end of an inner recomputation is not that of the outer one."""
+    h = sac.checkpoint(lambda h: block.up(h).sin().cos(), x)
+    h = checkpoint(lambda h: block.down(h).exp().sin(), h, use_reentrant=False)
+    return block.up(h).tanh().sin()
+
+
+ENDS = [Program(body.__name__, body) for body in (expects_errors, regions_inside)]
+
+
+@on_every_way(ENDS)
+def test_a_recomputation_stops_where_it_should(program: Program, way: str, policy: str) -> None:
+    assert_exact(program, way, policy)
+
+
+@on_every_way([SMOOTH])
+def test_regions_inside_of_another_checkpoint(program: Program, way: str, policy: str) -> None:
+    def run(model: Stack) -> dict[str, Tensor]:
+        checkpoint(model, torch.randn(WIDTH, WIDTH), use_reentrant=False).sum().backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    assert_same_results(run, program, way, policy)
+
+
+# -- Memory, without the cycle collector
+
+
+def retained_backwards(loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+
+
+BACKWARDS: dict[str, Callable[[Tensor], None]] = {
+    "backward": torch.autograd.backward,
+    "two, retained": retained_backwards,
+    "none": lambda loss: None,
+}
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+@on_every_way([SMOOTH])
+def test_nothing_lives_when_the_graph_is_gone(program: Program, way: str, policy: str, backward: str) -> None:
+    """An op's result that a recomputation hands out with its graph would hold itself."""
+    model = built_model(program, WAYS[way], policy)
+    for _ in range(3):
+        recorder, x = Recorder(), torch.randn(WIDTH, WIDTH, requires_grad=True)
+        seen = weakref.ref(x)
+        with without_collector(), recorder:
+            loss = model(x).sum()
+            BACKWARDS[backward](loss)
+            del loss, x
+        model.zero_grad()
+        assert recorder.live_bytes() == 0
+        assert seen() is None
+
+
+def fails_without_luck(block: Block, x: Tensor) -> Tensor:
+    return block.down(lucky(block.up(x).exp()).sin()).cos()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["dropped", "tried again"])
+@pytest.mark.parametrize("way", [name for name in WAYS if name != "offload"])
+def test_an_error_in_recomputation_loses_nothing_and_holds_nothing(way: str, again: bool) -> None:
+    program = Program("fails_without_luck", fails_without_luck)
+    plain, ours = built_model(program, NONE), built_model(program, WAYS[way])
+    for _ in range(3):
+        x = torch.randn(WIDTH, WIDTH, requires_grad=True)
+        plain.zero_grad(), ours.zero_grad(), plain(x).sum().backward()
+        expected, x.grad, recorder = x.grad, None, Recorder()
+        with without_collector(), recorder:
+            h = x * 1
+            seen = weakref.ref(h)
+            loss = ours(h).sum()
+            del h
+            Luck.left = False
+            with pytest.raises(ValueError, match="luck"):
+                loss.backward()
+            Luck.left = True
+            if again:
+                loss.backward()
+                assert torch.equal(x.grad, expected)  # type: ignore[arg-type]
+            del loss
+        x.grad = None
+        ours.zero_grad()
+        assert seen() is None
+        gc.collect()  # the traceback of the error holds frames of Python
+        assert recorder.live_bytes() == 0
