@@ -67,7 +67,6 @@ def steps(*, toy: bool) -> list[Step]:
     return [
         Step("tests", "Tests that need a GPU", ("scripts/test", "-m", "gpu")),
         _script("bench", "Step time and memory of each way to checkpoint", python, "bench_gpu.py", *small),
-        _script("offload", "Transfers to the host", python, "bench_offload.py", *small),
         _script("plans", "Predicted and measured memory", python, "plan_accuracy.py", "--device", "cuda", *plans),
     ]
 

@@ -31,7 +31,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "T5": ("t5", {}),
     "ViT": ("vit", {"patch_size": 2}),  # else its few tokens are negligible against its parameters
 }
-# Further ones, which scripts/plan_accuracy.py and scripts/plan_trials.py also look at.
+# Further ones, which scripts/plan_accuracy.py also looks at.
 FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma3": ("gemma3", {}),
     "Gemma3n": ("gemma3n", {}),
