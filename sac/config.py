@@ -246,8 +246,6 @@ class Config:
     strict: bool = DEFAULTS["strict"]
     budget: StepBudget | None = DEFAULTS["budget"]
     optimizer: str | None = DEFAULTS["optimizer"]
-    replan: str = DEFAULTS["replan"]
-    plan_cache: str | os.PathLike[str] | bool | None = DEFAULTS["plan_cache"]
     full: FullConfig = DEFAULT_CONFIG
     options: CallOptions = DEFAULT_OPTIONS
 
@@ -339,9 +337,8 @@ def _misplaced(given: Mapping[str, Any], mode: str) -> Iterator[Problem]:
         found = "a chunk of layers is one region, but granularity submodule makes several regions of each layer"
         yield Problem(f"{WHERE}.layers", found, fix="leave one of the two out")
     if mode == "selective" and given.get("budget") is None:
-        for name in ("optimizer", "replan", "plan_cache"):
-            if given.get(name) not in (None, "never"):
-                yield Problem(f"{WHERE}.{name}", "it says how a budget is met, and there is none", fix="give a budget")
+        if given.get("optimizer") is not None:
+            yield Problem(f"{WHERE}.optimizer", "it says how a budget is met, and there is none", fix="give a budget")
     elif mode == "selective" and given.get("engine") == RERUN:
         found = "a budget is planned for the replay engine"
         yield Problem(f"{WHERE}.engine", found, fix="leave the engine out; or plan with `sac plan --engine rerun`")

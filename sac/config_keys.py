@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -306,12 +305,6 @@ def _is_of_device(value: Any) -> bool:
     return isinstance(value, Mapping) and value.keys() == {"device"}
 
 
-def _check_plan_cache(value: Any) -> Finding | None:
-    if value is None or value is False or (isinstance(value, (str, os.PathLike)) and str(value)):
-        return None
-    return _shown(value, "not a directory"), "a path, or false", "", ""
-
-
 _LEGAL_HOST_MEMORY = f"{LEGAL_BYTES}, or {{of_available: 50%}}"
 
 
@@ -335,7 +328,6 @@ def _read_host_memory(value: Any, place: str) -> int | float | None:
 _MODES = ("none", "full", "selective")
 _ENGINES = ("auto", "rerun", "replay")
 _TIMES = ("first", "always", "never")
-_REPLANS = ("never", "longer")
 _GRANULARITIES = ("block", "submodule")
 _KEEPS = ("first", "all")
 _STORES = ("whole", "scattered", "host", "contiguous")
@@ -458,22 +450,6 @@ _OWN = (
         "parameter",
         _in_code(tuple(STATES)),
         tuple(STATES),
-    ),
-    _word_key(
-        "replan",
-        _REPLANS,
-        "not a time to plan again at",
-        "with `budget`: whether a step on larger inputs than planned for is observed, and planned for, too; without it "
-        "it runs under full recomputation",
-        default="never",
-    ),
-    Key(
-        "plan_cache",
-        None,
-        _checked(_check_plan_cache),
-        "with `budget`: the directory of the files that hold plans, one per model, inputs, torch, device and budget; "
-        "default: in the [cache directory](environment.md)",
-        "a path, `false` for none",
     ),
 )
 

@@ -25,14 +25,13 @@ from sac.planner.tracing import earliest
 
 @dataclass(frozen=True, slots=True)
 class Grounds:
-    """What a plan is made from. ``known``: what an earlier plan saves at each position."""
+    """What a plan is made from."""
 
     profiles: tuple[RegionProfile, ...]  # of each region
     record: StepRecord
     extra: int
     memory_bytes: int
     shapes: tuple[tuple[tuple[int, ...], ...], ...]
-    known: Any = None
 
 
 def agreed(mine: Grounds, model: nn.Module) -> Grounds:
@@ -58,14 +57,12 @@ def _groups(model: nn.Module) -> Iterator[Any]:
 
 def largest(found: Sequence[Grounds]) -> Grounds:
     """Return the largest numbers of several ranks' grounds; raises ``PlanError`` if more than numbers differ."""
-    first = found[0]
     return Grounds(
         tuple(_profile(alike) for alike in _aligned(one.profiles for one in found)),
         _record(tuple(one.record for one in found)),
         max(one.extra for one in found),
         min(one.memory_bytes for one in found),
         tuple(tuple(map(_most, _aligned(alike))) for alike in _aligned(one.shapes for one in found)),
-        first.known if all(one.known == first.known for one in found) else None,
     )
 
 

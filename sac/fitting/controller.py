@@ -7,7 +7,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +19,13 @@ from sac.blocks.install import Applied, RegionForward, ours_on
 from sac.config import Config, usable_policy
 from sac.config_keys import STATES, StepBudget
 from sac.errors import ConfigError, ModelError, Problem, SacWarning
-from sac.fitting import plan_files
 from sac.fitting.agreeing import Grounds, agreed
 from sac.fitting.fit import Fitted, Fitting, figures_at
 from sac.fitting.meters import CpuMeter, Meter, meter_of
 from sac.fitting.observing import Observation, Observed, Shapes
 from sac.planner.profile import RegionProfile
 from sac.planner.tracing import ProfiledRegion, merged
-from sac.policy.model import Decision, Policy, Rule, dump_policy
+from sac.policy.model import Decision, Policy, Rule
 from sac.policy.read import bytes_text
 from sac.recompute.op_trace import RegionStats, SavedFigures
 from sac.recompute.regions import Region, RegionGroup
@@ -225,7 +223,7 @@ class Controller:
             self._plan(inputs, shapes)
         else:
             self._use(_FULL)
-            if not ends and self.observation is None and (self.fitted is None or self.config.replan == "longer"):
+            if not ends and self.observation is None and self.fitted is None:
                 self._observe(inputs, shapes)
         if self.observation is None and not ends:  # see Note [A profiler in steps]
             if self._is_untried and self._used == _PLANNED:
@@ -394,9 +392,7 @@ class Controller:
             found = f"policy {self.config.policy.name} saves nothing in these blocks, so there is nothing to choose"
             fix = "choose another policy, or leave it out to choose among all ops"
             raise ConfigError(Problem("activation_checkpointing.policy", found, fix=fix))
-        fitted = fitting.within(self.budget, grounds.memory_bytes, "fitted", grounds.known)
-        if fitted.saved != grounds.known:
-            plan_files.write(self._directory, self._key(), fitted)
+        fitted = fitting.within(self.budget, grounds.memory_bytes, "fitted")
         self.shapes = grounds.shapes
         self._put_plan(fitted)
         self._observed, self._profiles, self._is_untried = None, [], True
@@ -412,20 +408,7 @@ class Controller:
             self._unseen_state(),
             self._meter.memory_bytes,
             self._observed.shapes,
-            plan_files.read(self._directory, self._key()),
         )
-
-    @property
-    def _directory(self) -> Path | None:
-        return plan_files.directory_of(self.config.plan_cache)
-
-    def _key(self) -> str:
-        """Return what a plan depends on, besides what is there when a step begins."""
-        parameters = [(name, tuple(one.shape), str(one.dtype)) for name, one in self.model.named_parameters()]
-        policy = dump_policy(self.config.policy) if self.config.policy is not None else ""
-        shapes = self._observed.shapes if self._observed is not None else ()
-        device = figures_at(self.device).name if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
-        return plan_files.key_of(parameters, self._profiles, shapes, device, str(self.budget), policy)
 
     def _put_plan(self, fitted: Fitted) -> None:
         forwards = {one.block.path: one for one in self._forwards}

@@ -369,26 +369,8 @@ class Fitting:
             else:
                 return tuple(found)
 
-    def index_of(self, saved: Sequence[Sequence[int] | None]) -> tuple[int, ...] | None:
-        """Return the choice that saves these entries at each position, if there is one."""
-        if len(saved) != len(self.groups):
-            return None
-        found = []
-        for group, wanted in zip(self.groups, saved, strict=True):
-            known = [None if one.keep is None else tuple(sorted(one.keep.saved)) for one in self.choices[group]]
-            entries = None if wanted is None else tuple(wanted)
-            if entries not in known:
-                return None
-            found.append(known.index(entries))
-        return tuple(found)
-
-    def within(
-        self, budget: StepBudget, memory_bytes: int, name: str, known: Sequence[Sequence[int] | None] | None = None
-    ) -> Fitted:
-        """Return the fastest plan within ``budget`` on a device with so much memory; raises ``PlanError``.
-
-        ``known``: what an earlier plan saves at each position. It is used again if it fits.
-        """
+    def within(self, budget: StepBudget, memory_bytes: int, name: str) -> Fitted:
+        """Return the fastest plan within ``budget`` on a device with so much memory; raises ``PlanError``."""
         without = tuple(len(self.choices[group]) - 1 for group in self.groups)
         least, most = self.least(), self.peak_of(without)
         allowed = budget.bytes
@@ -396,11 +378,9 @@ class Fitting:
             allowed = least + int(budget.share * max(0, most - least))
         if allowed is None:
             allowed = int((budget.of_device or 0) * memory_bytes)
-        choice = self.index_of(known) if known is not None else None
-        if choice is None or self.peak_of(choice) > allowed:
-            if least > allowed:
-                raise _too_small(budget, allowed, least)
-            choice = without if most <= allowed else self._assign(allowed)
+        if least > allowed:
+            raise _too_small(budget, allowed, least)
+        choice = without if most <= allowed else self._assign(allowed)
         picked = [self.choices[group][one] for group, one in zip(self.groups, choice, strict=True)]
         policy = policy_for(self.profiles, self.choices, self.groups, self.paths, choice, name)
         return Fitted(

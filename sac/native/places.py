@@ -14,10 +14,10 @@ def package_directory() -> Path:
     return Path(__file__).parent
 
 
-def cache_directory(part: str = "native") -> Path | None:
+def cache_directory() -> Path | None:
     """Return the directory that ``sac build`` writes to; None if no variable names one and the user has no home.
 
-    It is ``sac/native`` in the first of: ``SAC_CACHE_DIR``, ``XDG_CACHE_HOME``, ``~/.cache``; ``part`` is its name.
+    It is ``sac/native`` in the first of: ``SAC_CACHE_DIR``, ``XDG_CACHE_HOME``, ``~/.cache``.
     """
     if given := os.environ.get(CACHE_VARIABLE):
         root = Path(given).absolute()
@@ -28,7 +28,7 @@ def cache_directory(part: str = "native") -> Path | None:
             root = Path.home() / ".cache"
         except RuntimeError:
             return None
-    return root / "sac" / part
+    return root / "sac" / "native"
 
 
 # Note [Who may write a library]

@@ -22,7 +22,7 @@ from sac.region.settings import PLAIN
 
 KEYS = (
     "mode, policy, engine, verify, blocks, layers, granularity, strict, "
-    "budget, optimizer, replan, plan_cache, use_reentrant, "
+    "budget, optimizer, use_reentrant, "
     "distribute_saved_activations, preserve_rng_state, early_stop, keep, store, num_checkpoints, "
     "state, generators, freeze_buffers, host_memory"
 )

@@ -43,7 +43,7 @@ def built() -> Language:
 
 def within(budget: Any, **more: Any) -> dict[str, Any]:
     """Return the config of a budget, without a file."""
-    return {"mode": "selective", "budget": budget, "plan_cache": False, **more}
+    return {"mode": "selective", "budget": budget, **more}
 
 
 @dataclass

@@ -54,7 +54,7 @@ def profile(size: int, op: str = "aten.mm.default") -> RegionProfile:
 
 def grounds(size: int, op: str = "aten.mm.default", path: str = "layers.0") -> Grounds:
     record = StepRecord((path,), (StepPhase(FORWARD, 0, size, size + 7, size + 1),), 0, 0, size + 7)
-    return Grounds((profile(size, op),), record, size, 100 - size, (((4, size),),), (None,) if size < 9 else None)
+    return Grounds((profile(size, op),), record, size, 100 - size, (((4, size),),))
 
 
 def test_largest_numbers() -> None:

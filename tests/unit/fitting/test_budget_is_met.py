@@ -291,20 +291,6 @@ def test_larger_inputs_run_under_full_recomputation() -> None:
     assert found.is_equal(none)
 
 
-def test_larger_inputs_are_planned_for_if_asked() -> None:
-    large = torch.cat([X, X]), torch.cat([Y, Y])
-    model = built()
-    sac.apply(model, within("1GiB", replan="longer"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    known = []
-    for x, _ in [(X, Y), (X, Y), large, (X, Y), large, large]:
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        known.append(controller_of(model).shapes)
-    assert known == [(), *[((tuple(X.shape),),)] * 3, *[((tuple(large[0].shape),),)] * 2]
-
-
 def test_copies_and_pickles_of_a_model_with_a_budget() -> None:
     model = built()
     sac.apply(model, within(share(0.5)))
