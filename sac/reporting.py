@@ -16,7 +16,6 @@ from sac.blocks.paths import group_label as group_label
 from sac.errors import ConfigError, Problem
 from sac.native.load import status
 from sac.ops.registry import short_name
-from sac.planner.what_if import STAND_IN, Alternative, alternatives, figures_at_hand
 from sac.policy.read import bytes_text
 from sac.recompute.op_trace import NO_RULE, OpTraceRow, RegionStats, TracedCalls, compiled_calls
 from sac.recompute.regions import Region, RegionGroup
@@ -43,14 +42,13 @@ _TRACE_COLUMNS = ("module", "op", "call", "decision", "decided by", "bytes", "FL
 class Trace:
     """The decision for each op of a model under a config value; ``print`` shows a table per region group.
 
-    ``rows`` are in the order of the forward, sizes in bytes. ``alternatives``: the other decisions that would change
-    the most time. ``offloaded``: what became of values that rules offload, by region group.
+    ``rows`` are in the order of the forward, sizes in bytes. ``offloaded``: what became of values that rules offload,
+    by region group.
     """
 
     model: str
     value: str
     rows: tuple[OpTraceRow, ...]
-    alternatives: tuple[Alternative, ...] = ()
     offloaded: Mapping[str, tuple[Offloaded, ...]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,7 +68,7 @@ class Trace:
             table = _decision_table(rows)
             totals = [*_totals(rows), *_offload_lines(self.offloaded.get(region, ()))]
             lines += [region, table.text(screen_width()), *(f"  {line}" for line in totals), ""]
-        return "\n".join([*lines, wrapped_text(_otherwise(self.alternatives), screen_width())]).rstrip("\n")
+        return "\n".join(lines).rstrip("\n")
 
     def __repr__(self) -> str:
         saved = sum(row.decision != "recompute" for row in self.rows)
@@ -85,22 +83,7 @@ def trace_of(model: nn.Module, name: str, value: str) -> Trace:
         for _, regions in regions_by_group(model)
     }
     offloaded = {region: found for region, found in moved.items() if found}
-    return Trace(name, value, decisions_of(model), _alternatives(model), offloaded)
-
-
-def _alternatives(model: nn.Module) -> tuple[Alternative, ...]:
-    groups = [(group, regions) for group, regions in regions_by_group(model) if group.op_trace]
-    labelled = [(group, group_label([one.path for one in regions]), len(regions)) for group, regions in groups]
-    return alternatives(labelled, figures_at_hand(model)) if groups else ()
-
-
-def _otherwise(found: Sequence[Alternative]) -> list[str]:
-    if not found:
-        return []
-    how = "predicted per step"
-    if found[0].seconds is None:
-        how = f"per step, most time first on an {STAND_IN.title} (of this device, times are not known)"
-    return [f"decided otherwise, {how}:", *(f"  {one}" for one in found)]
+    return Trace(name, value, decisions_of(model), offloaded)
 
 
 def _decision_table(rows: Sequence[OpTraceRow]) -> Table:
@@ -242,7 +225,7 @@ class Report:
 
     ``kept_inputs``: which inputs are kept elsewhere than in the caller's tensors, and where; empty if none are.
     ``native``: whether this process uses the C++ library, or why not. ``native_ops``: ops that the library has recorded
-    in the last call of each region. ``alternatives``: the other decisions that would change the most time.
+    in the last call of each region.
     """
 
     mode: str
@@ -252,7 +235,6 @@ class Report:
     notes: tuple[str, ...]
     native: str
     native_ops: int
-    alternatives: tuple[Alternative, ...] = ()
 
     @property
     def kept_bytes(self) -> int:
@@ -293,7 +275,6 @@ class Report:
         for kind in self.kinds:
             lines += _kind_lines(kind, self.zero_hit_rules)
         lines += without_call(self.zero_hit_rules)
-        lines += _otherwise(self.alternatives)
         return wrapped_text([*lines, *self.notes, self.native], screen_width())
 
     def __repr__(self) -> str:
@@ -350,7 +331,6 @@ def report(model: nn.Module) -> Report:
         applied.notes,
         status(),
         sum(forward.region.stats.native_ops for forward in forwards),
-        _alternatives(model),
     )
 
 

@@ -127,15 +127,14 @@ class SavedFigures:
     """What one call keeps for backward, without the inputs: bytes of whole storages, each counted once.
 
     They are counted before anything is passed to outer hooks. ``dead_bytes``: decided to be saved, but freed because
-    backward can never read it; ``freed``: these values. ``by_rule`` (bytes) and ``hits`` (calls of ops) are keyed by
-    the rule's index in the table.
+    backward can never read it. ``by_rule`` (bytes) and ``hits`` (calls of ops) are keyed by the rule's index in the
+    table.
     """
 
     saved_bytes: int = 0
     dead_bytes: int = 0
     by_rule: Mapping[int, int] = field(default_factory=dict)
     hits: Mapping[int, int] = field(default_factory=dict)
-    freed: frozenset[int] = field(default=frozenset(), compare=False)
 
     def with_more(self, by_rule: Mapping[int, int]) -> SavedFigures:
         """Return these figures with more bytes, by rule."""

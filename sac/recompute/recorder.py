@@ -184,7 +184,6 @@ def figures_of_tape(
     sizes: dict[int, tuple[int, int]] = {}  # address of a storage -> bytes, rule
     rule_at: dict[int, int] = {}
     dead: dict[int, int] = {}
-    freed: dict[int, list[int]] = {}  # address of a storage -> saved values in it that do not stay
     for value, tensor in kept.items():
         rule = rule_of.get(value, NO_RULE)
         for part in tensor_parts(tensor):
@@ -194,7 +193,6 @@ def figures_of_tape(
                 sizes[address] = storage_bytes(part), rule
             elif value in rule_of:
                 dead[address] = storage_bytes(part)
-                freed.setdefault(address, []).append(value)
     for handle in loose:
         if (found := handle.on_device) is not None:
             rule = rule_at.get(handle.storage, NO_RULE)
@@ -204,8 +202,7 @@ def figures_of_tape(
     for size, rule in sizes.values():
         rules[rule] = rules.get(rule, 0) + size
     lost = sum(size for address, size in dead.items() if address not in sizes)
-    gone = frozenset(value for address, values in freed.items() if address not in sizes for value in values)
-    return SavedFigures(sum(size for size, _ in sizes.values()), lost, rules, dict(hits), gone)
+    return SavedFigures(sum(size for size, _ in sizes.values()), lost, rules, dict(hits))
 
 
 def _sizes_of(kept: dict[int, Tensor], loose: Iterable[Handle], held: Mapping[int, Tensor]) -> Any:

@@ -25,7 +25,6 @@ from sac.recompute.op_trace import OpTraceRecorder, OpTraceRow, RegionStats, che
 from sac.recompute.recorder import ReplayRecorder
 from sac.recompute.replay import CAN_REPLAY, ReplayFrame, warn_not_replayable
 from sac.recompute.rerun import RerunRecorder
-from sac.recompute.schedule import CallsOfTape, calls_of
 from sac.recompute.table import DecisionTable, rebuild_table
 from sac.recompute.whole_modules import ModuleRecorder, SavedModules, saved_modules
 from sac.region.compiled_graphs import count_compiled
@@ -57,7 +56,6 @@ class RegionGroup:
         self.name = name
         self.planned = None if table.matches_modules else planned  # a module saved as a whole hides its ops
         self.op_trace: tuple[OpTraceRow, ...] = ()
-        self.calls: CallsOfTape | None = None  # of the first call; None: Python runs again
         self.lists_ops = True  # whether the first call fills `op_trace`, which takes longer than running data-free ops
         self.evidence = GroupEvidence()
 
@@ -330,8 +328,6 @@ class Region:
         """Learn from a call. ``is_alone``: no other region ran inside."""
         if recorder.op_trace is not None:
             self.group.op_trace = tuple(recorder.op_trace.rows)
-            if isinstance(recorder, ReplayRecorder) and recorder.schedule is not None and recorder.figures is not None:
-                self.group.calls = calls_of(recorder.tape, recorder.schedule, recorder.figures.freed)
             log_decisions(self.path, self.group.op_trace)
         everything = self.group.table.saves_everything
         evidence = self.evidence

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from sac.ops.names import op_name
 from sac.recompute.op_trace import SavedFigures
 from sac.recompute.table import CallSite
 from sac.recompute.tape import BareTape, Tape
@@ -188,30 +186,6 @@ class _Walk:
             written=frozenset(self._written),
             handles=frozenset(one.handle for one in wanted),
         )
-
-
-class CallsOfTape(NamedTuple):
-    """Calls by module, op and number: those that replay runs again, and saved ones whose results were freed."""
-
-    replayed: frozenset[tuple[str, str, int]]
-    freed: frozenset[tuple[str, str, int]]
-
-
-def calls_of(tape: Tape, schedule: ReplaySchedule, freed: Container[int]) -> CallsOfTape:
-    """Return which calls of a tape run again, and which only have results in ``freed``."""
-    runs, counts = {step.number for step in schedule.steps}, Counter[tuple[str, str]]()
-    again, gone = set(), set()
-    for number, site in enumerate(tape.sites):
-        if type(site) is not CallSite:
-            continue
-        name = (site.path, op_name(site.op))
-        makes = tape.results(number)
-        if number in runs:
-            again.add((*name, counts[name]))
-        elif makes and all(value in freed for value in makes):
-            gone.add((*name, counts[name]))
-        counts[name] += 1
-    return CallsOfTape(frozenset(again), frozenset(gone))
 
 
 # -- Tape layouts

@@ -46,7 +46,6 @@ def test_a_trace_has_the_decisions_of_a_training() -> None:
     assert repr(found).startswith("<Trace of ")
     text = str(found)
     assert "\n  save: 7 calls, " in text
-    assert text.splitlines()[-4] == "decided otherwise, predicted per step:"
     assert found.to_dict()["rows"][0]["region"] == "blocks.0-1 (x2)"
 
 

@@ -17,10 +17,6 @@ from tests.support.accelerator import compile_accelerator
 pytestmark = pytest.mark.slow
 
 SAID = """\
-decided otherwise, per step, most time first on an NVIDIA A100 SXM, 80 GB (of this device, times are not known):
-  recomputing aten.native_dropout in blocks.0-2 (x3) would free 2.3 KiB for its time
-  recomputing up aten.addmm in blocks.0-2 (x3) would free 1.9 KiB for 15.4 kFLOP
-  recomputing aten.native_dropout, call 1 in blocks.0-2 (x3) would free 1.2 KiB for its time
 device: 'sim:0' cannot be measured
     legal: cpu, cuda
 Model: its parameters are on sim, whose ops and memory the planner does not know
