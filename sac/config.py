@@ -184,16 +184,16 @@ def settings_of(
     )
 
 
-def offloading(settings: Settings, config: FullConfig, policy: Policy, transfers: TransfersByDevice | None) -> Settings:
+def offloading(settings: Settings, config: FullConfig, policy: Policy) -> Settings:
     """Return ``settings``, those of ``config``, with what ``policy`` says on values in host memory.
 
-    ``transfers`` copy them, if given. Inputs that wait on the host share their pool and limits.
+    Inputs that wait on the host share their pool and limits.
     """
     section, own = policy.offload, settings.transfers
-    if section is None and transfers is None:
+    if section is None:
         return settings
-    made = transfers or TransfersByDevice(own.host, strict=own.strict, section=section)
-    inputs, every = settings.input_storing, section is not None and section.inputs
+    made = TransfersByDevice(own.host, strict=own.strict, section=section)
+    inputs, every = settings.input_storing, section.inputs
     if inputs is not None:
         inputs = replace(inputs, store=_by(made, inputs.store, every=every))
     elif every:

@@ -42,7 +42,6 @@ from sac.recompute.op_trace import check_trace_target
 from sac.recompute.regions import FULL, RegionGroup
 from sac.recompute.table import ResolvedPolicy
 from sac.region.settings import PLAIN, Settings
-from sac.stores.transfers import TransfersByDevice
 
 NONE = "none"
 _USER = 3  # warnings name the line that calls `sac.apply`, which calls this module's `apply`
@@ -57,11 +56,10 @@ def apply(
     tp_group: Any = None,
     get_rng_state_tracker: Callable[[], Any] | None = None,
     forward: type[RegionForward] = RegionForward,
-    transfers: TransfersByDevice | None = None,
 ) -> nn.Module:
     """Apply activation checkpointing without a budget; see ``sac.apply``.
 
-    ``forward`` is put on each block; ``transfers`` copy what rules offload, instead of those of the config.
+    ``forward`` is put on each block.
     """
     config = parse_config(value)
     check_trace_target()
@@ -74,7 +72,7 @@ def apply(
     refuse_existing_checkpointing(model)
     policy = FULL if config.mode == "full" else (config.policy or family_policy(model))
     resolved = usable_policy(policy)
-    settings = offloading(settings, config.full, policy, transfers)
+    settings = offloading(settings, config.full, policy)
     blocks, notes, stage = _choose_blocks(model, config, policy)
     if not blocks:
         warnings.warn(notes[0], SacWarning, stacklevel=_USER)

@@ -19,8 +19,7 @@ NONE = "none"  # no checkpointing: autograd keeps its saved tensors
 class Choice:
     """One choice for the regions of a group: save the entries of ``keep``, or no checkpointing (None).
 
-    ``label`` is its name in tables. ``bytes`` are held for it; ``seconds`` and ``flops`` are recomputed. ``offloaded``:
-    those of the saved entries whose results wait on the host, ``sent``: the bytes of each of their storages.
+    ``label`` is its name in tables. ``bytes`` are held for it; ``seconds`` and ``flops`` are recomputed.
     """
 
     label: str
@@ -28,8 +27,6 @@ class Choice:
     bytes: int = 0
     seconds: float = 0.0
     flops: int = 0
-    offloaded: frozenset[int] = frozenset()
-    sent: tuple[int, ...] = ()
 
 
 def policy_to_try(
@@ -70,7 +67,7 @@ def policy_for(
         of_stack = stacks.setdefault(stack_pattern(profile), [])
         sizes[stack_pattern(profile)] = profile.stack_size
         of_stack += [
-            PlannedLayer(layer, profile, choices[group][one].keep, choices[group][one].offloaded)
+            PlannedLayer(layer, profile, choices[group][one].keep)
             for layer, one in _layers_of_group(profile, group, groups, paths, chosen)
         ]
     rules: list[Rule] = []
@@ -98,16 +95,16 @@ def _rules_to_try(profile: RegionProfile, choice: Choice, layers: Sequence[int],
     if choice.keep is None:
         yield Rule(name, Decision.SAVE.value, module=PathPattern.parse(""), **where)
         return
-    calls: dict[tuple[Decision, str, str], list[int]] = {}
+    calls: dict[tuple[str, str], list[int]] = {}
     for number in sorted(choice.keep.saved):
-        entry, do = profile.entries[number], Decision.OFFLOAD if number in choice.offloaded else Decision.SAVE
-        calls.setdefault((do, entry.op, entry.module), []).append(entry.call)
-    modules: dict[tuple[Decision, str, tuple[int, ...]], list[str]] = {}
-    for (do, op, module), of in calls.items():
-        modules.setdefault((do, op, tuple(of)), []).append(module)
-    for number, ((do, op, numbers), at) in enumerate(modules.items()):
+        entry = profile.entries[number]
+        calls.setdefault((entry.op, entry.module), []).append(entry.call)
+    modules: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for (op, module), of in calls.items():
+        modules.setdefault((op, tuple(of)), []).append(module)
+    for number, ((op, numbers), at) in enumerate(modules.items()):
         call = Calls(index=frozenset(numbers))
-        yield Rule(f"{name}-{number}", do.value, (op,), PathPattern.any_of(at), call=call, **where)
+        yield Rule(f"{name}-{number}", Decision.SAVE.value, (op,), PathPattern.any_of(at), call=call, **where)
 
 
 def stack_pattern(profile: RegionProfile) -> PathPattern:

@@ -18,9 +18,6 @@ from sac.errors import PlanError, Problem, listing, nearest
 # Memory is the capacity on the data sheet, at 2**30 bytes per GB, as memory is built. The driver uses about one per
 # cent of it, so a budget needs a margin. Link bandwidths are for one direction, which is what a ring uses; data sheets
 # give the sum of both directions.
-# Host bandwidths are what copies between pinned memory and the device reach in one direction, as reported by users of
-# other systems for PCIe 4 and 5 with 16 lanes. No data sheet says them, and they depend on the node (several GPUs may
-# share a link): `--calibrate` measures them.
 # `launch_s` is an engineering prior: the time that eager PyTorch spends on one op whatever its size.
 
 _GIB = 2**30
@@ -33,8 +30,7 @@ class Device:
 
     The keys of ``flops_per_s`` are torch's dtype names, ``tf32`` and ``float8`` (every fp8 format). ``bytes_per_s`` is
     the bandwidth of the memory, ``link_bytes_per_s`` that of the links to the other devices of a node, in one
-    direction, ``to_host_bytes_per_s`` and ``from_host_bytes_per_s`` those of the link to host memory (0 if there is
-    none). ``spelling`` is a regular expression over names of the device in lower case without blanks and hyphens.
+    direction. ``spelling`` is a regular expression over names of the device in lower case without blanks and hyphens.
     """
 
     name: str
@@ -46,8 +42,6 @@ class Device:
     memory_bytes: int
     link_bytes_per_s: float
     launch_s: float = _GPU_LAUNCH_S
-    to_host_bytes_per_s: float = 55e9
-    from_host_bytes_per_s: float = 55e9
 
     def peak(self, dtype: str) -> float:
         """Return the FLOP/s for ``dtype`` (torch's name); those of float32 if there is no such figure."""
@@ -78,8 +72,6 @@ DEVICES: Mapping[str, Device] = {
             bytes_per_s=2.039e12,
             memory_bytes=80 * _GIB,
             link_bytes_per_s=300e9,  # NVLink 3, 600 GB/s in both directions
-            to_host_bytes_per_s=25e9,  # PCIe 4
-            from_host_bytes_per_s=25e9,
         ),
         Device(
             name="h100",
@@ -134,8 +126,6 @@ DEVICES: Mapping[str, Device] = {
             memory_bytes=64 * _GIB,
             link_bytes_per_s=12.5e9,
             launch_s=2e-6,
-            to_host_bytes_per_s=0,  # its memory is host memory
-            from_host_bytes_per_s=0,
         ),
     )
 }

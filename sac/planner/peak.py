@@ -15,7 +15,6 @@ from sac.ops.registry import short_name
 from sac.planner.step_log import (
     BUFFER,
     FORWARD,
-    FROM_HOST,
     GRADIENT,
     IN_BACKWARD,
     INPUT,
@@ -42,7 +41,6 @@ BUFFERS = "buffers and inputs"
 GATHERED = "gathered parameters"
 ACTIVATIONS = "activations"
 RECOMPUTED_ACTIVATIONS = "recomputed activations"
-FETCHED_ACTIVATIONS = "activations brought back from the host"
 OTHER_ACTIVATIONS = "activations outside of blocks"
 HEAD = "logits and loss"
 TEMPORARIES = "temporaries of backward"
@@ -51,7 +49,7 @@ IN_FLIGHT = "other micro-batches in flight"
 UNSEEN = "not seen by the explanation"
 CATEGORIES = (
     PARAMETERS, BUFFERS, OPTIMIZER, GRADIENTS, GATHERED, IN_FLIGHT, ACTIVATIONS, OTHER_ACTIVATIONS, HEAD,
-    RECOMPUTED_ACTIVATIONS, FETCHED_ACTIVATIONS, TEMPORARIES, WORKSPACE, UNSEEN,
+    RECOMPUTED_ACTIVATIONS, TEMPORARIES, WORKSPACE, UNSEEN,
 )  # fmt: skip
 
 _OF_STATIC = {
@@ -80,7 +78,6 @@ REMEDIES: Mapping[str, str] = {
     HEAD: "a chunked or fused loss, which never holds all logits at once; or a smaller batch, with more accumulation "
     "steps",
     RECOMPUTED_ACTIVATIONS: "smaller regions (`granularity: submodule`), or a smaller batch",
-    FETCHED_ACTIVATIONS: "less `ahead` in the policy's key `offload`, or a smaller batch",
     TEMPORARIES: "a smaller batch, with more accumulation steps",
     WORKSPACE: "a smaller batch, or another kernel for this op",
     IN_FLIGHT: "fewer micro-batches in flight, or smaller ones",
@@ -350,7 +347,7 @@ class _Sorting:
         if origin.part == RECOMPUTED:
             return RECOMPUTED_ACTIVATIONS
         if origin.part == IN_BACKWARD:
-            return FETCHED_ACTIVATIONS if origin.op == FROM_HOST else TEMPORARIES
+            return TEMPORARIES
         if origin.block or made.storage in self._log.block_inputs:
             return ACTIVATIONS
         return OTHER_ACTIVATIONS

@@ -16,8 +16,6 @@ from sac.tables import Table, flops_text, seconds_text
 
 _COLUMNS = ("", "peak", "kept", "recomputed", "time", "of forward", "fits", "")
 _NUMBERS = ("peak", "kept", "recomputed", "time", "of forward")
-_ON_HOST = ("host", "stall")
-_MEANING_ON_HOST = "host, stall: bytes that wait in host memory, and how long the step is predicted to wait for copies"
 _MEANING = (
     "peak: of one step, forward and backward, with parameters and gradients; kept: left by the blocks' forward for "
     "backward;",
@@ -30,8 +28,7 @@ def heading_of(made: Plan) -> tuple[str, ...]:
     """Return the lines above the table of a plan: device and engine, budget and peaks."""
     device = made.pricing.device
     return (
-        f"for {device.name} ({device.title}), engine {made.pricing.engine}, torch {torch.__version__}"
-        + (f"; link to the host: {made.link}" if made.link is not None else ""),
+        f"for {device.name} ({device.title}), engine {made.pricing.engine}, torch {torch.__version__}",
         f"budget {bytes_text(made.budget)}; least peak {bytes_text(made.least)}, without checkpointing "
         f"{bytes_text(made.most)}; of it {bytes_text(made.static)} parameters, buffers and inputs"
         + (f", {bytes_text(made.extra)} state of the optimizer" if made.extra else ""),
@@ -41,14 +38,12 @@ def heading_of(made: Plan) -> tuple[str, ...]:
 def table_of(made: Plan) -> Table:
     """Return a row for the plan, for each baseline, and for each point of the curve."""
     rows = tuple(_cells(point, made) for point in _points(made))
-    columns = _COLUMNS if made.link is None else (*_COLUMNS[:-2], *_ON_HOST, *_COLUMNS[-2:])
-    return Table(columns, rows, right=(*_NUMBERS, *_ON_HOST), optional=("of forward",))
+    return Table(_COLUMNS, rows, right=_NUMBERS, optional=("of forward",))
 
 
 def notes_of(made: Plan) -> tuple[str, ...]:
     """Return the lines below the table: what the columns mean, and the notes of the plan."""
-    meaning = _MEANING if made.link is None else (*_MEANING, _MEANING_ON_HOST)
-    return (*meaning, *(f"note: {note}" for note in made.notes))
+    return (*_MEANING, *(f"note: {note}" for note in made.notes))
 
 
 def policy_with_figures(made: Plan) -> Policy:
@@ -82,7 +77,6 @@ def _points(made: Plan) -> tuple[Point, ...]:
 
 def _cells(point: Point, made: Plan) -> tuple[str, ...]:
     forward = forward_seconds(made)
-    on_host = () if made.link is None else (bytes_text(point.host), seconds_text(point.stall))
     return (
         point.label,
         bytes_text(point.peak),
@@ -90,7 +84,6 @@ def _cells(point: Point, made: Plan) -> tuple[str, ...]:
         flops_text(point.flops),
         seconds_text(point.seconds),
         f"{point.seconds / forward:.1%}" if forward else "–",
-        *on_host,
         "yes" if point.peak <= made.budget else "no",
         "checked" if point.is_checked else "predicted",
     )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from sac.blocks.paths import parts_of
 from sac.errors import ModelError, SacWarning
 from sac.ops.registry import find_op
 from sac.planner.alike import AlikeLayers, expanded
-from sac.planner.away import HostUse, TransfersWithoutData
 from sac.planner.by_hand import SavedByPath
 from sac.planner.choices import Choice, policy_for, policy_to_try
 from sac.planner.fakes import Inputs
@@ -31,9 +29,8 @@ from sac.planner.pricing import Pricing
 from sac.planner.profile import RegionProfile
 from sac.planner.step import StepRecord, run_step
 from sac.planner.step_log import StepLog, inputs_among
-from sac.policy.model import Decision, OffloadSection, Policy
+from sac.policy.model import Decision, Policy
 from sac.region.settings import NEVER, REPLAY
-from sac.stores.transfers import TransfersByDevice
 
 # Note [The walk of a plan]
 #
@@ -65,9 +62,6 @@ class Point:
     flops: int
     seconds: float
     is_checked: bool = False
-    host: int = 0  # bytes that wait in host memory
-    pinned: int = 0  # bytes of host memory that have to be pinned for them
-    stall: float = 0.0  # seconds in which the step waits for copies
 
 
 @dataclass(slots=True)
@@ -111,13 +105,9 @@ class Planner:
         self.step.learn(record, choice)
         return record
 
-    def explain(self, choice: tuple[int, ...], label: str, section: OffloadSection | None = None) -> PeakBreakdown:
-        """Run a step with this choice once more, and return what is alive at its peak; see ``StepModel.peak_of``.
-
-        ``section``: that of ``run_offloading``, if values leave the device.
-        """
-        transfers = None if section is None else TransfersWithoutData(section, None)
-        with self._applied(choice, lists_ops=True, section=section, transfers=transfers):
+    def explain(self, choice: tuple[int, ...], label: str) -> PeakBreakdown:
+        """Run a step with this choice once more, and return what is alive at its peak; see ``StepModel.peak_of``."""
+        with self._applied(choice, lists_ops=True):
             found = explained_step(
                 self.model,
                 self.inputs,
@@ -138,12 +128,6 @@ class Planner:
             ),
         )
 
-    def knowing(self, choices: tuple[tuple[Choice, ...], ...]) -> Planner:
-        """Return a planner with further choices per group, after those of this one; it teaches this one nothing."""
-        step = copy.deepcopy(self.step)
-        step.bytes = [[one.bytes for one in of_group] for of_group in choices]
-        return replace(self, choices=choices, step=step, records={**self.records})
-
     def step_without_checkpointing(self, ledger: Ledger) -> None:
         """Run a step without checkpointing under ``ledger``."""
         with self._applied(self.without_checkpointing):
@@ -152,17 +136,6 @@ class Planner:
     @property
     def _modules(self) -> list[tuple[str, nn.Module]]:
         return [(block.path, block.module) for block in self.blocks]
-
-    def run_offloading(
-        self, choice: tuple[int, ...], section: OffloadSection, limit: int | None = None
-    ) -> tuple[StepRecord, HostUse]:
-        """Run a step in which values leave the device, as ``section`` says; return its use of host memory too.
-
-        ``limit``: the bytes that may be pinned. See Note [Transfers without data]. Nothing is learnt from it.
-        """
-        transfers = TransfersWithoutData(section, limit)
-        with self._applied(choice, section=section, transfers=transfers):
-            return self._step(self.ledger()), transfers.host_use
 
     def _step(self, ledger: Ledger, at_end: Callable[[], None] = lambda: None) -> StepRecord:
         return run_step(
@@ -211,13 +184,10 @@ class Planner:
         choice: tuple[int, ...],
         *,
         lists_ops: bool = False,
-        section: OffloadSection | None = None,
-        transfers: TransfersByDevice | None = None,
     ) -> Iterator[None]:
         """Apply the policy of a choice to the copy. ``lists_ops``: whether its regions list ops and rules."""
         known = self.profiles, self.choices, self.groups, self.step.paths, choice
         policy = policy_for(*known, "planned") if lists_ops else policy_to_try(*known)
-        policy = replace(policy, offload=section)
         plain = {
             path
             for path, group, one in zip(self.step.paths, self.groups, choice, strict=True)
@@ -225,7 +195,7 @@ class Planner:
         }
         with quiet():
             value = {"mode": "selective", "policy": policy, "engine": self.pricing.engine, "verify": NEVER}
-            apply(self.model, value, transfers=transfers)
+            apply(self.model, value)
             try:
                 for block in self.blocks:
                     if block.path in plain:  # its first call would be observed; later ones run as without sac

@@ -21,14 +21,12 @@ from sac.planner.by_hand import SELECTIVE
 from sac.planner.devices import Device
 from sac.planner.fakes import Inputs, is_on_meta, off_meta
 from sac.planner.gpu_ops import lowered_to, not_lowered
-from sac.planner.link_rates import link_of
-from sac.planner.plan_file import Plan, make_plan, refuse_with_link, with_step_seconds
+from sac.planner.plan_file import Plan, make_plan, with_step_seconds
 from sac.planner.plan_view import policy_of_sizes, policy_with_figures
 from sac.planner.planner import Progress
 from sac.planner.prepare import figures_of, prepare, refuse_unfit
-from sac.planner.simplify import read_share, simplified
 from sac.planner.sizes import plan_sizes
-from sac.planner.write_policy import by_hand, on_host, plain_baselines
+from sac.planner.write_policy import by_hand, plain_baselines
 from sac.policy.model import Policy
 from sac.region.rng import random_state_kept
 
@@ -159,9 +157,6 @@ def plan(
     in_flight: int = 1,
     exact: bool = False,
     sizes: Sequence[int] | None = None,
-    simplify: str | None = None,
-    link: str | None = None,
-    host_memory: int | str | None = None,
 ) -> Policy:
     """Return the policy that fits one training step of ``model`` into ``budget`` with the least recomputation time.
 
@@ -183,10 +178,6 @@ def plan(
     ``sizes``: batch sizes, or lengths of sequences, to choose among, such as ``range(1, 65)``. Some of them are tried:
     powers of two, then sizes around the best and up to the largest that fits. The policy is that of the size with the
     most predicted tokens (else rows) per second, ``policy.figures.size``; its ``table()`` has a row per tried size.
-    ``simplify``: the share of a step's predicted time, such as ``"1%"``, that may be traded for fewer rules.
-    ``link``: values may wait in host memory, and this is how fast they get there and back: ``"55GB/s"``,
-    ``"295GB/s,342GB/s"`` or ``"listed"``. ``host_memory``: how much of it may be pinned, such as ``"64GiB"``; it alone
-    means a link as listed.
     The model and torch's random state are not changed. The policy's ``table()`` shows the plan next to the usual
     choices, and ``save(path)`` writes it with its figures in comments.
 
@@ -197,11 +188,6 @@ def plan(
     refuse_unfit(model)
     _refuse_other_devices(model)
     import_solver()
-    share = None if simplify is None else read_share(simplify)
-    to_host = None
-    if link is not None or host_memory is not None:
-        to_host = link_of(figures_of(model, device), link=link, host=host_memory)
-        refuse_with_link("link", real=real)
 
     def plan_of(inputs: Any, progress: Progress | None = None) -> Plan:
         given, placed = _given(inputs), model
@@ -223,13 +209,10 @@ def plan(
                 exact=exact,
                 progress=progress,
             )
-            made = make_plan(planner, budget, link=to_host)
-            if share is not None:
-                made = simplified(planner, made, share)
+            made = make_plan(planner, budget)
             if sizes is not None:
                 return with_step_seconds(planner, made)
-            compared = (*plain_baselines(planner), by_hand(planner, SELECTIVE), *on_host(planner, made))
-            return replace(made, baselines=compared)
+            return replace(made, baselines=(*plain_baselines(planner), by_hand(planner, SELECTIVE)))
 
         with random_state_kept(model.parameters() if real else ()):  # without data, nothing is drawn on a GPU
             return planned(placed, device, make, progress, real=real)

@@ -25,24 +25,17 @@ from sac.policy.patterns import PathPattern
 # one: the next rule is the one that matches the most calls without a rule. A rule names a save-set before an op, and an
 # op before one of its overloads; it names modules only if the same op is recomputed in others, and layers only if the
 # plan recomputes it in others. Rules on the same modules and layers become one rule with several ops.
-#
-# What a plan offloads gets rules before those that save, found in the same way: these may match nothing that the plan
-# saves or recomputes. After them, rules that save may match what is offloaded.
 
 _SETS = tuple(name for name, one in SAVE_SETS.items() if not any(entry.condition for entry in one.entries))
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedLayer:
-    """A layer of a stack: its profile, and the option that it saves; None if it runs without checkpointing.
-
-    ``offloaded``: the saved entries whose results wait on the host.
-    """
+    """A layer of a stack: its profile, and the option that it saves; None if it runs without checkpointing."""
 
     number: int
     profile: RegionProfile
     keep: SaveOption | None
-    offloaded: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,28 +72,22 @@ def rules_of(
     found: list[Rule] = []
     taken: Counter[str] = Counter()
 
-    def add(
-        word: str, chosen: frozenset[int], barred: Collection[int], do: Decision = Decision.SAVE, **matchers: object
-    ) -> None:
-        word += "-host" if do is Decision.OFFLOAD else ""
+    def add(word: str, chosen: frozenset[int], barred: Collection[int], **matchers: object) -> None:
         taken[word] += 1
         name = prefix + (word if taken[word] == 1 else f"{word}-{taken[word]}")
         ranges = _filled(chosen, everywhere - chosen - frozenset(barred))
         limit = None if len(ranges) == stack_size else layers_of(ranges)
-        found.append(Rule(name, do.value, layers=limit, blocks=blocks, **matchers))  # type: ignore[arg-type]
+        found.append(Rule(name, Decision.SAVE.value, layers=limit, blocks=blocks, **matchers))  # type: ignore[arg-type]
 
     if plain:
         add("none", plain, everywhere - plain, module=PathPattern.parse(""))
-    offloads = any(layer.offloaded for layer in layers)
-    decisions = (Decision.OFFLOAD, Decision.SAVE) if offloads else (Decision.SAVE,)
-    sites_of = {do: _sites([layer for layer in layers if layer.keep is not None], do) for do in decisions}
-    for do, product in ((do, product) for do, sites in sites_of.items() for product in _products(sites)):
-        others = (site.recomputed for site in sites_of[do] if _matches(product, site))
+    sites = _sites([layer for layer in layers if layer.keep is not None])
+    for product in _products(sites):
+        others = (site.recomputed for site in sites if _matches(product, site))
         add(
             _word(product.names),
             product.layers,
             frozenset[int]().union(*others),
-            do,
             ops=product.names,
             module=None if product.modules is None else PathPattern.parse(_pattern(product.modules)),
             call=None if product.calls is None else Calls(index=product.calls),
@@ -120,19 +107,14 @@ def _is_named(names: tuple[str, ...], op: str) -> bool:
     return op in names if found is None else resolve_ops(names).matches(found)
 
 
-def _sites(layers: Iterable[PlannedLayer], do: Decision) -> tuple[_Site, ...]:
-    """Return the calls that layers save or, as ``do`` says, offload; "recomputed" is what the rules may not match."""
+def _sites(layers: Iterable[PlannedLayer]) -> tuple[_Site, ...]:
+    """Return the calls that layers save; "recomputed" is what the rules may not match."""
     saved: dict[tuple[str, str, int], set[int]] = {}
     recomputed: dict[tuple[str, str, int], set[int]] = {}
     for layer in layers:
         assert layer.keep is not None
         for entry in layer.profile.candidates:
-            is_offloaded = entry.number in layer.offloaded
-            if is_offloaded and do is Decision.SAVE:
-                continue
-            into = (
-                saved if entry.number in layer.keep.saved and is_offloaded == (do is not Decision.SAVE) else recomputed
-            )
+            into = saved if entry.number in layer.keep.saved else recomputed
             into.setdefault((entry.op, entry.module, entry.call), set()).add(layer.number)
     return tuple(
         _Site(*key, frozenset(saved.get(key, ())), frozenset(recomputed.get(key, ())))

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from sac.blocks.paths import clean_path
 from sac.ops.names import op_name
-from sac.planner.away import MAKES_TARGETS
 from sac.planner.live_bytes import KernelWorkspace, Ledger
 from sac.planner.step import BACKWARD
 from sac.recompute.replay import ReplayFrame
@@ -50,7 +49,6 @@ STATIC, FORWARD, RECOMPUTED, IN_BACKWARD = "static", "forward", "recomputed", "b
 PARAMETER, GRADIENT, BUFFER, INPUT, STATE = "parameter", "gradient", "buffer", "input", "state"
 
 UNSEEN_OP = "random state or number"  # what an op does not make: see Note [What the ledger counts]
-FROM_HOST = "copy from host memory"
 
 _RECOMPUTES: frozenset[CodeType] = frozenset(
     function.__code__ for function in (Frame._recompute, ReplayFrame._recompute, ReentrantFrame._run_again)
@@ -255,8 +253,6 @@ class StepLog(Ledger):
             return Origin(STATIC, op)
         backward = current_graph_task_id() != NO_TASK
         module, block, again = self._running()
-        if module is None:
-            return Origin(IN_BACKWARD, FROM_HOST)
         if not backward:
             count = self.calls, module, op
             self._counts[count] += 1
@@ -269,11 +265,8 @@ class StepLog(Ledger):
             return Origin(IN_BACKWARD, op)
         return replace(made_by, part=IN_BACKWARD, op=op)
 
-    def _running(self) -> tuple[str | None, str, bool]:
-        """Return the paths of the innermost running module and of the block in it, and whether it runs in backward.
-
-        None instead of a module: memory for values that come back from the host is made.
-        """
+    def _running(self) -> tuple[str, str, bool]:
+        """Return the paths of the innermost running module and of the block in it, and whether it runs in backward."""
         module = ""
         frame: Any = sys._getframe(1)
         while frame is not None:
@@ -286,8 +279,6 @@ class StepLog(Ledger):
             elif code in _RECOMPUTES:
                 path = frame.f_locals["self"].path
                 return module or path, path, True
-            elif code is MAKES_TARGETS:
-                return None, "", False
             frame = frame.f_back
         return module, "", bool(module)
 

@@ -15,7 +15,6 @@ import yaml
 
 from sac.planner.choices import NONE, Choice
 from sac.planner.layers import BudgetTooSmallError
-from sac.planner.offloading import OffloadPlanner
 from sac.planner.pareto import SaveOption, priced
 from sac.planner.plan_file import Plan
 from sac.planner.planner import Planner, Point
@@ -34,13 +33,7 @@ _CURVE_POINTS = 8
 
 def with_alternatives(planner: Planner, made: Plan, *, same_layers: bool = False) -> Plan:
     """Return the plan with its baselines, and the curve of plans between the least peak and no checkpointing."""
-    found = (*baselines(planner), *on_host(planner, made))
-    return replace(made, baselines=found, curve=curve(planner, made, same_layers=same_layers))
-
-
-def on_host(planner: Planner, made: Plan) -> tuple[Point, ...]:
-    """Return, for a plan with a link, the costs of full with inputs on the host and of offloading everything."""
-    return () if made.link is None else OffloadPlanner(planner, made.link).baselines()
+    return replace(made, baselines=baselines(planner), curve=curve(planner, made, same_layers=same_layers))
 
 
 def baselines(planner: Planner) -> tuple[Point, ...]:
@@ -161,11 +154,7 @@ def _what(choice: Choice) -> str:
     again = f"{seconds_text(choice.seconds)} run again per layer"
     if not choice.keep.saved:
         return f"saves nothing; {again}"
-    here = len(choice.keep.saved) - len(choice.offloaded)
-    found = f"saves what {here} calls give, {bytes_text(choice.bytes)}; {again}"
-    if choice.offloaded:
-        found = f"{found}; offloads what {len(choice.offloaded)} give, {bytes_text(sum(choice.sent))}"
-    return found
+    return f"saves what {len(choice.keep.saved)} calls give, {bytes_text(choice.bytes)}; {again}"
 
 
 def _of_rule(made: Plan, rule: Rule) -> str:

@@ -111,16 +111,13 @@ class _OneStream:
 
 
 class HostBuffer:
-    """Host memory in ``parts``, flat tensors; ``used``: the events after the last copies that used it.
+    """Host memory in ``parts``, flat tensors; ``used``: the events after the last copies that used it."""
 
-    ``asked``: the bytes that it was taken for; its own ``size`` may be larger.
-    """
-
-    __slots__ = ("_pieces", "asked", "parts", "size", "used")
+    __slots__ = ("_pieces", "parts", "size", "used")
 
     def __init__(self, *parts: torch.Tensor) -> None:
         self.parts = parts
-        self.size = self.asked = sum(part.numel() for part in parts)
+        self.size = sum(part.numel() for part in parts)
         self.used: tuple[Any, ...] = ()
         self._pieces: dict[int, list[tuple[torch.Tensor, int, int]]] = {}  # by bytes of the value: the last one only
 
@@ -179,7 +176,7 @@ class HostPool:
         """Return a buffer of at least ``size`` bytes, None if the limit does not allow for it."""
         if self._returned:
             self._sort_returned()
-        asked, size = size, self.size_class(size)
+        size = self.size_class(size)
         if not self._used_bytes and (self._is_cut_up or not self._free.get(size)):  # a step begins, with other sizes
             self._cut_anew()
         waiting = self._free.get(size)
@@ -189,7 +186,6 @@ class HostPool:
             found = self._cut(size)
         else:
             return None
-        found.asked = asked
         self._used_bytes += size
         return found
 

@@ -185,7 +185,6 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--engine", type=_engine, default="auto", metavar="NAME", help=f"{', '.join(_ENGINES)} (default: %(default)s)"
     )
     parser.add_argument("--same-layers", action="store_true", help="use the same rules on all layers of a region group")
-    parser.add_argument("--simplify", metavar="SHARE", help='of a step\'s time to trade for fewer rules, such as "1%%"')
     parser.add_argument("--real", action="store_true", help="run on tensors with data (default: on shapes alone)")
     parser.add_argument(
         "--exact", action="store_true", help="for a CPU: run large ops too, to measure what their kernels allocate"
@@ -211,13 +210,6 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="micro-batches that a pipeline stage holds at once (default: 1, or by --pp)",
     )
-    parser.add_argument(
-        "--link", metavar="RATE", help='offload over a link to the host this fast: "55GB/s", or "listed" for --device'
-    )
-    parser.add_argument(
-        "--link-share", metavar="SHARE", help='of the link, where GPUs or network cards share it: "50%%"'
-    )
-    parser.add_argument("--host-memory", metavar="SIZE", help='that may be pinned for it: "64GiB" (default: no limit)')
     parser.add_argument("--calibrate", action="store_true", help="time a block on --device, store it in --out, and end")
     parser.add_argument("--calibration", type=file_path, metavar="FILE", help="the file that --calibrate wrote")
     parser.add_argument(

@@ -20,18 +20,15 @@ from sac.planner.calibrate import calibrate, time_link, time_overhead
 from sac.planner.cost import Calibration, load_calibration, unpriced_ops
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.fakes import Build, call, fake_build, fake_inputs, fake_mode
-from sac.planner.link_rates import link_of
 from sac.planner.parallel import Experts, Stage, parallelized, ranks_of, sent, stage_of
-from sac.planner.plan_file import Plan, explained, make_plan, refuse_with_link, with_step_seconds
+from sac.planner.plan_file import Plan, explained, make_plan, with_step_seconds
 from sac.planner.plan_view import heading_of, heading_of_sizes, notes_of, table_of
 from sac.planner.planner import Point, Progress
 from sac.planner.planning import needs_lowering, planned
 from sac.planner.prepare import prepare
 from sac.planner.sharding import fake_ranks
-from sac.planner.simplify import read_share, simplified
 from sac.planner.sizes import PlannedSizes, notes_of_sizes, plan_sizes, refuse_share, table_of_sizes
 from sac.planner.step import Sends
-from sac.planner.transfer_clock import Link
 from sac.planner.write_policy import forward_seconds, with_alternatives, write_policy
 from sac.policy.read import bytes_text
 from sac.tables import screen_width, wrapped_text
@@ -71,9 +68,6 @@ class PlanRequest:
     pp: str | None = None
     accumulate: bool = False
     in_flight: int | None = None  # None: as many as the pipeline stage holds
-    link: str | None = None
-    link_share: str | None = None
-    host_memory: str | None = None
     explain: str | None = None  # None: do not; otherwise where to save a picture, or empty
     exact: bool = False
 
@@ -93,7 +87,6 @@ class PlanRequest:
         return None if self.ep is None else Experts(self.ep, self.tokens_per_expert)
 
     sizes: Sizes | None = None
-    simplify: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,10 +236,7 @@ def _made(
             exact=request.exact,
             progress=progress,
         )
-        link = _link(request, planner.pricing.device, calibration)
-        made = make_plan(planner, budget, title=title, same_layers=request.same_layers, link=link)
-        if request.simplify is not None:
-            made = simplified(planner, made, read_share(request.simplify))
+        made = make_plan(planner, budget, title=title, same_layers=request.same_layers)
         if request.sizes is not None:
             return with_step_seconds(planner, made)
         if request.explain is not None:
@@ -294,11 +284,6 @@ def check_wish(request: PlanRequest, *, calibrates: bool = False) -> None:
         checks.append(lambda: optimizer_bytes(request.optimizer, ()))
         checks.append(lambda: _check_counts(request))
         checks.append(lambda: _check_sizes(request))
-        if request.simplify is not None:
-            share = request.simplify
-            checks.append(lambda: read_share(share))
-        checks.append(lambda: _check_with_link(request))
-        checks.append(lambda: _check_link(request))
         if request.calibration is not None:
             path = request.calibration
             checks.append(lambda: _check_calibration(path))
@@ -318,21 +303,6 @@ def _check_budget(request: PlanRequest) -> None:
     else:
         _budget(request, device_named("cpu"))
         read_budget(request.budget)
-
-
-def _link(request: PlanRequest, device: Device, calibration: Calibration | None) -> Link | None:
-    return link_of(device, calibration, link=request.link, share=request.link_share, host=request.host_memory)
-
-
-def _check_with_link(request: PlanRequest) -> None:
-    given = request.link is not None or request.link_share is not None or request.host_memory is not None
-    if given:
-        refuse_with_link("--link", real=request.real)
-
-
-def _check_link(request: PlanRequest) -> None:
-    if request.calibration is None:
-        _link(request, _figures(request.device), None)
 
 
 def _check_calibration(path: str) -> None:
@@ -473,7 +443,6 @@ def print_sizes(found: SizesPlanned) -> None:
 
 def _point_dict(point: Point, made: Plan) -> dict[str, Any]:
     forward = forward_seconds(made)
-    on_host = {} if made.link is None else {"host_bytes": point.host, "stall_s": point.stall}
     return {
         "label": point.label,
         "peak_bytes": point.peak,
@@ -483,7 +452,6 @@ def _point_dict(point: Point, made: Plan) -> dict[str, Any]:
         "of_forward": point.seconds / forward if forward else None,
         "fits": point.peak <= made.budget,
         "is_checked": point.is_checked,
-        **on_host,
     }
 
 

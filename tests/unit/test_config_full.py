@@ -328,7 +328,7 @@ def test_inputs_on_the_host_by_a_policy_next_to_each_store(store):
     with fake_ranks(2):
         group = dist.group.WORLD if "scattered" in store else None
         settings = settings_of(config, CallOptions(tp_group=group), "sac.apply")
-        made = offloading(settings, config, written, None)
+        made = offloading(settings, config, written)
     assert made.input_storing.store.describe() == KEPT_BY_A_POLICY[store]
     assert made.input_storing.which == "all"
     innermost: InputStore = getattr(made.input_storing.store, "inner", made.input_storing.store)
@@ -341,5 +341,5 @@ def test_a_policy_that_offloads_leaves_other_stores_on_the_device(store):
     config = FullConfig(store=store, **({"num_checkpoints": 4} if store == "contiguous" else {}))
     with fake_ranks(2):
         settings = settings_of(config, CallOptions(tp_group=dist.group.WORLD), "sac.apply")
-        made = offloading(settings, config, written, None)
+        made = offloading(settings, config, written)
     assert made.input_storing.store.describe() == settings.input_storing.store.describe()
