@@ -240,7 +240,7 @@ def expanded(
             level += after
     kept = record.kept + sum(change[3] for position in left for change in forwards[source[position]])
     peak = max(phase.peak for phase in phases)
-    return StepRecord(tuple(paths), tuple(phases), record.static, kept, peak, record.gathered)
+    return StepRecord(tuple(paths), tuple(phases), record.static, kept, peak)
 
 
 def _parts_of(record: StepRecord) -> tuple[list[_Change], list[list[_Change]], list[list[_Change]]] | None:

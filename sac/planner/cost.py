@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from math import isfinite
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from sac.errors import PlanError, Problem, SacWarning, nearest
 from sac.ops.facts import INFRASTRUCTURE, traits_of
 from sac.ops.flops import flops_of
 from sac.ops.names import op_name
@@ -147,123 +140,11 @@ class Overhead:
     rerun_call_s: float
 
 
-# What `time_overhead` in calibrate.py measured with torch 2.13.0+cpu and the C++ library on a core of an AMD EPYC.
+# Measured with torch 2.13.0+cpu and the C++ library on a core of an AMD EPYC.
 OVERHEAD = Overhead(record_s=3.5e-6, rerun_s=4e-6, replayed_call_s=150e-6, rerun_call_s=200e-6)
 
 
-# -- Calibration files: ``{schema, device, torch, efficiencies, ops, overhead, link}`` in JSON
-
-SCHEMA = "sac/calibration/v1"
-_FIELDS = ("device", "torch", "efficiencies", "ops")
-_PARTS = tuple(part.name for part in fields(Overhead))
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """Measurements on one device with one version of torch.
-
-    ``efficiencies`` are the reached shares of the device's figures, by class of op; ``ops`` the seconds of one call, by
-    ``call_key``; ``overhead`` what checkpointing takes of the host, None in files of earlier versions; ``link`` the
-    bytes per second to the host and back, None if the device has no such link or it was not measured.
-    """
-
-    device: str
-    torch: str
-    efficiencies: Mapping[str, float] = field(hash=False)
-    ops: Mapping[str, float] = field(hash=False)
-    overhead: Overhead | None = None
-    link: tuple[float, float] | None = None
-
-
-def call_key(entry: Entry) -> str:
-    """Return the key of a measured time: the op, its first result, and its FLOPs and bytes.
-
-    An entry does not hold the shapes of an op's arguments. Its FLOPs and bytes replace them: two products with equal
-    results and FLOPs have equal operands.
-    """
-    causal = " causal" if entry.is_causal else ""
-    return f"{entry.op} {entry.dtype}{[*entry.shape]} {entry.flops} FLOP {entry.moved_bytes} B{causal}"
-
-
-def save_calibration(calibration: Calibration, path: str | os.PathLike[str]) -> None:
-    """Write ``calibration`` to a file; raises ``PlanError`` if it cannot be written."""
-    written = {"schema": SCHEMA, **asdict(calibration)}
-    if calibration.link is None:
-        del written["link"]
-    text = json.dumps(written, indent=1) + "\n"
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlanError(Problem(os.fspath(path), f"the file cannot be written: {error.strerror}")) from error
-
-
-def load_calibration(path: str | os.PathLike[str]) -> Calibration:
-    """Return the calibration in a file; warns if it was made with another version of torch.
-
-    Raises ``PlanError`` that lists every problem if the file cannot be read or is not a calibration.
-    """
-    where = os.fspath(path)
-    try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PlanError(Problem(where, f"the file cannot be read: {error.strerror}")) from error
-    except (ValueError, RecursionError) as error:
-        raise PlanError(Problem(where, f"this is not JSON: {error}", "a calibration file")) from error
-    problems = [Problem(where, found, legal, near) for found, legal, near in _problems_of(raw)]
-    if problems:
-        raise PlanError(problems)
-    overhead = Overhead(**raw["overhead"]) if raw.get("overhead") is not None else None
-    link = (float(raw["link"][0]), float(raw["link"][1])) if raw.get("link") is not None else None
-    calibration = Calibration(**{name: raw[name] for name in _FIELDS}, overhead=overhead, link=link)
-    if calibration.torch != torch.__version__:
-        found = f"{where}: it was measured with torch {calibration.torch}, and this is torch {torch.__version__}"
-        warnings.warn(f"{found}; calibrate again", SacWarning, stacklevel=2)
-    return calibration
-
-
-def _problems_of(raw: Any) -> Iterator[tuple[str, str, str]]:
-    """Yield each problem: what was found, what is legal, and the nearest spelling."""
-    if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:
-        found = (
-            f"schema is {_shown(raw, 'schema')}" if isinstance(raw, dict) and "schema" in raw else "it has no schema"
-        )
-        yield f"this is not a calibration file: {found}", f'schema: "{SCHEMA}"', ""
-        return
-    for name in ("device", "torch"):
-        if not isinstance(raw.get(name), str):
-            yield f'"{name}" is {_shown(raw, name)}', "text", ""
-    link = raw.get("link")
-    if link is not None and not (isinstance(link, list) and len(link) == 2 and all(map(_is_rate, link))):
-        yield f'"link" is {_shown(raw, "link")}', "two numbers above 0: bytes per second to the host and back", ""
-    parts: dict[str, tuple[str, tuple[str, ...] | None]] = {
-        "efficiencies": ("class of op", CLASSES),
-        "ops": ("call", None),
-    }
-    if raw.get("overhead") is not None:
-        parts["overhead"] = "part of it", _PARTS
-    for name, (unit, legal) in parts.items():
-        if not isinstance(raw.get(name), dict):
-            yield f'"{name}" is {_shown(raw, name)}', f"a mapping with a number per {unit}", ""
-            continue
-        if name == "overhead" and (missing := [key for key in _PARTS if key not in raw[name]]):
-            yield f'"{name}" lacks {", ".join(missing)}', ", ".join(_PARTS), ""
-        for key, value in raw[name].items():
-            if legal is not None and key not in legal:
-                yield f'"{name}" has "{key}"', ", ".join(legal), nearest(key, legal)
-            elif type(value) not in (int, float) or not isfinite(value) or value < 0 or (not value and legal != _PARTS):
-                least = "of 0 or more" if legal == _PARTS else "above 0"
-                yield f'"{name}" has {json.dumps(value)} for "{key}"', f"a number {least}", ""
-
-
-def _is_rate(value: Any) -> bool:
-    return type(value) in (int, float) and isfinite(value) and value > 0
-
-
-def _shown(raw: Mapping[str, Any], name: str) -> str:
-    return json.dumps(raw[name])[:40] if name in raw else "missing"
-
-
-# -- The time of an op on a device: measured, otherwise by the roofline
+# -- The time of an op on a device, by the roofline
 
 # Note [The time of an op]
 #
@@ -288,48 +169,22 @@ PRIORS: Mapping[str, float] = MappingProxyType(
         COLLECTIVE: 0.80,  # engineering prior: large messages inside a node
     }
 )
-"""The default efficiency by class of op: the share of a device's figure that is reached, if nothing was measured."""
+"""The efficiency by class of op: the share of a device's figure that is reached."""
 
 
-def seconds(entry: Entry, device: Device, calibration: Calibration | None = None) -> float:
-    """Return the time of one run of ``entry`` on ``device``, in seconds; see Note [The time of an op].
-
-    The time that ``calibration`` measured for the same call takes precedence, then its efficiency of the op's class,
-    then the prior. Raises ``PlanError`` if the calibration was made on another device.
-    """
-    if calibration is None:
-        return roofline(entry, device, PRIORS)
-    if calibration.device != device.name:
-        found = f"it was measured on {calibration.device}, and the plan is for {device.name}"
-        fix = f"calibrate on {device.name}, or plan without a calibration"
-        raise PlanError(Problem("calibration", found, fix=fix))
-    measured = calibration.ops.get(call_key(entry))
-    return roofline(entry, device, {**PRIORS, **calibration.efficiencies}) if measured is None else measured
-
-
-def entry_times(profile: RegionProfile, device: Device, calibration: Calibration | None = None) -> tuple[float, ...]:
-    """Return the time of each entry of a profile, in seconds; raises the errors of ``seconds``."""
-    return tuple(seconds(entry, device, calibration) for entry in profile.entries)
-
-
-def roofline(entry: Entry, device: Device, efficiencies: Mapping[str, float]) -> float:
-    """Return the time of one run of ``entry``, in seconds, by its FLOPs and bytes and the efficiency of each class."""
+def seconds(entry: Entry, device: Device) -> float:
+    """Return the time of one run of ``entry`` on ``device``, in seconds; see Note [The time of an op]."""
     op_kind = op_class(entry)
     if op_kind == FREE:
         return 0.0
     if op_kind == COLLECTIVE:
-        return entry.moved_bytes / (device.link_bytes_per_s * efficiencies[COLLECTIVE]) + device.launch_s
-    computing = computing_s(entry, device) / efficiencies[op_kind]
-    return max(computing, moving_s(entry, device) / efficiencies[MEMORY]) + device.launch_s
-
-
-def computing_s(entry: Entry, device: Device) -> float:
-    """Return the seconds that the FLOPs of ``entry`` take at the device's peak."""
+        return entry.moved_bytes / (device.link_bytes_per_s * PRIORS[COLLECTIVE]) + device.launch_s
     narrow = is_low_precision(entry) and "float8" in device.flops_per_s
     flops = entry.flops / 2 if entry.is_causal else entry.flops
-    return flops / device.peak("float8" if narrow else entry.dtype)
+    computing_s = flops / (device.peak("float8" if narrow else entry.dtype) * PRIORS[op_kind])
+    return max(computing_s, entry.moved_bytes / (device.bytes_per_s * PRIORS[MEMORY])) + device.launch_s
 
 
-def moving_s(entry: Entry, device: Device) -> float:
-    """Return the seconds that the bytes of ``entry`` take at the peak of the device's memory."""
-    return entry.moved_bytes / device.bytes_per_s
+def entry_times(profile: RegionProfile, device: Device) -> tuple[float, ...]:
+    """Return the time of each entry of a profile, in seconds."""
+    return tuple(seconds(entry, device) for entry in profile.entries)

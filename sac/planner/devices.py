@@ -116,7 +116,7 @@ DEVICES: Mapping[str, Device] = {
         Device(
             # Processors differ too much for a data sheet: 16 cores with two 256-bit multiply-adds per cycle at 2.5 GHz
             # reach 1.28 TFLOP/s, and two channels of DDR4-3200 move 51 GB/s. Many lack 16-bit units. The link is
-            # 100 Gb/s Ethernet. The ratio of the figures matters; calibration measures the actual processor.
+            # 100 Gb/s Ethernet. The ratio of the figures matters.
             name="cpu",
             title="a processor, rough figures",
             source="no data sheet: 16 cores with AVX2, two memory channels, assumed",

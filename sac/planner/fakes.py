@@ -143,13 +143,10 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
         raise PlanError(Problem(type(model).__name__, found, fix=fix)) from error
 
 
-def run_backward(model: nn.Module, loss: Tensor, gradient: Tensor | None = None) -> None:
-    """Run the backward of ``model``'s loss, or of a tensor with this ``gradient``.
-
-    Raises ``PlanError`` if it needs data that fake tensors do not have.
-    """
+def run_backward(model: nn.Module, loss: Tensor) -> None:
+    """Run the backward of ``model``'s loss; raises ``PlanError`` if it needs data that fake tensors do not have."""
     try:
-        torch.autograd.backward(loss, gradient)
+        loss.backward()
     except _NEEDS_DATA as error:
         raise needs_data(model, error) from error
 

@@ -1,4 +1,4 @@
-"""The memory that one call of a CPU kernel needs while it runs: measured, or estimated from a smaller call."""
+"""An upper bound of the memory that one call of a CPU kernel needs while it runs, from a run of it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ _log = logging.getLogger(__name__)
 #
 # Only a kernel itself knows the memory that it allocates and frees while it runs. On the CPU, each op is run once per
 # combination of sizes, on zeros, and the profiler measures how far memory rises meanwhile. This happens after the step,
-# for the highest level of live bytes in each phase at which the op began.
+# for the highest level of live bytes in each phase at which the op began. The bound is that rise.
 #
 # A large op would take seconds and gigabytes. It is run at a smaller size instead: one dimension, wherever it occurs
 # in the call, is divided. What the kernel then allocates in addition to its results is multiplied by as much (once more
-# for each time that the dimension occurs in one tensor) and added to the results, whose sizes are known. So kernels
-# that allocate nothing else, such as matrix products, are predicted exactly. Scratch in proportion to the size is
-# predicted a little too high, since blocks of larger operands may be padded more; a fixed amount, such as a buffer per
-# thread, is predicted much too high. The size stays far above those at which kernels choose between algorithms. An op
-# that does not run at a smaller size counts with its results and a copy of each argument.
+# for each time that the dimension occurs in one tensor) and added to the results, whose sizes are known. The bound is a
+# little too high for scratch in proportion to the size, and much too high for a fixed amount, such as a buffer per
+# thread. The size stays far above those at which kernels choose between algorithms. An op that does not run counts with
+# its results and a copy of each argument.
 #
 # A collective is not run, since other ranks would have to meet in it: it counts with its results. What the library that
 # sends them allocates is not known.
@@ -47,7 +46,7 @@ _PACKS_BYTES = "aten::mkldnn_rnn_layer"
 # Ops with an argument that counts elements: with zeros, the kernel would leave out most of its work.
 _COUNTS = {"aten::_embedding_bag_backward": 4, "aten::_embedding_bag_dense_backward": 3}
 
-_MARGIN = Fraction(9, 8)  # of scratch
+_MARGIN = Fraction(9, 8)  # of scratch that a smaller call has shown
 
 LARGE_BYTES = 64 * 2**20  # of the arguments and results of a call
 LARGE_FLOPS = 2 * 10**9
@@ -108,8 +107,8 @@ class SizedCall:
 
     @property
     def is_large(self) -> bool:
-        """Whether the call takes too long, or too much memory, to be run in order to be measured."""
-        return not self.is_collective and (self.bytes > LARGE_BYTES or self.flops > LARGE_FLOPS)
+        """Whether the call takes too long, or too much memory, to be run."""
+        return self.bytes > LARGE_BYTES or self.flops > LARGE_FLOPS
 
     @property
     def is_collective(self) -> bool:
@@ -140,41 +139,36 @@ def refuse_packed(func: Any) -> None:
         raise PlanError(Problem(op_name(func), found, fix="use mode: full, or a policy by hand"))
 
 
-def peaks_of(calls: Sequence[SizedCall]) -> list[int]:
-    """Run each call on zeros and return the bytes by which memory rises meanwhile, results included.
-
-    Collectives are not run; see Note [Kernel workspace].
-    """
-    rises = iter(_measured([call for call in calls if not call.is_collective]))
-    return [call.made_bytes if call.is_collective else next(rises) or 0 for call in calls]
-
-
-def estimated_peaks(calls: Sequence[SizedCall]) -> list[int]:
-    """Return the peak of each call from that of a smaller one, not below its own; see Note [Kernel workspace]."""
-    found = [call.bytes for call in calls]
-    left = {index: _smaller(call) for index, call in enumerate(calls)}
-    while left:  # one profile for the first way to make each call smaller, one for the second where the first fails, …
-        tried = {index: one for index, ways in left.items() if (one := next(ways, None)) is not None}
-        rises = _measured([smaller for smaller, _ in tried.values()])
-        for (index, (smaller, factor)), rise in zip(tried.items(), rises, strict=True):
+def peak_bounds(calls: Sequence[SizedCall]) -> list[int]:
+    """Return upper bounds of the bytes by which memory rises during each call; see Note [Kernel workspace]."""
+    found = [call.made_bytes if call.is_collective else call.bytes for call in calls]
+    left = {index: _runs_of(call) for index, call in enumerate(calls) if not call.is_collective}
+    while left:  # one profile for the first run of each call, one for the second where the first fails, …
+        tried = {index: first for index, runs in left.items() if (first := next(runs, None)) is not None}
+        rises = _measured([run for run, _ in tried.values()])
+        for (index, (run, factor)), rise in zip(tried.items(), rises, strict=True):
             if rise is not None:
-                scratch = max(0, rise - smaller.made_bytes) * factor * _MARGIN
-                found[index] = calls[index].made_bytes + ceil(scratch)
+                found[index] = calls[index].made_bytes + ceil(max(0, rise - run.made_bytes) * factor)
         failed = {index for index, rise in zip(tried, rises, strict=True) if rise is None}
-        left = {index: ways for index, ways in left.items() if index in failed}
+        left = {index: runs for index, runs in left.items() if index in failed}
     return found
 
 
-def _smaller(call: SizedCall) -> Iterator[tuple[SizedCall, Fraction]]:
-    """Yield smaller calls and by how much each is smaller, the largest first of what occurs once in a tensor.
+def _runs_of(call: SizedCall) -> Iterator[tuple[SizedCall, Fraction]]:
+    """Yield calls to run instead of ``call``, and the factor of their scratch: ``call`` itself if it is not large.
+
+    Of smaller calls, those come first in which the largest dimension that occurs once in a tensor is divided.
 
     Attention gets fewer rows only: its kernel chooses the size of its scratch by the length, and a smaller number of
     heads may not fit the number of key heads, which the kernel does not check (torch 2.13: the process crashes).
     Convolutions run on one row first, however large it is: their kernels are chosen by all other sizes.
     """
+    if not call.is_large:
+        yield call, Fraction(1)
+        return
     if "convolution" in call.func.name():
         rows = call.args[0].shape[0]
-        yield call.divided(rows, 1) if rows > 1 else call, Fraction(rows)
+        yield call.divided(rows, 1) if rows > 1 else call, rows * _MARGIN
     metas = (*call.read, *call.made)
     much = max(Fraction(call.bytes, LARGE_BYTES), Fraction(call.flops, LARGE_FLOPS))
     sizes = [size for one in metas for size in (one.shape[:1] if "attention" in call.func.name() else one.shape)]
@@ -183,7 +177,7 @@ def _smaller(call: SizedCall) -> Iterator[tuple[SizedCall, Fraction]]:
         into = max(1, int(size / much))
         smaller, factor = call.divided(size, into), Fraction(size, into) ** times[size]
         if smaller.bytes <= 2 * LARGE_BYTES and call.flops <= 2 * LARGE_FLOPS * factor:
-            yield smaller, factor
+            yield smaller, factor * _MARGIN
 
 
 def _measured(calls: Sequence[SizedCall]) -> list[int | None]:

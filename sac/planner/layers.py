@@ -75,11 +75,6 @@ class Search:
             self._room.append(room)
         self._bound_by_relaxation(constraints, budget)
 
-    @property
-    def bound(self) -> float:
-        """A lower bound of the seconds of any assignment."""
-        return float(self._rest[0]) / TICKS * self._whole
-
     def best(self) -> tuple[int, ...]:
         """Return the best choice of each position."""
         np = self._np

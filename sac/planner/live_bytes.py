@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from sac.ops.flops import flops_of
 from sac.planner.fake_op_cache import DEVICE, FakeOpCache, device_of
-from sac.planner.kernel_runs import SizedCall, estimated_peaks, meta_of, peaks_of, refuse_packed
+from sac.planner.kernel_runs import SizedCall, meta_of, peak_bounds, refuse_packed
 from sac.recompute.module_tracker import BareMode
 from sac.tensors import STORAGE_WATCHERS, storage_address, tensor_parts, tensors_of
 from sac.torch_private import (
@@ -37,15 +37,12 @@ from sac.torch_private import (
 class KernelWorkspace:
     """Records the level of live bytes at which ops run, and computes the peak of each phase with their workspace.
 
-    ``is_exact``: also run large ops at their size. Otherwise ``estimated`` holds those that were run at a smaller one.
-    ``like``: a workspace that has the same setting, and shares what it has measured.
+    ``like``: a workspace that shares what it knows of ops.
     """
 
-    def __init__(self, *, is_exact: bool = False, like: KernelWorkspace | None = None) -> None:
-        self.is_exact: bool = is_exact if like is None else like.is_exact
-        self.estimated: set[Hashable] = set() if like is None else like.estimated
+    def __init__(self, *, like: KernelWorkspace | None = None) -> None:
         self._ops: dict[Hashable, SizedCall] = {} if like is None else like._ops
-        # Peak bytes of the op while it runs, results included.
+        # Upper bound of the bytes that the op needs while it runs, results included.
         self._sizes: dict[Hashable, int] = {} if like is None else like._sizes
         self._levels: dict[Hashable, int] = {}  # of the current phase of the step
 
@@ -77,16 +74,12 @@ class KernelWorkspace:
         return max((level + self._sizes[key] for key, level in levels.items()), default=0)
 
     def bytes_of(self, key: Hashable) -> int:
-        """Return the peak bytes of an op while it runs, results included; known once a peak has been computed."""
+        """Return the most bytes that an op needs while it runs, results included; known after ``peak``."""
         return self._sizes[key]
 
     def _measure(self) -> None:
         waiting = {key: call for key, call in self._ops.items() if key not in self._sizes}
-        large = {} if self.is_exact else {key: call for key, call in waiting.items() if call.is_large}
-        self.estimated |= large.keys()
-        exact = [key for key in waiting if key not in large]
-        self._sizes |= dict(zip(exact, peaks_of([waiting[key] for key in exact]), strict=True))
-        self._sizes |= dict(zip(large, estimated_peaks([*large.values()]), strict=True))
+        self._sizes |= dict(zip(waiting, peak_bounds([*waiting.values()]), strict=True))
 
 
 # -- Live bytes over one step, from the storages of tensors, without an allocator or data
@@ -141,7 +134,6 @@ class Ledger(BareMode):
         self._numbers = _Numbers(self) if on_host else None
         self.fakes = fakes or FakeOpCache()
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._gathered: set[int] = set()  # storages that have been resized
         for is_fake in (False, True):
             _counts_of_unshared(is_fake)  # cannot be found out once a backward runs
         self._zeros = 0  # address of the storage that the last op filled with zeros
@@ -164,9 +156,6 @@ class Ledger(BareMode):
 
     def reached(self, part: str) -> None:
         """A part of the step begins (forward, backward), or the step has ended; for ledgers that keep a log."""
-
-    def entered(self, part: str, position: int) -> None:
-        """A phase of the step begins (see ``StepPhase``); for ledgers that tell phases apart."""
 
     def note_unseen(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that was not made by an op."""
@@ -196,11 +185,6 @@ class Ledger(BareMode):
         parts = [part for tensor in tensors if tensor is not None for part in tensor_parts(tensor)]
         return sum(self._storages[key][1] for key in {part.untyped_storage()._cdata for part in parts})
 
-    @property
-    def gathered(self) -> int:
-        """The bytes of whole parameters, which FSDP2 gathers and frees by resizing their storages."""
-        return sum(self._storages[key][1] for key in self._gathered if key in self._storages)
-
     def _size(self, storage: torch.UntypedStorage) -> int:
         return -(-storage.nbytes() // self.block_bytes) * self.block_bytes
 
@@ -211,7 +195,6 @@ class Ledger(BareMode):
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             out = resize(storage, size)
-            ledger._gathered.add(storage._cdata)
             if storage._cdata in ledger._storages:
                 ledger._has_resized(storage._cdata, ledger._size(storage))
             return out
@@ -232,7 +215,6 @@ class Ledger(BareMode):
             ledger = mine()
             if ledger is not None and (found := ledger._storages.pop(key, None)) is not None:
                 ledger.live -= found[1]
-                ledger._gathered.discard(key)
 
         return freed
 

@@ -53,11 +53,7 @@ class StepModel:
     paths: tuple[str, ...] = ()
     static: int = 0
     extra: int = 0  # bytes in addition to the step: state of the optimizer
-    in_flight: int = 1  # micro-batches whose forward is over when the first backward starts
-    received: int = 0  # bytes that a pipeline stage receives for each micro-batch
     gathers: bool = False  # parameters are gathered from other ranks
-    rest: int = 0  # bytes that a forward leaves behind in addition to its regions
-    gathered: int = 0  # of these: whole parameters, which all micro-batches share
     moments: list[Moment] = field(default_factory=list)
     bases: list[int] = field(default_factory=list)
     held: dict[Choice, int] = field(default_factory=dict)
@@ -89,8 +85,6 @@ class StepModel:
                 key = self.groups[index], choice
                 self.late[key] = min(count - max(gaps.values()), self.late.get(key, 0))
         held = [self._held(group, choice) for group, choice in zip(self.groups, choices, strict=True)]
-        self.rest = max(self.rest, record.kept - record.static - sum(held))
-        self.gathered = record.gathered
         moments: list[Moment] = []
         bases: list[int] = []
         firsts: list[tuple[int, int, tuple[int, int, bool]]] = []
@@ -129,17 +123,11 @@ class StepModel:
     def peak(self, choices: Sequence[int]) -> tuple[int, int]:
         """Return the predicted peak under ``choices``, one per position, and the number of its constraint."""
         held = [self.held_by(group) for group in self.groups]
-        high, constraint = peak(self.constraints(), held, choices)
-        others = self.received + self.rest - self.gathered + sum(held[index][one] for index, one in enumerate(choices))
-        return high + (self.in_flight - 1) * others, constraint
+        return peak(self.constraints(), held, choices)
 
     def peak_of(self, record: StepRecord) -> int:
-        """Return the peak of a step that was run, plus optimizer state and the other micro-batches in flight."""
-        return record.peak + self.extra + (self.in_flight - 1) * self.others_of(record)
-
-    def others_of(self, record: StepRecord) -> int:
-        """Return the bytes that each further micro-batch in flight holds."""
-        return self.received + record.kept - record.static - record.gathered
+        """Return the peak of a step that was run, plus optimizer state."""
+        return record.peak + self.extra
 
     def held_by(self, group: int) -> tuple[int, ...]:
         """Return the bytes that a region of this group leaves behind per choice: measured, otherwise estimated."""

@@ -45,10 +45,9 @@ OTHER_ACTIVATIONS = "activations outside of blocks"
 HEAD = "logits and loss"
 TEMPORARIES = "temporaries of backward"
 WORKSPACE = "results and workspace of the running op"
-IN_FLIGHT = "other micro-batches in flight"
 UNSEEN = "not seen by the explanation"
 CATEGORIES = (
-    PARAMETERS, BUFFERS, OPTIMIZER, GRADIENTS, GATHERED, IN_FLIGHT, ACTIVATIONS, OTHER_ACTIVATIONS, HEAD,
+    PARAMETERS, BUFFERS, OPTIMIZER, GRADIENTS, GATHERED, ACTIVATIONS, OTHER_ACTIVATIONS, HEAD,
     RECOMPUTED_ACTIVATIONS, TEMPORARIES, WORKSPACE, UNSEEN,
 )  # fmt: skip
 
@@ -80,7 +79,6 @@ REMEDIES: Mapping[str, str] = {
     RECOMPUTED_ACTIVATIONS: "smaller regions (`granularity: submodule`), or a smaller batch",
     TEMPORARIES: "a smaller batch, with more accumulation steps",
     WORKSPACE: "a smaller batch, or another kernel for this op",
-    IN_FLIGHT: "fewer micro-batches in flight, or smaller ones",
 }
 _WORTH_SAYING = 0.1  # of the peak
 

@@ -72,9 +72,6 @@ def make_plan(
             chosen = _no_slower_than_by_hand(planner, chosen, allowed)
     else:
         notes.append(NEEDS_NONE)
-    if planner.workspace is not None and (count := len(planner.workspace.estimated)):
-        calls = f"{count} call{'s' if count > 1 else ''} of large ops"
-        notes.append(f"what the kernels of {calls} allocate is estimated from above; --exact runs them")
     point = planner.point("plan", chosen)
     made_for = (
         f"{title or type(planner.model).__name__}, {planner.pricing.device.name}: peak {point.peak} bytes of {allowed}"

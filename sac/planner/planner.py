@@ -16,15 +16,14 @@ from sac.blocks.find import Block, find_blocks
 from sac.blocks.install import regions_of, remove, take_off
 from sac.blocks.paths import parts_of
 from sac.errors import ModelError, SacWarning
-from sac.ops.registry import find_op
 from sac.planner.alike import AlikeLayers, expanded
 from sac.planner.by_hand import SavedByPath
 from sac.planner.choices import Choice, policy_for, policy_to_try
 from sac.planner.fakes import Inputs
 from sac.planner.layers import BudgetTooSmallError, assign, assign_alike
-from sac.planner.live_bytes import KernelWorkspace, Ledger
+from sac.planner.live_bytes import Ledger
 from sac.planner.memory import StepModel
-from sac.planner.peak import IN_FLIGHT, OPTIMIZER, AliveRow, PeakBreakdown, explain, with_more
+from sac.planner.peak import OPTIMIZER, AliveRow, PeakBreakdown, explain, with_more
 from sac.planner.pricing import Pricing
 from sac.planner.profile import RegionProfile
 from sac.planner.step import StepRecord, run_step
@@ -42,7 +41,6 @@ from sac.region.settings import NEVER, REPLAY
 # Otherwise the problem is solved again with the new measurements. Everything before the first step is in prepare.py,
 # everything after in plan_file.py.
 
-_HALVINGS = 16
 _MOST_MEASURED = 300  # regions, over all steps that are run before the first query
 Progress = Callable[[int, int, str], None]
 
@@ -78,9 +76,7 @@ class Planner:
     choices: tuple[tuple[Choice, ...], ...]
     step: StepModel
     ledger: Callable[[], Ledger]
-    accumulates: bool = False
     progress: Progress = lambda done, total, label: None
-    workspace: KernelWorkspace | None = None
     alike: AlikeLayers | None = None  # None: run all layers
     by_hand: Mapping[str, SavedByPath] = field(default_factory=dict)  # label -> what it saves in each region
     records: dict[tuple[int, ...], StepRecord] = field(default_factory=dict)
@@ -115,18 +111,8 @@ class Planner:
                 self.loss_fn,
                 label,
                 self.blocks,
-                warm_up=self._warms_up,
-                accumulates=self.accumulates,
             )
-        others = self.step.in_flight - 1  # none, if values leave the device
-        of_others = others * self.step.others_of(self.run(choice)) if others else 0
-        return with_more(
-            found,
-            (
-                AliveRow(OPTIMIZER, "(model)", "", "", 1, self.step.extra),
-                AliveRow(IN_FLIGHT, "(model)", "", "", others, of_others),
-            ),
-        )
+        return with_more(found, [AliveRow(OPTIMIZER, "(model)", "", "", 1, self.step.extra)])
 
     def step_without_checkpointing(self, ledger: Ledger) -> None:
         """Run a step without checkpointing under ``ledger``."""
@@ -144,8 +130,6 @@ class Planner:
             self._modules,
             ledger,
             self.loss_fn,
-            warm_up=self._warms_up,
-            accumulates=self.accumulates,
             at_end=at_end,
         )
 
@@ -163,20 +147,13 @@ class Planner:
         gradients: dict[str, int] = {}
 
         def at_end() -> None:
-            gradients.update(
-                (path, 0 if self.accumulates else ledger.size_of(one.grad for one in modules[path].parameters()))
-                for path in modules
-            )
+            gradients.update((path, ledger.size_of(one.grad for one in modules[path].parameters())) for path in modules)
 
         with self.alike.leaving_out(left_out):
             record = expanded(self._step(ledger, at_end), gaps, paths, gradients.__getitem__)
         if record is None:
             self.alike = None
         return record
-
-    @property
-    def _warms_up(self) -> bool:
-        return any(map(_draws_into_memory, self.profiles))
 
     @contextmanager
     def _applied(
@@ -236,30 +213,6 @@ class Planner:
 
     def assign(self, budget: int, *, same_layers: bool = False) -> tuple[int, ...]:
         """Return the fastest choice within ``budget`` by what is known so far; raises ``BudgetTooSmallError``."""
-        if self.step.in_flight == 1:
-            return self._assign(budget, same_layers=same_layers)
-        # The other micro-batches hold the same amount each, whatever the choice: subtract it from the budget.
-        low, high, found = 0, budget, None
-        for _ in range(_HALVINGS):
-            middle = (low + high + 1) // 2
-            try:
-                choice = self._assign(middle, same_layers=same_layers)
-            except BudgetTooSmallError as error:
-                low = max(low, min(error.least, high))
-                middle, choice = low, self._assign(error.least, same_layers=same_layers)
-                if found is None and self.step.peak(choice)[0] > budget:
-                    raise BudgetTooSmallError(budget, self.step.peak(choice)[0], error.constraint) from None
-            if self.step.peak(choice)[0] <= budget:
-                low, found = middle, choice
-            else:
-                high = middle - 1
-            if low >= high:
-                break
-        if found is None:
-            raise AssertionError("the least choice fits, or has been refused")
-        return found
-
-    def _assign(self, budget: int, *, same_layers: bool) -> tuple[int, ...]:
         held = [self.step.held_by(group) for group in self.groups]
         seconds = [tuple(choice.seconds for choice in self.choices[group]) for group in self.groups]
         if same_layers or self.repeats:
@@ -356,7 +309,6 @@ def explained_step(
     label: str,
     blocks: Sequence[Block] | None = None,
     *,
-    warm_up: bool = False,
     accumulates: bool = False,
 ) -> PeakBreakdown:
     """Run one step of ``model`` and return what is alive at its peak, counted as under ``ledger``.
@@ -371,24 +323,8 @@ def explained_step(
     modules = [(block.path, block.module) for block in blocks]
     log = StepLog(ledger, model, modules, inputs_among(inputs))
     with log.on_step():
-        run_step(model, inputs, modules, log, loss_fn, warm_up=warm_up, accumulates=accumulates)
+        run_step(model, inputs, modules, log, loss_fn, accumulates=accumulates)
     return explain(log, model, blocks, label)
-
-
-def _draws_into_memory(profile: RegionProfile) -> bool:
-    """Return whether an op draws random numbers into memory that it does not return, as rrelu does.
-
-    A first call holds more than later ones then.
-    """
-    ops = (find_op(entry.op) for entry in profile.entries if entry.writes and entry.op)
-    return any(op is not None and torch.Tag.nondeterministic_seeded in op.tags and _fills(op) for op in ops)
-
-
-def _fills(op: Any) -> bool:
-    """Return whether ``op`` writes to an argument that it does not return."""
-    written = [one.alias_info for one in op._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
-    returned = [one.alias_info.before_set for one in op._schema.returns if one.alias_info is not None]
-    return any(one.before_set not in returned for one in written)
 
 
 def _spread(one: int, rounds: int, count: int) -> int:

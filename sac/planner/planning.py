@@ -153,9 +153,6 @@ def plan(
     optimizer: Any = None,
     real: bool = False,
     parallelize: Callable[[nn.Module], Any] | None = None,
-    accumulates: bool = False,
-    in_flight: int = 1,
-    exact: bool = False,
     sizes: Sequence[int] | None = None,
 ) -> Policy:
     """Return the policy that fits one training step of ``model`` into ``budget`` with the least recomputation time.
@@ -171,10 +168,6 @@ def plan(
     ``real``: if True, train a copy of the model for some steps, on its device. Otherwise no data is read.
     ``parallelize``: a function that shards the copy in place (``fully_shard``, ``parallelize_module``), over a process
     group that sends nothing; the budget is then that of one rank.
-    ``accumulates``: gradients of earlier micro-batches exist from the start.
-    ``in_flight``: the number of micro-batches whose activations a pipeline stage holds at once.
-    ``exact``: for a CPU, run each large op once to measure what its kernel allocates. Otherwise this is estimated from
-    above, by running the op at a smaller size.
     ``sizes``: batch sizes, or lengths of sequences, to choose among, such as ``range(1, 65)``. Some of them are tried:
     powers of two, then sizes around the best and up to the largest that fits. The policy is that of the size with the
     most predicted tokens (else rows) per second, ``policy.figures.size``; its ``table()`` has a row per tried size.
@@ -204,9 +197,6 @@ def plan(
                 optimizer=optimizer,
                 real=real,
                 parallelize=parallelize,
-                accumulates=accumulates,
-                in_flight=in_flight,
-                exact=exact,
                 progress=progress,
             )
             made = make_plan(planner, budget)

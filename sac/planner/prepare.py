@@ -19,7 +19,7 @@ from sac.planner.alike import ChainWatch
 from sac.planner.budget import optimizer_bytes
 from sac.planner.by_hand import SavedByPath, saved_by_hand, with_choices_by_hand
 from sac.planner.choices import NONE, Choice
-from sac.planner.cost import OVERHEAD, Calibration, entry_times
+from sac.planner.cost import OVERHEAD, entry_times
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.fakes import Inputs, call, fake_copy, fake_inputs, fake_mode, mode_of, real_copy
 from sac.planner.live_bytes import KernelWorkspace, ledgers_of
@@ -30,7 +30,6 @@ from sac.planner.pricing import Pricing
 from sac.planner.profile import RegionProfile
 from sac.planner.sharding import QuickChunks, refuse_senders, shard_again
 from sac.planner.tracing import CannotProfile, profile_regions
-from sac.tensors import storage_bytes
 from sac.torch_private import MODULE_STAND_IN, tree_leaves
 
 
@@ -43,23 +42,15 @@ def prepare(
     engine: str = "auto",
     optimizer: Any = None,
     real: bool = False,
-    calibration: Calibration | None = None,
     parallelize: Callable[[nn.Module], Any] | None = None,
-    accumulates: bool = False,
-    in_flight: int = 1,
-    exact: bool = False,
     progress: Progress | None = None,
 ) -> Planner:
     """Return the planner of ``model``: profiles, prices, and the measured steps of each choice.
 
-    ``parallelize`` shards the copy in place: ``fully_shard``, ``parallelize_module``. ``accumulates``: gradients of
-    earlier micro-batches exist from the start. ``in_flight``: the number of micro-batches whose activations a pipeline
-    stage holds at once, this one included. ``exact``: large ops run once, to measure what
-    their kernels allocate. The model is not changed. For the other arguments, see ``sac.plan``.
+    ``parallelize`` shards the copy in place: ``fully_shard``, ``parallelize_module``. The model is not
+    changed. For the other arguments, see ``sac.plan``.
     """
     refuse_unfit(model)
-    if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
-        raise PlanError(Problem("in_flight", f"{in_flight!r} micro-batches", "1, 2, 3, …"))
     if loss_fn is not None and not callable(loss_fn):
         raise PlanError(Problem("loss_fn", f"a {type(loss_fn).__name__} cannot be called", "a function of the output"))
     if parallelize is not None and not real:
@@ -69,7 +60,7 @@ def prepare(
     told(0, 4, "copying the model")
     mode = fake_mode()
     copied = real_copy(model) if real else fake_copy(model, mode)
-    workspace = KernelWorkspace(is_exact=exact or real) if figures.name == "cpu" else None
+    workspace = KernelWorkspace() if figures.name == "cpu" else None
     ledger = ledgers_of(workspace, mode_of(copied) if parallelize is not None else None)
     if parallelize is not None:
         with QuickChunks():
@@ -96,9 +87,8 @@ def prepare(
     shard_again(copied)
     told(2, 4, "choosing what to keep")
     of_path = {path: group for group, profile in enumerate(profiles) for path in profile.paths}
-    times = tuple(entry_times(profile, figures, calibration) for profile in profiles)
-    overhead = calibration.overhead if calibration is not None and calibration.overhead is not None else OVERHEAD
-    pricing = Pricing(engine, figures, overhead, calibration)
+    times = tuple(entry_times(profile, figures) for profile in profiles)
+    pricing = Pricing(engine, figures, OVERHEAD)
     alike = watch.alike if MODULE_STAND_IN is not None else None
     repeats = len({*order}) < len(order)
     with ledger():  # it runs ops that fake tensors refuse
@@ -112,8 +102,6 @@ def prepare(
         bytes=[[choice.bytes for choice in of_group] for of_group in choices],
         paths=tuple(order),
         extra=extra,
-        in_flight=in_flight,
-        received=sum(storage_bytes(one) for one in tree_leaves(given) if isinstance(one, Tensor) and one.requires_grad),
         gathers=parallelize is not None,
     )
     planner = Planner(
@@ -127,9 +115,7 @@ def prepare(
         choices,
         step,
         ledger,
-        accumulates,
         told,
-        workspace=workspace,
         alike=alike,
         by_hand=hand,
     )

@@ -6,12 +6,11 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from sac.planner import cost
 from sac.planner.choices import Choice
-from sac.planner.cost import FREE, OVERHEAD, Calibration, Overhead, op_class
+from sac.planner.cost import FREE, OVERHEAD, Overhead, op_class
 from sac.planner.devices import Device
 from sac.planner.pareto import priced
-from sac.planner.profile import Engine, Entry, RegionProfile
+from sac.planner.profile import Engine, RegionProfile
 from sac.region.settings import REPLAY, RERUN
 
 # Note [The overhead of checkpointing]
@@ -31,16 +30,11 @@ class Pricing:
     engine: str
     device: Device
     overhead: Overhead = OVERHEAD
-    calibration: Calibration | None = None
 
     @property
     def run_by(self) -> Engine:
         """The engine whose recomputation is priced: ``auto`` runs replay."""
         return "rerun" if self.engine == RERUN else "replay"
-
-    def seconds(self, entry: Entry) -> float:
-        """Return the time of one run of ``entry``; see ``cost.seconds``."""
-        return cost.seconds(entry, self.device, self.calibration)
 
     def choice(self, profile: RegionProfile, times: Sequence[float], saved: Collection[int], label: str) -> Choice:
         """Return the choice of saving the entries ``saved`` in the regions of a group. ``times``: seconds per entry."""

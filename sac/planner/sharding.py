@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,20 +58,15 @@ def fsdp_over(count: int) -> Callable[[nn.Module], None]:
 
     def parallelize(model: nn.Module) -> None:
         from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
 
         device: Any = next(model.parameters()).device.type
-        shard_blocks(model, init_device_mesh(device, (count,)))
+        mesh = init_device_mesh(device, (count,))
+        for block in find_blocks(model):
+            fully_shard(block.module, mesh=mesh)
+        fully_shard(model, mesh=mesh)
 
     return parallelize
-
-
-def shard_blocks(model: nn.Module, mesh: Any, ignored: Collection[nn.Parameter] = ()) -> None:
-    """Shard each block of a model over ``mesh`` by FSDP2, and the rest as one more unit, but not ``ignored``."""
-    from torch.distributed.fsdp import fully_shard
-
-    for block in find_blocks(model):
-        fully_shard(block.module, mesh=mesh, ignored_params={*ignored})
-    fully_shard(model, mesh=mesh, ignored_params={*ignored})
 
 
 class QuickChunks(TorchFunctionMode):

@@ -55,26 +55,12 @@ class StepRecord:
     static: int
     kept: int
     peak: int
-    gathered: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Sends:
-    """The ``loss_fn`` of a pipeline stage that is not the last: returns what it sends, whose gradient it receives."""
-
-    of: Callable[[Any], Tensor]
-
-    def __call__(self, output: Any) -> Tensor:
-        """Return what the stage sends of the model's output."""
-        return self.of(output)
 
 
 def scalar_loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
     """Return ``loss_fn(output)``, else ``output.loss``, else a scalar output; raises ``PlanError`` if there is none."""
     if loss_fn is not None:
         loss: Any = loss_fn(output)
-        if isinstance(loss_fn, Sends):
-            return loss  # type: ignore[no-any-return]
         found = "loss_fn returns"
     else:
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -116,7 +102,6 @@ class _PhaseMarks:
             self.levels.append(ledger.workspace.cut())
         self._part, self._position, self._before = part, position, ledger.live
         ledger.peak = ledger.live
-        ledger.entered(part, position)
 
     @contextmanager
     def on(self, regions: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
@@ -188,10 +173,7 @@ def _collector_paused() -> Iterator[None]:
 # The first call of a region is recorded, and frees what it no longer needs earlier than the next ones, which hold it
 # until the region ends. That seldom matters, since a region's backward holds as much. It does where the peak is in the
 # forward: where a tensor-parallel rank scatters or gathers.
-# The gradients of earlier micro-batches have the sizes of the parameters, but for tensor parallelism: DTensor does not
-# divide the gradient of an embedding (torch 2.13).
-# So for tensor parallelism a step runs before the step, and leaves its gradients there if gradients accumulate. With
-# FSDP2, which divides gradients itself and whose gathered parameters are higher, it does not.
+# So for tensor parallelism a step runs before the step. With FSDP2, whose gathered parameters are higher, it does not.
 
 
 def _is_split(model: nn.Module) -> bool:
@@ -207,23 +189,20 @@ def run_step(
     ledger: Ledger,
     loss_fn: Callable[[Any], Tensor] | None = None,
     *,
-    warm_up: bool = False,
     accumulates: bool = False,
     at_end: Callable[[], None] = lambda: None,
 ) -> StepRecord:
     """Run one step and return its memory record; gradients are dropped at the end, after ``at_end`` is called.
 
     ``regions`` are the modules at whose borders the step is divided into phases. The model may be fake
-    (Note [Fake tensors]). ``warm_up``: run another step first, because regions that save everything are recorded in
-    their first call only. ``accumulates``: gradients of an earlier step exist and count as static; see
-    Note [Steps before the step].
+    (Note [Fake tensors]). ``accumulates``: gradients of an earlier step exist and count as static. Under tensor
+    parallelism two steps are run; see Note [Steps before the step].
     """
     with ExitStack() as stack:
         stack.enter_context(_collector_paused())
         stack.enter_context(ledger)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        is_split = _is_split(model)
-        if accumulates and not is_split:
+        if accumulates:
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in trained]
@@ -235,9 +214,7 @@ def run_step(
         state = torch.get_rng_state()
         stack.callback(torch.set_rng_state, state)
         stack.enter_context(marks.on(regions))
-        for number in range(2 if warm_up or is_split else 1):
-            if number and is_split and accumulates:
-                static += ledger.size_of(parameter.grad for parameter in trained)
+        for _ in range(2 if _is_split(model) else 1):
             marks.begin()
             ledger.reached(FORWARD)
             torch.set_rng_state(state)
@@ -246,13 +223,12 @@ def run_step(
                 loss = scalar_loss(output, loss_fn)
             del output
             marks.cut(BETWEEN, len(marks.paths))
-            kept, gathered = ledger.live, ledger.gathered
+            kept = ledger.live
             ledger.reached(BACKWARD)
-            received = torch.empty_like(loss) if isinstance(loss_fn, Sends) else None
-            run_backward(model, loss, received)
+            run_backward(model, loss)
             marks.cut(BETWEEN, 0)
             ledger.reached(BETWEEN)
-            del loss, received
+            del loss
             at_end()
             for tensor in tree_leaves(inputs):
                 if isinstance(tensor, Tensor):
@@ -261,4 +237,4 @@ def run_step(
                 model.zero_grad(set_to_none=True)
         model.zero_grad(set_to_none=True)
     phases = marks.with_workspace()
-    return StepRecord(tuple(marks.paths), phases, static, kept, max(phase.peak for phase in phases), gathered)
+    return StepRecord(tuple(marks.paths), phases, static, kept, max(phase.peak for phase in phases))

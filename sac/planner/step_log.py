@@ -40,8 +40,8 @@ from sac.torch_private import (
 #    a backward belong to the module whose forward made their autograd node: the log remembers the numbers of the nodes.
 # 3. `sac/planner/peak.py` replays the events, finds the highest level, and sorts the storages that are alive there
 #    into categories. The decisions of the regions (their op trace) say which rule holds an activation.
-# 4. Bytes that are not part of the step that was run (optimizer state, other micro-batches in flight) are added, as
-#    for the peak of a plan. So the rows sum to that peak.
+# 4. The optimizer's state, which is not part of the step that was run, is added, as for the peak of a plan. So the rows
+#    sum to that peak.
 #
 # Nothing of this runs unless an explanation is asked for.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sac.planner.cost import MEMORY, PRIORS, entry_of_call
+from sac.planner.cost import MEMORY, PRIORS, entry_of_call, seconds
+from sac.planner.devices import Device
 from sac.planner.live_bytes import Ledger
 from sac.planner.planner import Planner
-from sac.planner.pricing import Pricing
 from sac.planner.step import BETWEEN, FORWARD
 from sac.tensors import tensor_parts
 
@@ -15,10 +15,10 @@ from sac.tensors import tensor_parts
 class _PricedOps(Ledger):
     """A ledger that adds up the seconds of the ops of a step."""
 
-    def __init__(self, like: Ledger, pricing: Pricing) -> None:
+    def __init__(self, like: Ledger, device: Device) -> None:
         super().__init__(like.block_bytes, None, like.fakes, on_host=like.on_host, gathers=like.gathers)
         self.seconds = 0.0
-        self._pricing = pricing
+        self._device = device
         self._runs = False
 
     def reached(self, part: str) -> None:
@@ -31,7 +31,7 @@ class _PricedOps(Ledger):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = super()._run(func, args, kwargs)
         if self._runs:
-            self.seconds += self._pricing.seconds(entry_of_call(func, args, kwargs, out))
+            self.seconds += seconds(entry_of_call(func, args, kwargs, out), self._device)
         return out
 
 
@@ -40,7 +40,7 @@ def plain_step_seconds(planner: Planner) -> float:
 
     The optimizer reads the parameters, their gradients and its state, and writes all but the gradients.
     """
-    ops = _PricedOps(planner.ledger(), planner.pricing)
+    ops = _PricedOps(planner.ledger(), planner.pricing.device)
     planner.step_without_checkpointing(ops)
     trained = (one for one in planner.model.parameters() if one.requires_grad)
     parameters = sum(part.numel() * part.element_size() for one in trained for part in tensor_parts(one))

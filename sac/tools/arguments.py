@@ -70,11 +70,9 @@ def check_compare(arguments: argparse.Namespace) -> None:
 
 def check_plan(arguments: argparse.Namespace, request: PlanRequest) -> None:
     """Raise ``ConfigError`` with all problems in the arguments of `sac plan`."""
-    checks: list[Check] = [lambda: check_wish(request, calibrates=arguments.calibrate), import_solver]
+    checks: list[Check] = [lambda: check_wish(request), import_solver]
     if arguments.out:
         checks.append(lambda: check_writable(arguments.out))
-    elif arguments.calibrate:
-        checks.append(_no_out)
     refuse([*_of_model(arguments), *checks, *_of_output(arguments)])
 
 
@@ -160,10 +158,6 @@ def _check_rate(rate: float) -> None:
 def _check_seed(seed: int) -> None:
     if not -(2**63) <= seed < 2**64 - 1_000_000:  # later steps add their number
         raise ConfigError(Problem("--seed", f"{seed} is not a seed", "a whole number of at most 64 bits"))
-
-
-def _no_out() -> None:
-    raise ConfigError(Problem("--out", "no file is given for the calibration", "the name of a file"))
 
 
 def _at(problem: Problem, where: str) -> Problem:

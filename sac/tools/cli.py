@@ -152,8 +152,6 @@ def _plan(arguments: argparse.Namespace) -> int:
     arguments.sizes = sizes_of(arguments)
     request = PlanRequest(**{field.name: getattr(arguments, field.name) for field in fields(PlanRequest)})
     check_plan(arguments, request)
-    if arguments.calibrate:
-        return _calibrate(arguments)
     if request.sizes is not None:
         return _plan_sizes(arguments, request)
     with progress_bar() as progress:
@@ -202,22 +200,6 @@ def _plan_sizes(arguments: argparse.Namespace, request: PlanRequest) -> int:
     return DONE
 
 
-def _calibrate(arguments: argparse.Namespace) -> int:
-    from sac.planner.cost import save_calibration
-    from sac.tools.plan_table import calibrate_model
-
-    arguments.layers = arguments.layers or 1  # only the first layer is timed
-    calibration = calibrate_model(_build(arguments), arguments.device)
-    save_calibration(calibration, arguments.out)
-    if arguments.json:
-        _print_json(asdict(calibration))
-    else:
-        reached = ", ".join(f"{name} {share:.1%}" for name, share in calibration.efficiencies.items())
-        print(f"{len(calibration.ops)} calls timed on {calibration.device}; reached of its figures: {reached}")
-        print(f"calibration: {arguments.out}; plan with it: sac plan … --calibration {shlex.quote(arguments.out)}")
-    return 0
-
-
 def _build_native(arguments: argparse.Namespace) -> int:
     from sac.tools.native import build_library, check_library
 
@@ -239,11 +221,8 @@ def _comparison(arguments: argparse.Namespace) -> str:
 
     That command has one rank; for a plan of one of several, the ranks that it is meant for are named instead.
     """
-    named = (("fsdp", "fsdp"), ("tp", "tp"), ("ep", "ep"), ("tokens-per-expert", "tokens_per_expert"), ("pp", "pp"))
-    ranks = [f"--{flag} {value}" for flag, name in named if (value := getattr(arguments, name)) is not None]
-    if ranks:
-        sequence = " --sp" if arguments.sp else ""
-        return f"on each rank that is parallelized so ({' '.join(ranks)}{sequence}), give sac.apply this file"
+    if arguments.fsdp is not None:
+        return f"on each rank that is sharded so (--fsdp {arguments.fsdp}), give sac.apply this file"
     words = ["sac", "compare"]
     for name in ("model", "layers", "seq", "batch", "vocab", "dtype", "text", "seed"):
         value = getattr(arguments, name)

@@ -21,7 +21,7 @@ from sac.errors import ConfigError, Problem, SacError, nearest
 from sac.fitting.applying import apply
 from sac.memory_timeline import MemoryTimeline, mark, measure_memory
 from sac.ops.flops import added_formulas
-from sac.planner.live_bytes import KernelWorkspace, ledgers_of
+from sac.planner.live_bytes import Ledger, ledgers_of
 from sac.planner.peak import OPTIMIZER, UNSEEN, AliveRow, PeakBreakdown, with_more
 from sac.planner.planner import explained_step
 from sac.policy.read import bytes_text
@@ -359,7 +359,7 @@ class ModeRun:
         inputs: Any = self._inputs(self._training.steps)
         states = [one for state in self._optimizer.state.values() for one in state.values() if isinstance(one, Tensor)]
         state_bytes = sum(state.untyped_storage().nbytes() for state in states)
-        ledger = ledgers_of(KernelWorkspace(is_exact=True) if self._training.device == "cpu" else None)()
+        ledger = Ledger() if self._training.device == "cpu" else ledgers_of(None)()
         try:
             loss = self._training.loss_fn or loss_of
             found = explained_step(model, inputs, ledger, loss, self.mode, accumulates=True)

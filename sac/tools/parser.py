@@ -186,32 +186,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--same-layers", action="store_true", help="use the same rules on all layers of a region group")
     parser.add_argument("--real", action="store_true", help="run on tensors with data (default: on shapes alone)")
-    parser.add_argument(
-        "--exact", action="store_true", help="for a CPU: run large ops too, to measure what their kernels allocate"
-    )
     parser.add_argument("--fsdp", type=int, metavar="N", help="plan for one of N ranks that shard the model by FSDP2")
-    parser.add_argument(
-        "--tp", type=int, metavar="N", help="… and for one of N ranks that split each layer (tensor parallel)"
-    )
-    parser.add_argument(
-        "--sp", action="store_true", help="… and, with --tp, divide the sequence between the projections"
-    )
-    parser.add_argument(
-        "--ep", type=int, metavar="N", help="… and for one of N ranks that divide the experts, from above; with"
-    )
-    parser.add_argument(
-        "--tokens-per-expert", type=int, metavar="N", help="the most tokens that one of them gets in a step"
-    )
-    parser.add_argument("--pp", metavar="STAGE/STAGES", help="… and for this pipeline stage, such as 1/4, under 1F1B")
-    parser.add_argument("--accumulate", action="store_true", help="gradients of earlier micro-batches exist")
-    parser.add_argument(
-        "--in-flight",
-        type=int,
-        metavar="N",
-        help="micro-batches that a pipeline stage holds at once (default: 1, or by --pp)",
-    )
-    parser.add_argument("--calibrate", action="store_true", help="time a block on --device, store it in --out, and end")
-    parser.add_argument("--calibration", type=file_path, metavar="FILE", help="the file that --calibrate wrote")
     parser.add_argument(
         "--out", type=file_path, metavar="FILE", help="write the policy here (default: to stdout, after the table)"
     )

@@ -82,8 +82,8 @@ def _describe(axes: Any, comparison: Comparison) -> None:
 # -- The picture of an explanation: what is alive over the step, stacked; needs the ``tools`` extra
 
 # What no policy changes is grey, activations are coloured; one colour per category, in their order.
-_GREYS = ("#5A5A5A", "#6E6E6E", "#8A8A8A", "#A6A6A6", "#BDBDBD", "#D4D4D4")
-_BRIGHT = ("#0072B2", "#56B4E9", "#E69F00", "#009E73", "#8ED6BD", "#D55E00", "#CC79A7", "#EEEEEE")
+_GREYS = ("#5A5A5A", "#6E6E6E", "#8A8A8A", "#A6A6A6", "#BDBDBD")
+_BRIGHT = ("#0072B2", "#56B4E9", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#EEEEEE")
 _COLOUR_OF = dict(zip(CATEGORIES, (*_GREYS, *_BRIGHT), strict=True))
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,22 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sac.blocks.find import find_blocks
 from sac.errors import PlanError, Problem, SacError
 from sac.planner.budget import LEGAL_BUDGET, optimizer_bytes, read_budget
-from sac.planner.calibrate import calibrate, time_link, time_overhead
-from sac.planner.cost import Calibration, load_calibration, unpriced_ops
+from sac.planner.cost import unpriced_ops
 from sac.planner.devices import Device, device_at_hand, device_named
-from sac.planner.fakes import Build, call, fake_build, fake_inputs, fake_mode
-from sac.planner.parallel import Experts, Stage, parallelized, ranks_of, sent, stage_of
+from sac.planner.fakes import Build, fake_build, fake_inputs, fake_mode
 from sac.planner.plan_file import Plan, explained, make_plan, with_step_seconds
 from sac.planner.plan_view import heading_of, heading_of_sizes, notes_of, table_of
 from sac.planner.planner import Point, Progress
 from sac.planner.planning import needs_lowering, planned
 from sac.planner.prepare import prepare
-from sac.planner.sharding import fake_ranks
+from sac.planner.sharding import fake_ranks, fsdp_over
 from sac.planner.sizes import PlannedSizes, notes_of_sizes, plan_sizes, refuse_share, table_of_sizes
-from sac.planner.step import Sends
 from sac.planner.write_policy import forward_seconds, with_alternatives, write_policy
 from sac.policy.read import bytes_text
 from sac.tables import screen_width, wrapped_text
@@ -59,33 +54,8 @@ class PlanRequest:
     engine: str = "auto"
     same_layers: bool = False
     real: bool = False
-    calibration: str | None = None
     fsdp: int | None = None
-    tp: int | None = None
-    sp: bool = False
-    ep: int | None = None
-    tokens_per_expert: int | None = None
-    pp: str | None = None
-    accumulate: bool = False
-    in_flight: int | None = None  # None: as many as the pipeline stage holds
     explain: str | None = None  # None: do not; otherwise where to save a picture, or empty
-    exact: bool = False
-
-    @property
-    def stage(self) -> Stage | None:
-        """The pipeline stage that is asked for; raises ``PlanError`` if the text names none."""
-        return None if self.pp is None else Stage.parse(self.pp)
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks that share a stage."""
-        return ranks_of(self.fsdp, self.tp, self.experts)
-
-    @property
-    def experts(self) -> Experts | None:
-        """How experts are divided over ranks."""
-        return None if self.ep is None else Experts(self.ep, self.tokens_per_expert)
-
     sizes: Sizes | None = None
 
 
@@ -137,12 +107,9 @@ def plan_model(
     """
     device = _figures(request.device)
     budget = _budget(request, device)
-    calibration = None if request.calibration is None else load_calibration(request.calibration)
     mode = fake_mode()
     built = load(None if request.real else fake_build(mode))
     model, inputs = built.model, built.inputs_of_step(0)
-    if request.stage is not None:
-        inputs = stage_of(model, inputs, request.stage)
     shapes = inputs_text(inputs)
     if not request.real:
         inputs = fake_inputs(inputs, mode)
@@ -150,7 +117,7 @@ def plan_model(
         model, inputs = model.to(request.device), inputs_on(request.device, inputs)
 
     def make(progress: Progress) -> Plan:
-        return _made(model, inputs, request, budget, built.name, calibration, progress)
+        return _made(model, inputs, request, budget, built.name, progress)
 
     made = planned(model, request.device, make, progress, real=request.real)
     if request.real and needs_lowering(model, device):
@@ -212,28 +179,18 @@ def _made(
     request: PlanRequest,
     budget: str | int,
     title: str,
-    calibration: Calibration | None,
     progress: Progress,
 ) -> Plan:
-    with ExitStack() as stack:
-        shard = None
-        if request.ranks > 1:
-            stack.enter_context(fake_ranks(request.ranks))
-            shard = parallelized(request.fsdp, request.tp, sequence=request.sp, experts=request.experts)
-        stage = request.stage
+    with fake_ranks(request.fsdp) if request.fsdp is not None else nullcontext():
         planner = prepare(
             model,
             inputs,  # type: ignore[arg-type]
-            loss_fn=loss_of if stage is None or stage.is_last else Sends(sent),
+            loss_fn=loss_of,
             device=request.device,
             engine=request.engine,
             optimizer=request.optimizer,
             real=request.real,
-            calibration=calibration,
-            parallelize=shard,
-            accumulates=request.accumulate or stage is not None,  # of earlier micro-batches
-            in_flight=request.in_flight or (1 if stage is None else stage.in_flight),
-            exact=request.exact,
+            parallelize=None if request.fsdp is None else fsdp_over(request.fsdp),
             progress=progress,
         )
         made = make_plan(planner, budget, title=title, same_layers=request.same_layers)
@@ -249,44 +206,15 @@ def _made(
     return replace(made, notes=(*made.notes, note))
 
 
-def calibrate_model(built: BuiltModel, device: str) -> Calibration:
-    """Time the first block of the model on a device of this machine, in one forward, and the overhead of its host."""
-    _figures(device)
-    _check_timed(device)
-    model = built.model.to(device)
-    block = find_blocks(model)[0]
-    seen: list[tuple[Any, Any]] = []
-    hook = block.module.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append((args, kwargs)), with_kwargs=True
-    )
-    try:
-        with torch.no_grad():
-            call(model, inputs_on(device, built.inputs_of_step(0)))  # type: ignore[arg-type]
-    finally:
-        hook.remove()
-    if not seen:
-        raise PlanError(Problem(block.path, "the model's forward does not call it", fix="calibrate on another model"))
-    args, kwargs = seen[0]
-    found = calibrate(block.module, args, kwargs)
-    return replace(found, overhead=time_overhead(torch.device(device)), link=time_link(torch.device(device)))
-
-
-def check_wish(request: PlanRequest, *, calibrates: bool = False) -> None:
-    """Raise ``PlanError`` with all problems of a request that do not depend on the model.
-
-    ``calibrates``: ops are to be timed, and nothing is planned.
-    """
-    checks: list[Callable[[], object]] = [lambda: _figures(request.device)]
-    if calibrates:
-        checks.append(lambda: _check_timed(request.device))
-    else:
-        checks.append(lambda: _check_budget(request))
-        checks.append(lambda: optimizer_bytes(request.optimizer, ()))
-        checks.append(lambda: _check_counts(request))
-        checks.append(lambda: _check_sizes(request))
-        if request.calibration is not None:
-            path = request.calibration
-            checks.append(lambda: _check_calibration(path))
+def check_wish(request: PlanRequest) -> None:
+    """Raise ``PlanError`` with all problems of a request that do not depend on the model."""
+    checks: list[Callable[[], object]] = [
+        lambda: _figures(request.device),
+        lambda: _check_budget(request),
+        lambda: optimizer_bytes(request.optimizer, ()),
+        lambda: _check_ranks(request),
+        lambda: _check_sizes(request),
+    ]
     problems: list[Problem] = []
     for check in checks:
         try:
@@ -305,12 +233,6 @@ def _check_budget(request: PlanRequest) -> None:
         read_budget(request.budget)
 
 
-def _check_calibration(path: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the warning about another torch version: planning gives it, once
-        load_calibration(path)
-
-
 def _check_sizes(request: PlanRequest) -> None:
     if request.sizes is None:
         return
@@ -324,55 +246,14 @@ def _check_sizes(request: PlanRequest) -> None:
         raise PlanError(problems)
 
 
-def _of_experts(request: PlanRequest, ranks: int) -> list[Problem]:
+def _check_ranks(request: PlanRequest) -> None:
     problems = []
-    if request.tokens_per_expert is None or request.tokens_per_expert < 1:
-        found = "how many tokens an expert gets depends on data"
-        fix = "give the most that one gets in a step, from all ranks: batch * seq * experts per token * ranks / experts"
-        problems.append(Problem("--tokens-per-expert", found, "1, 2, 3, …", fix=f"{fix}, if all get the same"))
-    if request.tp is not None:
-        found = "a plan cannot divide both experts and layers"
-        problems.append(Problem("--ep", found, "--ep with --fsdp and --pp", fix="plan with one of --ep and --tp"))
-    if request.fsdp not in (None, ranks):
-        found = f"{request.fsdp} ranks shard the model, so that experts are sharded inside of its blocks"
-        fix = "blocks that gather parameters cannot be planned op by op: mode: full"
-        problems.append(Problem("--ep", found, "as many ranks as --fsdp has", fix=fix))
-    return problems
-
-
-def _check_counts(request: PlanRequest) -> None:
-    problems = []
-    if request.in_flight is not None and request.in_flight < 1:
-        problems.append(Problem("in_flight", f"{request.in_flight!r} micro-batches", "1, 2, 3, …"))
     if request.fsdp is not None and request.fsdp < 2:
         problems.append(Problem("ranks", f"{request.fsdp!r} ranks to shard over", "2, 3, 4, …"))
-    if request.tp is not None and request.tp < 2:
-        problems.append(Problem("--tp", f"{request.tp!r} ranks to divide the layers over", "2, 3, 4, …"))
-    if request.sp and request.tp is None:
-        found = "it divides the sequence over the ranks of --tp, which is not given"
-        problems.append(Problem("--sp", found, fix="give --tp too"))
-    if request.ep is not None and request.ep < 2:
-        problems.append(Problem("--ep", f"{request.ep!r} ranks to divide the experts over", "2, 3, 4, …"))
-    elif request.ep is not None:
-        problems += _of_experts(request, request.ep)
-    elif request.tokens_per_expert is not None:
-        found = "it applies to experts that are divided over ranks, and --ep is not given"
-        problems.append(Problem("--tokens-per-expert", found, fix="give --ep too"))
-    try:
-        request.stage  # noqa: B018 (reading it checks it)
-    except PlanError as error:
-        problems += error.problems
-    for flag in ("fsdp", "tp", "ep", "pp"):
-        if getattr(request, flag) is not None and request.real:
-            problems.append(Problem(f"--{flag}", "ranks that do not exist cannot send data", fix="leave --real out"))
+    if request.fsdp is not None and request.real:
+        problems.append(Problem("--fsdp", "ranks that do not exist cannot send data", fix="leave --real out"))
     if problems:
         raise PlanError(problems)
-
-
-def _check_timed(device: str) -> None:
-    if device.partition(":")[0] not in ("cpu", "cuda"):
-        found = f"ops are timed where they run, and '{device}' does not name a device of this machine"
-        raise PlanError(Problem("--device", found, "cpu, cuda"))
 
 
 def _figures(name: str) -> Device:

@@ -144,53 +144,9 @@ def test_training(given: list[str], text: str, capsys: pytest.CaptureFixture[str
         (["--device", "h100", "--margin", "x"], '--margin: "x" is not a margin'),
         (["--margin", "5%"], "--budget: it is missing, and the memory of a CPU is not known"),
         (["--optimizer", "adamm"], "optimizer: 'adamm' is not known\n    did you mean: adam"),
-        (["--in-flight", "0"], "in_flight: 0 micro-batches\n    legal: 1, 2, 3, …"),
         (["--fsdp", "1"], "ranks: 1 ranks to shard over\n    legal: 2, 3, 4, …"),
         (["--fsdp", "2", "--real"], "--fsdp: ranks that do not exist cannot send data\n    fix: leave --real out"),
-        (["--tp", "1"], "--tp: 1 ranks to divide the layers over\n    legal: 2, 3, 4, …"),
-        (["--sp"], "--sp: it divides the sequence over the ranks of --tp, which is not given"),
-        (["--ep", "1"], "--ep: 1 ranks to divide the experts over\n    legal: 2, 3, 4, …"),
-        (
-            ["--ep", "8"],
-            "--tokens-per-expert: how many tokens an expert gets depends on data\n    legal: 1, 2, 3, …\n"
-            "    fix: give the most that one gets in a step, from all ranks: batch * seq * experts per token * ranks / "
-            "experts, if all get the same",
-        ),
-        (
-            ["--tokens-per-expert", "8"],
-            "--tokens-per-expert: it applies to experts that are divided over ranks, and --ep is not given\n"
-            "    fix: give --ep too",
-        ),
-        (
-            ["--ep", "8", "--tp", "2", "--tokens-per-expert", "8"],
-            "--ep: a plan cannot divide both experts and layers\n    legal: --ep with --fsdp and "
-            "--pp\n    fix: plan with one of --ep and --tp",
-        ),
-        (
-            ["--ep", "8", "--fsdp", "16", "--tokens-per-expert", "8"],
-            "--ep: 16 ranks shard the model, so that experts are sharded inside of its blocks\n    legal: as many "
-            "ranks as --fsdp has\n    fix: blocks that gather parameters cannot be planned op by op: mode: full",
-        ),
-        (["--pp", "3/2"], '--pp: "3/2" names no stage\n    legal: a stage and their number, such as "1/4"'),
-        (["--pp", "1/2", "--real"], "--pp: ranks that do not exist cannot send data\n    fix: leave --real out"),
-        (["--calibration", "nowhere"], "nowhere: the file cannot be read: No such file or directory"),
         (["--out", "nowhere/p.yaml"], "nowhere/p.yaml: the file cannot be written: No such file or directory"),
-        (
-            ["--link", "5", "--link-share", "0%", "--host-memory", "x"],
-            'link: "5" is not the rate of a link\n'
-            '    legal: bytes per second, "55GB/s"; to the host and back, "295GB/s,342GB/s"; or "listed"\n'
-            'link_share: "0%" is not a share of the link\n'
-            '    legal: "1%" to "100%"\n'
-            "host_memory: 'x' is not an amount of memory\n"
-            '    legal: a whole number of bytes, or text such as "64KiB", "1MiB", "1.5GB"',
-        ),
-        (
-            ["--link", "listed"],
-            "link: cpu has no memory besides host memory: nothing would be gained\n"
-            '    fix: name a GPU, or say how fast its link is: "55GB/s"',
-        ),
-        (["--calibrate"], "--out: no file is given for the calibration\n    legal: the name of a file"),
-        (["--calibrate", "--out", "x", "--device", "h100"], "--device: ops are timed where they run, and 'h100' does"),
     ],
 )
 def test_plans(given: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

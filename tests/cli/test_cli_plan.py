@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import sac
-from sac.planner import link_rates, link_search
 from sac.planner.budget import LEGAL_BUDGET
 from sac.planner.by_hand import ATTENTION_ALTERNATE, ATTENTION_MATMULS, SELECTIVE
-from sac.planner.cost import load_calibration
 from sac.planner.devices import DEVICES
 from sac.planner.fakes import fake_build, fake_mode
-from sac.planner.offloading import EVERYTHING, FULL_ON_HOST
 from sac.planner.write_policy import EVERY_SECOND_LAYER
 from sac.tools.cli import main
 from sac.tools.models import Scale, load_model
@@ -115,26 +111,6 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert out.read_text() == found["policy"]
 
 
-def test_with_a_link_values_wait_on_the_host(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(link_rates, "LIMITS", replace(link_rates.LIMITS, smallest=1))
-    monkeypatch.setattr(link_search, "CHANGES", 300)
-    wanted = arguments("stack", "--seq", "32", "--budget", "10%", "--link", "20GB/s", "--host-memory", "1MiB")
-    assert main([*wanted, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [row["label"] for row in found["baselines"][-2:]] == [FULL_ON_HOST, EVERYTHING]
-    assert all(row["host_bytes"] > 0 for row in found["baselines"][-2:])
-    assert 0 <= found["plan"]["host_bytes"] <= 1 << 20
-    assert found["plan"]["stall_s"] >= 0
-    assert found["plan"]["fits"]
-    assert main([*wanted, "--simplify", "5%", "--explain"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("plan: ") for line in lines)
-    assert lines[1].endswith("; link to the host: 20 GB/s down, 20 GB/s up, 1.0 MiB of host memory")
-    assert lines[3].split()[-3:] == ["host", "stall", "fits"]
-
-
 @pytest.mark.usefixtures("few_choices")
 def test_a_planned_policy_is_compared_with_others(
     tiny_llama: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -209,21 +185,6 @@ def test_what_asks_for_data_is_planned_with_data(capsys: pytest.CaptureFixture[s
     assert plain["plan"] == looks["plan"]
 
 
-def test_a_block_is_timed_and_the_times_are_used(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = str(tmp_path / "times.json")
-    assert main(arguments("stack", "--calibrate", "--out", path)) == 0
-    calibration = load_calibration(path)
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"calibration: {path}; plan with it: sac plan … --calibration {path}"
-    assert calibration.device == "cpu"
-    assert any(key.startswith("aten.gelu.default") for key in calibration.ops)
-    assert calibration.overhead is not None
-    found = planned(capsys, "stack", "--seq", "128", "--budget", "50%", "--calibration", path)
-    forward = found["forward_s"]
-    assert isinstance(forward, float)
-    assert forward == pytest.approx(3 * sum(calibration.ops.values()))  # each op of a block runs once in it
-
-
 # What is refused
 
 
@@ -272,9 +233,9 @@ def test_unknown_devices(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    text = "--device: torch sees no CUDA device here\n    fix: name the GPU: --device h100"
-    assert refusal(capsys, "stack", "--device", "cuda") == text
-    assert refusal(capsys, "stack", "--device", "cuda", "--calibrate", "--out", "x") == text
+    assert refusal(capsys, "stack", "--device", "cuda") == (
+        "--device: torch sees no CUDA device here\n    fix: name the GPU: --device h100"
+    )
 
 
 def test_a_picture_that_cannot_be_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -285,13 +246,6 @@ def test_a_picture_that_cannot_be_saved(capsys: pytest.CaptureFixture[str], tmp_
     ):
         assert main(arguments("stack", "--budget", "50%", "--picture", str(path))) == 1
         assert capsys.readouterr().err.rpartition("\n\n")[2].strip("\n").startswith(f"{path}: {told}")
-
-
-def test_a_device_that_is_not_at_hand_is_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refusal(capsys, "stack", "--device", "h100", "--calibrate", "--out", "x") == (
-        "--device: ops are timed where they run, and 'h100' does not name a device of this machine\n"
-        "    legal: cpu, cuda"
-    )
 
 
 def test_inputs_of_the_wrong_shape(capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,7 +275,4 @@ def test_files_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_pa
     path = str(tmp_path / "none" / "policy.yaml")
     assert refusal(capsys, "stack", "--budget", "50%", "--out", path) == (
         f"{path}: the file cannot be written: No such file or directory"
-    )
-    assert refusal(capsys, "stack", "--calibrate") == (
-        "--out: no file is given for the calibration\n    legal: the name of a file"
     )

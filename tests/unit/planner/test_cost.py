@@ -7,12 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sac.errors import PlanError
 from sac.planner.cost import (
     CLASSES,
     PRIORS,
-    Calibration,
-    call_key,
     entry_times,
     is_causal,
     op_class,
@@ -130,7 +127,6 @@ def test_causal_attention_takes_half_of_the_flops_that_are_counted():
     whole = entry("aten._flash_attention_forward.default", flops=10**13, moved_bytes=1, shape=(1,))
     causal = replace(whole, is_causal=True)
     assert seconds(causal, H100) - H100.launch_s == pytest.approx((seconds(whole, H100) - H100.launch_s) / 2)
-    assert call_key(causal) != call_key(whole)
 
 
 @pytest.mark.parametrize(
@@ -192,35 +188,3 @@ def test_more_work_never_takes_less_time_and_a_better_device_never_more(flops, m
     assert seconds(replace(one, flops=2 * flops), H100) >= time
     assert seconds(replace(one, moved_bytes=2 * moved), H100) >= time
     assert seconds(one, DEVICES["h200"]) <= time <= seconds(one, A100)
-
-
-def test_a_measured_call_counts_before_its_class_and_that_before_the_prior():
-    calibration = Calibration("h100", "2.13", {"matmul": 0.5}, {call_key(MM): 0.123})
-    other = replace(MM, flops=2 * MM.flops)
-    assert seconds(MM, H100, calibration) == 0.123
-    assert seconds(other, H100, calibration) == pytest.approx(other.flops / (989.4e12 * 0.5) + 4e-6)
-    assert seconds(ADD, H100, calibration) == seconds(ADD, H100)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"op": "aten.addmm.default"}, {"dtype": "float16"}, {"shape": (N, N, 1)}, {"flops": 2}, {"moved_bytes": 2}],
-    ids=lambda change: next(iter(change)),
-)
-def test_another_call_is_not_taken_for_the_measured_one(change):
-    calibration = Calibration("h100", "2.13", {}, {call_key(MM): 0.123})
-    assert seconds(replace(MM, **change), H100, calibration) != 0.123
-
-
-def test_the_same_call_elsewhere_is_the_measured_one():
-    calibration = Calibration("h100", "2.13", {}, {call_key(MM): 0.123})
-    assert seconds(replace(MM, module="mlp", number=7, call=3, reads=(1, 2), makes=(9,)), H100, calibration) == 0.123
-
-
-def test_a_calibration_of_another_device_is_refused():
-    with pytest.raises(PlanError) as error:
-        entry_times(profile(MM), H100, Calibration("cpu", "2.13", {}, {}))
-    assert str(error.value) == (
-        "calibration: it was measured on cpu, and the plan is for h100\n"
-        "    fix: calibrate on h100, or plan without a calibration"
-    )

@@ -16,7 +16,6 @@ from sac.planner.peak import (
     GRADIENTS,
     HEAD,
     HELD,
-    IN_FLIGHT,
     NO_CHECKPOINTING,
     OPTIMIZER,
     PARAMETERS,
@@ -81,9 +80,7 @@ def sums_of(found: PeakBreakdown) -> list[int]:
     ("engine", "more"),
     [
         pytest.param("replay", {}, id="replay"),
-        pytest.param(
-            "rerun", {"optimizer": "adam", "in_flight": 3, "accumulates": True}, id="rerun", marks=pytest.mark.slow
-        ),
+        pytest.param("rerun", {"optimizer": "adam"}, id="rerun", marks=pytest.mark.slow),
     ],
 )
 def test_rows_sum_to_the_peak_of_every_choice(engine: str, more: dict[str, Any]) -> None:
@@ -125,7 +122,7 @@ def test_rows_sum_to_the_peaks_that_the_profiler_has_measured() -> None:
         found = row.explained
         assert found is not None
         assert found.peak_bytes - found.before_bytes == row.peak_bytes
-        assert UNSEEN not in found.by_category(), "nothing is left over"
+        assert 0 <= found.by_category().get(UNSEEN, 0) < 0.05 * found.peak_bytes, "the workspace of kernels"
         assert sum(one.bytes for one in found.rows) == found.peak_bytes
     parameters = sum(parameter.numel() for parameter in build().model.parameters()) * F32
     for row in rows:
@@ -193,15 +190,11 @@ def test_a_saved_result_names_its_rule_module_and_op() -> None:
     assert found.choice_bytes == sum(row.bytes for row in kept)
 
 
-def test_micro_batches_in_flight_and_the_state_of_an_optimizer_are_rows() -> None:
-    planner = prepare(Model(), INPUTS, optimizer="adam", in_flight=3)
-    choice = everywhere(planner, 0)
-    found = broken_down(planner, choice)
-    record = planner.run(choice)
-    rows = {row.category: row for row in found.rows if row.category in (OPTIMIZER, IN_FLIGHT)}
+def test_the_state_of_an_optimizer_is_a_row() -> None:
+    planner = prepare(Model(), INPUTS, optimizer="adam")
+    found = broken_down(planner, everywhere(planner, 0))
     trained = sum(parameter.numel() for parameter in Model().parameters()) * F32
-    assert rows[OPTIMIZER].bytes == 2 * trained
-    assert (rows[IN_FLIGHT].count, rows[IN_FLIGHT].bytes) == (2, 2 * (record.kept - record.static))
+    assert [row.bytes for row in found.rows if row.category == OPTIMIZER] == [2 * trained]
 
 
 def test_the_plan_is_explained_with_the_least_peak() -> None:
@@ -219,7 +212,7 @@ def test_more_rows_raise_peak_and_curve() -> None:
     weight = AliveRow(PARAMETERS, "w", "", "", 1, 7)
     curve = Curve((weight,), (CurvePoint(0.0, "first", {0: (5, 1)}), CurvePoint(1.0, "then", {0: (7, 1)})))
     before = PeakBreakdown("x", "then", 7, 5, (weight,), curve)
-    after = with_more(before, [AliveRow(OPTIMIZER, "(model)", "", "", 1, 10), AliveRow(IN_FLIGHT, "", "", "", 0, 0)])
+    after = with_more(before, [AliveRow(OPTIMIZER, "(model)", "", "", 1, 10), AliveRow(GATHERED, "", "", "", 0, 0)])
     assert (after.peak_bytes, after.before_bytes) == (17, 15)
     assert [row.category for row in after.rows] == [OPTIMIZER, PARAMETERS]
     assert after.curve.by_category() == {PARAMETERS: [5, 7], OPTIMIZER: [10, 10]}

@@ -124,14 +124,6 @@ def test_frozen_first_layers_have_no_backward() -> None:
     assert first.after - first.before == 4 * DIM * 4  # its result only
 
 
-def test_a_second_step_is_what_counts_after_a_warm_up() -> None:
-    calls = []
-    model = Model(2)
-    model.register_forward_pre_hook(lambda *_: calls.append(1))
-    assert step_of(model, warm_up=True) == step_of(model)
-    assert len(calls) == 3
-
-
 def test_gradients_that_are_there_count_as_static() -> None:
     model = Model(2)
     once, again = step_of(model), step_of(model, accumulates=True)

@@ -113,7 +113,10 @@ def predicted(
     blocks = [(block.path, block.module) for block in find_blocks(copied)]
     on_cpu = _device_of(model).type == "cpu"
     ledger = Ledger(workspace=KernelWorkspace()) if on_cpu else ledgers_of(None)()
-    record = run_step(copied, fake_inputs(inputs, mode), blocks, ledger, loss_fn, warm_up=warm_up)
+    given = fake_inputs(inputs, mode)
+    if warm_up:
+        run_step(copied, given, blocks, ledger, loss_fn)
+    record = run_step(copied, given, blocks, ledger, loss_fn)
     return Bytes(record.kept - record.static, record.peak - record.static)
 
 
