@@ -83,5 +83,5 @@ def _check_policy(policy: Policy) -> None:
         or any(rule.kept_as is Decision.OFFLOAD for rule in policy.rules)
     ):
         found = "it offloads, but with a budget sac only chooses between saving on the device and recomputing"
-        fix = "plan with `sac plan --budget … --host-memory …` and use that policy, or leave the budget out"
+        fix = "take the rules that offload out of the policy, or leave the budget out"
         raise ConfigError(Problem("activation_checkpointing.policy", found, fix=fix))

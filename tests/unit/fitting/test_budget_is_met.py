@@ -442,7 +442,7 @@ def test_policy_that_offloads(key: dict[str, Any]) -> None:
     assert str(raised.value) == (
         "activation_checkpointing.policy: it offloads, but with a budget sac only chooses between saving on the "
         "device and recomputing\n"
-        "    fix: plan with `sac plan --budget … --host-memory …` and use that policy, or leave the budget out"
+        "    fix: take the rules that offload out of the policy, or leave the budget out"
     )
 
 
