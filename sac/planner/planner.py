@@ -156,12 +156,7 @@ class Planner:
         return record
 
     @contextmanager
-    def _applied(
-        self,
-        choice: tuple[int, ...],
-        *,
-        lists_ops: bool = False,
-    ) -> Iterator[None]:
+    def _applied(self, choice: tuple[int, ...], *, lists_ops: bool = False) -> Iterator[None]:
         """Apply the policy of a choice to the copy. ``lists_ops``: whether its regions list ops and rules."""
         known = self.profiles, self.choices, self.groups, self.step.paths, choice
         policy = policy_for(*known, "planned") if lists_ops else policy_to_try(*known)
