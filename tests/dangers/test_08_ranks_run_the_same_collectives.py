@@ -19,6 +19,7 @@ import sac
 from sac.errors import SacError
 from tests.support.blocks import FULL, FunctionBlock, Stack, selective
 from tests.support.custom_ops import Wobble, wobble
+from tests.support.programs import Block
 from tests.support.rank_programs import BODIES, SummedOverRanks, reduced, stack_of
 from tests.support.ranks import run_ranks
 from tests.support.training import built, same_bits
@@ -46,43 +47,43 @@ def sent_in(work: Any) -> list[str]:
 # -- Where in a region a collective is
 
 
-def alone(block: FunctionBlock, x: Tensor) -> Tensor:
-    return reduced(x @ block.a)
+def alone(block: Block, x: Tensor) -> Tensor:
+    return reduced(block.up(x))
 
 
-def last(block: FunctionBlock, x: Tensor) -> Tensor:
+def last(block: Block, x: Tensor) -> Tensor:
     """The all-reduce that ends a row-parallel layer: backward reads nothing behind it."""
-    return reduced((x @ block.a).tanh() @ block.b)
+    return reduced(block.down(block.up(x).tanh()))
 
 
-def aside(block: FunctionBlock, x: Tensor) -> Tensor:
+def aside(block: Block, x: Tensor) -> Tensor:
     """Backward reads nothing but inputs and parameters."""
-    return reduced(x @ block.a) + x @ block.b
+    return reduced(block.up(x)) + block.down(x)
 
 
-def middle(block: FunctionBlock, x: Tensor) -> Tensor:
-    return reduced(x @ block.a).tanh() @ block.b
+def middle(block: Block, x: Tensor) -> Tensor:
+    return block.down(reduced(block.up(x)).tanh())
 
 
-def before_a_sine(block: FunctionBlock, x: Tensor) -> Tensor:
-    return reduced((x @ block.a).tanh() @ block.b).sin()
+def before_a_sine(block: Block, x: Tensor) -> Tensor:
+    return reduced(block.down(block.up(x).tanh())).sin()
 
 
-def in_place(block: FunctionBlock, x: Tensor) -> Tensor:
-    return SummedOverRanks.apply(x @ block.a).sin() @ block.b  # type: ignore[no-untyped-call,no-any-return]
+def in_place(block: Block, x: Tensor) -> Tensor:
+    return block.down(SummedOverRanks.apply(block.up(x)).sin())  # type: ignore[no-untyped-call]
 
 
-def that_nothing_reads(block: FunctionBlock, x: Tensor) -> Tensor:
+def that_nothing_reads(block: Block, x: Tensor) -> Tensor:
     """Statistics over the ranks, for a log: recomputation passes them on its way to the second product."""
-    h = x @ block.a
+    h = block.up(x)
     reduced(h.detach().abs())
-    return (h.sin() @ block.b).cos()
+    return block.down(h.sin()).cos()
 
 
 PLACES = {body.__name__: body for body in (alone, last, aside, middle, before_a_sine, in_place, that_nothing_reads)}
 
 
-def experienced(block: FunctionBlock, x: Tensor, place: str) -> Tensor:
+def experienced(block: Block, x: Tensor, place: str) -> Tensor:
     """Rank 1 meets what makes calls careful, in the first call or in each: a choice, a draw, a write."""
     if dist.get_rank() == 1 and (block.calls == 1 or block.always):
         block.seen = x.detach().topk(2, dim=-1).indices.sum()
@@ -92,9 +93,9 @@ def experienced(block: FunctionBlock, x: Tensor, place: str) -> Tensor:
 
 
 def model_of(place: str, always: bool) -> Stack:
-    model = built(lambda: Stack(*(FunctionBlock(lambda block, x: experienced(block, x, place)) for _ in range(2))))
+    model = built(lambda: Stack(*(Block(lambda block, x: experienced(block, x, place), {}) for _ in range(2))))
     for block in model.blocks:
-        block.generator, block.table, block.always = torch.Generator().manual_seed(1), torch.zeros(2), always
+        block.table, block.always = torch.zeros(2), always
     return model
 
 
