@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import sac
 from sac.errors import SacError
 from tests.support.blocks import FULL, FunctionBlock, Stack, selective
 from tests.support.custom_ops import Wobble, wobble
-from tests.support.programs import Block
 from tests.support.rank_programs import BODIES, SummedOverRanks, reduced, stack_of
 from tests.support.ranks import run_ranks
 from tests.support.training import built, same_bits
@@ -47,33 +46,33 @@ def sent_in(work: Any) -> list[str]:
 # -- Where in a region a collective is
 
 
-def alone(block: Block, x: Tensor) -> Tensor:
+def alone(block: nn.Module, x: Tensor) -> Tensor:
     return reduced(block.up(x))
 
 
-def last(block: Block, x: Tensor) -> Tensor:
+def last(block: nn.Module, x: Tensor) -> Tensor:
     """The all-reduce that ends a row-parallel layer: backward reads nothing behind it."""
     return reduced(block.down(block.up(x).tanh()))
 
 
-def aside(block: Block, x: Tensor) -> Tensor:
+def aside(block: nn.Module, x: Tensor) -> Tensor:
     """Backward reads nothing but inputs and parameters."""
     return reduced(block.up(x)) + block.down(x)
 
 
-def middle(block: Block, x: Tensor) -> Tensor:
+def middle(block: nn.Module, x: Tensor) -> Tensor:
     return block.down(reduced(block.up(x)).tanh())
 
 
-def before_a_sine(block: Block, x: Tensor) -> Tensor:
+def before_a_sine(block: nn.Module, x: Tensor) -> Tensor:
     return reduced(block.down(block.up(x).tanh())).sin()
 
 
-def in_place(block: Block, x: Tensor) -> Tensor:
+def in_place(block: nn.Module, x: Tensor) -> Tensor:
     return block.down(SummedOverRanks.apply(block.up(x)).sin())  # type: ignore[no-untyped-call]
 
 
-def that_nothing_reads(block: Block, x: Tensor) -> Tensor:
+def that_nothing_reads(block: nn.Module, x: Tensor) -> Tensor:
     """Statistics over the ranks, for a log: recomputation passes them on its way to the second product."""
     h = block.up(x)
     reduced(h.detach().abs())
@@ -83,25 +82,49 @@ def that_nothing_reads(block: Block, x: Tensor) -> Tensor:
 PLACES = {body.__name__: body for body in (alone, last, aside, middle, before_a_sine, in_place, that_nothing_reads)}
 
 
-def experienced(block: Block, x: Tensor, place: str) -> Tensor:
-    """Rank 1 meets what makes calls careful, in the first call or in each: a choice, a draw, a write."""
-    if dist.get_rank() == 1 and (block.calls == 1 or block.always):
-        block.seen = x.detach().topk(2, dim=-1).indices.sum()
-        block.draws = torch.rand(2, generator=block.generator)
-        block.table.add_(1)
-    return PLACES[place](block, x)
+class Layer(nn.Module):
+    """What rank 0 runs: nothing but products and a collective."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.place = place
+
+    def forward(self, x: Tensor) -> Tensor:
+        return PLACES[self.place](self, x)
 
 
-def model_of(place: str, always: bool) -> Stack:
-    model = built(lambda: Stack(*(Block(lambda block, x: experienced(block, x, place), {}) for _ in range(2))))
-    for block in model.blocks:
-        block.table, block.always = torch.zeros(2), always
-    return model
+class Careful(Layer):
+    """What rank 1 runs: it meets what makes calls careful, in the first call or in each: a choice, a draw, a write."""
+
+    always = False
+
+    def __init__(self, place: str) -> None:
+        super().__init__(place)
+        self.generator, self.table, self.calls = torch.Generator().manual_seed(1), torch.zeros(2), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 1 or self.always:
+            self.seen = x.detach().topk(2, dim=-1).indices.sum()
+            self.draws = torch.rand(2, generator=self.generator)
+            self.table.add_(1)
+        return super().forward(x)
+
+
+class AlwaysCareful(Careful):
+    always = True
+
+
+def layers(place: str, always: bool) -> Stack:
+    careful = AlwaysCareful if always else Careful
+    kind = careful if dist.get_rank() == 1 else Layer
+    return Stack(kind(place), kind(place))
 
 
 def sent_in_backward(place: str, names: list[str], always: bool = False) -> list[list[str]]:
     """Of four steps; rank r takes the r-th way."""
-    model = sac.apply(model_of(place, always), value_of(names[dist.get_rank()]))
+    model = sac.apply(built(lambda: layers(place, always)), value_of(names[dist.get_rank()]))
     counts = []
     for _ in range(4):
         loss = model(torch.randn(3, 8)).square().sum()
