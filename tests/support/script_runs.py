@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import runpy
 import subprocess
 import sys
@@ -37,14 +36,3 @@ def run_script(script: Path, *arguments: str) -> subprocess.CompletedProcess[str
     if isinstance(status, str):  # sys.exit("text") prints it and ends with 1
         err.write(f"{status}\n")
     return subprocess.CompletedProcess(argv, status if isinstance(status, int) else 1, out.getvalue(), err.getvalue())
-
-
-def run_script_alone(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run it in a process of its own, on one thread unless OMP_NUM_THREADS is set: for scripts that fork."""
-    return subprocess.run(
-        [sys.executable, str(script), *arguments],
-        capture_output=True,
-        text=True,
-        env={"OMP_NUM_THREADS": "1", **os.environ},
-        check=False,
-    )
