@@ -254,12 +254,13 @@ def test_sizes_that_change_within_a_step_do_not_add_up(seed):
     rng, pool, held, most = random.Random(seed), plain_pool(slab=1 << 12), [], 0
     for _ in range(400):
         if held and rng.random() < 0.5:
-            pool.give(held.pop(rng.randrange(len(held))))
+            pool.give(held.pop(rng.randrange(len(held)))[1])
         else:
-            held.append(pool.take(rng.choice([600, 1000, 3000, 10_000, rng.randrange(600, 20_000)])))
-        most = max(most, sum(buffer.asked for buffer in held))
+            size = rng.choice([600, 1000, 3000, 10_000, rng.randrange(600, 20_000)])
+            held.append((size, pool.take(size)))
+        most = max(most, sum(size for size, _ in held))
         assert pool.slab_bytes <= 1.15 * most + (1 << 12)
-        spans = sorted((part.data_ptr(), part.numel()) for buffer in held for part in buffer.parts)
+        spans = sorted((part.data_ptr(), part.numel()) for _, buffer in held for part in buffer.parts)
         assert all(one + size <= other for (one, size), (other, _) in itertools.pairwise(spans))
 
 
