@@ -36,7 +36,6 @@ from sac.planner.prepare import prepare
 from sac.tools.render import print_rows
 from tests.unit.planner.truth import (
     CONFIGS,
-    EVERYTHING,
     FURTHER,
     MODELS,
     SHARES,
@@ -92,7 +91,7 @@ def rows_of(name: str, layers: int, device: str, told: Callable[[str], None]) ->
     model, inputs = model.to(device), {key: value.to(device) for key, value in inputs.items()}
     for policy, config in CONFIGS.items():
         told(f"{name}, {policy}")
-        said = predicted(model, inputs, config, warm_up=policy == EVERYTHING)
+        said = predicted(model, inputs, config)
         yield Row(name, policy, said, measured(model, inputs, config))
     told(f"{name}, planning")
     planner = prepare(model, inputs)

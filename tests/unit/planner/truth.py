@@ -99,13 +99,8 @@ def predicted(
     inputs: Inputs,
     config: Any,
     loss_fn: Callable[[Any], Tensor] | None = None,
-    *,
-    warm_up: bool = False,
 ) -> Bytes:
-    """Return what a step on fake tensors takes, with ``config`` put on a copy of the model.
-
-    ``warm_up``: the second step is meant, where the first call of a region is unlike all later ones.
-    """
+    """Return what a step on fake tensors takes, with ``config`` put on a copy of the model."""
     mode = fake_mode()
     copied = fake_copy(model, mode)
     if config is not None:
@@ -113,10 +108,7 @@ def predicted(
     blocks = [(block.path, block.module) for block in find_blocks(copied)]
     on_cpu = _device_of(model).type == "cpu"
     ledger = Ledger(workspace=KernelWorkspace()) if on_cpu else ledgers_of(None)()
-    given = fake_inputs(inputs, mode)
-    if warm_up:
-        run_step(copied, given, blocks, ledger, loss_fn)
-    record = run_step(copied, given, blocks, ledger, loss_fn)
+    record = run_step(copied, fake_inputs(inputs, mode), blocks, ledger, loss_fn)
     return Bytes(record.kept - record.static, record.peak - record.static)
 
 
