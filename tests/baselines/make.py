@@ -7,7 +7,8 @@
 
 DIRECTORY collects the JSON of each part; a part that is there already is not run again. All parts run without the C++
 library. Ratios of time are to torch's full checkpointing in the same run; bytes and FLOPs are the same in every run.
-The file goes with the last of the issues that compare with it.
+In before.json, 102 families of the sweep were measured at 83dbc8d, and agree with the page of the sweep there; the rows
+without figures have the status of that page. The file goes with the last of the issues that compare with it.
 """
 
 from __future__ import annotations
