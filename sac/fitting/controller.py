@@ -19,6 +19,7 @@ from sac.blocks.find import Block
 from sac.blocks.install import Applied, RegionForward, ours_on
 from sac.config import Config, usable_policy
 from sac.config_keys import STATES, StepBudget
+from sac.engine.entry import Region, RegionGroup, run_in_eager
 from sac.errors import ConfigError, ModelError, Problem, SacWarning
 from sac.fitting import plan_files
 from sac.fitting.agreeing import Grounds, agreed
@@ -30,8 +31,6 @@ from sac.planner.tracing import ProfiledRegion, merged
 from sac.policy.model import Decision, Policy, Rule, dump_policy
 from sac.policy.read import bytes_text
 from sac.recompute.op_trace import RegionStats, SavedFigures
-from sac.recompute.regions import Region, RegionGroup
-from sac.recompute.torch_checkpoint import run_in_eager
 from sac.tensors import storage_bytes, tensor_parts
 from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from sac.engine.entry import RegionGroup
 from sac.errors import PlanError
 from sac.ops.registry import short_name
 from sac.planner.cost import FREE, PRIORS, op_class, roofline
@@ -15,7 +16,6 @@ from sac.planner.devices import DEVICES, Device, device_at_hand
 from sac.planner.profile import Entry
 from sac.policy.read import bytes_text
 from sac.recompute.op_trace import OpTraceRow
-from sac.recompute.regions import RegionGroup
 from sac.tables import flops_text, seconds_text
 
 SHOWN = 3

@@ -1,0 +1,290 @@
+"""The tape: what each op of one forward of a region read, produced and wrote to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from sac.recompute.table import CallSite, DecisionTable
+from sac.tensors import copy_of, detached, is_wrapper, layout_key, storage_address, tensors_of, version_of
+from sac.torch_private import next_node_number
+
+# A *value* is a tensor that an op reads or produces; it has a number. A value that no op of the tape produced is a
+# *leaf*. All values in one storage have the same *root*, the first of them. Reading a value at *time* t (before entry
+# t) means reading what the writers of its root among the entries before t have left there. The tape holds leaves and
+# kept values; of all others it has weak references only.
+
+HOLE = object()  # stands for a tensor among the arguments of an entry; its value is the next one of the entry's reads
+_COPIED = 64  # of leaves of at most so many bytes the contents are held: counters, scales
+_SMALL = 16  # unknown tensors with at most so many elements are held: they are constants made for one op
+
+
+@dataclass(slots=True, eq=False)
+class Leaf:
+    """A tensor from outside. ``version``: at the end of the forward. ``is_parameter``: its storage identifies it."""
+
+    tensor: Any  # may be packed by hooks around the region
+    version: int
+    shape: torch.Size
+    is_parameter: bool
+
+
+class Tape:
+    """The tape of one region call; an entry is an index into the first four lists."""
+
+    def __init__(self, table: DecisionTable, owners: Sequence[nn.Module]) -> None:
+        self.table, self._owners = table, owners
+        self.sites: list[CallSite] = []
+        self.args: list[Any] = []  # arguments, with HOLE for tensors
+        self.reads: list[list[int]] = []  # the values of these tensors
+        self.firsts: list[int] = []  # the first value that the entry makes
+        self.kwargs: dict[int, Any] = {}  # only of entries that have some
+        self.counts: dict[int, int] = {}  # how many values an entry makes, if that is not one
+        self.roots: list[int] = []  # per value
+        self.makers: list[int] = []  # per value: its entry; -1 for a leaf
+        self.refs: list[Any] = []  # per value: a weak reference to the tensor
+        self.ids: dict[int, tuple[Any, int]] = {}  # id of a tensor -> weak reference, value
+        self.leaves: dict[int, Leaf] = {}
+        self.leaf_roots: dict[int, int] = {}  # address of a leaf's storage -> root
+        self.writers: dict[int, list[int]] = {}  # root -> entries that write to it
+        self.before: dict[int, tuple[Tensor, Any]] = {}  # root of leaves -> one of them, contents before the first write
+        self.kept: dict[int, Any] = {}  # value -> tensor, at first all that the policy saves
+        self.kept_roots: set[int] = set()
+        self.kept_keys: tuple[int, ...] = ()  # those of `kept` at the end of the forward
+        self.kept_versions: dict[int, int] = {}
+        self.rule_of: dict[int, int] = {}  # kept value -> index of its rule
+        self.states: dict[int, list[tuple[torch.Generator, Tensor]]] = {}  # entry -> generators with states before it
+        self.after: dict[int, list[tuple[torch.Generator, Tensor]]] = {}  # kept entry -> the same after it
+        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # passed to ops, with states before the first
+        self.autocast: dict[int, Any] = {}  # entry of a custom op -> whether its body runs under autocast
+        self.sums: dict[int, Any] = {}  # kept entry -> checksum of its results, if the call is verified
+        self.metadata: dict[int, Any] = {}  # kept entry -> shapes and dtypes of its arguments
+        self.fresh: set[int] = set()  # roots of uninitialised memory that no entry has written to
+        self.why_not = ""  # why this call cannot be replayed
+        self.has_collectives = False  # other ranks take part in a recomputation
+        self.is_careful = False  # there is something of which a forward without a mode takes no notice
+        self.units: dict[int, Any] = {}  # entry -> how to repeat a call of an autograd function
+        self.scope: Any = None  # the call of an autograd function that is running
+        self._adopted: dict[int, tuple[Tensor, int]] = {}
+        self._first_node = next_node_number()
+        self._reachable: tuple[set[int], set[int]] | None = None
+
+    def fail(self, why: str) -> None:
+        """Record that this call cannot be replayed; the first reason counts."""
+        if self.scope is not None:  # the whole call is repeated
+            self.scope.strict = self.scope.strict or why
+            return
+        self.why_not = self.why_not or why
+
+    # -- Values
+
+    def add_value(self, tensor: Tensor, root: int, maker: int) -> int:
+        """Give ``tensor`` the next number; ``root`` -1: it is the first value in its storage."""
+        value = len(self.roots)
+        reference = weakref.ref(tensor)
+        self.ids[id(tensor)] = reference, value
+        self.refs.append(reference)
+        self.roots.append(value if root < 0 else root)
+        self.makers.append(maker)
+        return value
+
+    def add_leaf(self, tensor: Tensor) -> int:
+        """Add a tensor from outside of the region."""
+        address = storage_address(tensor)
+        value = self.add_value(tensor, self.leaf_roots.get(address, -1), -1)
+        self.leaf_roots.setdefault(address, self.roots[value])
+        is_parameter = tensor.is_leaf and tensor.requires_grad
+        self.leaves[value] = Leaf(tensor, version_of(tensor), tensor.shape, is_parameter)
+        if not is_parameter and tensor.nbytes <= _COPIED and type(tensor) is Tensor and self.roots[value] == value:
+            self.before[value] = detached(tensor), copy_of(tensor.untyped_storage())
+        return value
+
+    def find_input(self, tensor: Tensor) -> int:
+        """Return the value of an input."""
+        value = self.known(tensor)
+        if value is None:
+            value = self.add_leaf(tensor)
+            self.leaves[value].is_parameter = type(tensor) is Parameter
+        return value
+
+    def close(self) -> None:
+        """End the forward: release what only recording needs."""
+        self.ids, self.refs, self._reachable, self._owners, self._adopted = {}, [], None, (), {}
+        self.scope = None
+
+    def is_list(self, entry: int) -> bool:
+        """Return whether the op of ``entry`` returns its results in a tuple or list."""
+        schema = getattr(self.sites[entry].op, "_schema", None)
+        return schema is not None and (len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor")
+
+    def known(self, tensor: Tensor) -> int | None:
+        """Return the value of a tensor, None if this very tensor is not on the tape."""
+        found = self.ids.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def find(self, tensor: Tensor, reader: Any = None) -> int:
+        """Return the value of ``tensor``; if it is not on the tape, find out where it comes from."""
+        value = self.known(tensor)
+        if value is not None:
+            return value
+        if type(tensor) is Parameter or (tensor.requires_grad and tensor.is_leaf) or self._is_reachable(tensor):
+            return self.add_leaf(tensor)
+        if (parameter := cast_of(tensor)) is not None:  # autocast had it in its cache
+            return self._add_entry(torch.ops.aten._to_copy.default, self.find(parameter), (), {"dtype": tensor.dtype}, tensor)
+        if (base := self._in_same_storage(tensor)) is not None:  # made where no mode sees it: `x.data`
+            place = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
+            return self._add_entry(torch.ops.aten.as_strided.default, base, place, {}, tensor, self.roots[base])
+        node = tensor.grad_fn
+        is_older = node is not None and node._sequence_nr() < self._first_node
+        if not is_older and tensor.numel() > _SMALL and getattr(reader, "op", None) is not torch.ops.aten.lift_fresh.default:
+            name = getattr(reader, "op", "autograd")
+            self.fail(f"{name} reads a tensor that no op made and that is no input, parameter or module attribute")
+            if self.scope is not None:
+                value = self.add_value(tensor, -1, len(self.sites))
+                self.scope.opaque.add(value)
+                return value
+        return self.add_leaf(tensor if node is None or is_older else detached(tensor))
+
+    def adopt(self, tensor: Tensor, value: int) -> None:
+        """Note that ``tensor``, filled in by a recomputation before the end of the forward, is ``value``."""
+        self._adopted[storage_address(tensor)] = tensor, value
+
+    def _add_entry(self, op: Any, base: int, rest: Any, kwargs: Any, out: Tensor, root: int = -1) -> int:
+        """Add an entry that makes ``out`` of the value ``base``."""
+        site = self.table.sites_of("").get(id(op)) or self.table.add_site(op, "")
+        entry = self.append(site, [HOLE, *rest], [base], kwargs)
+        return self.add_value(out, root, entry)
+
+    def append(self, site: CallSite, args: Any, reads: list[int], kwargs: Any) -> int:
+        """Append an entry; its results are the next values."""
+        entry = len(self.sites)
+        self.sites.append(site)
+        self.args.append(args)
+        self.reads.append(reads)
+        self.firsts.append(len(self.roots))
+        if kwargs:
+            self.kwargs[entry] = kwargs
+        return entry
+
+    def _in_same_storage(self, tensor: Tensor) -> int | None:
+        """Return a living value in the storage of a strided tensor: while it lives, the address is not used again."""
+        if is_wrapper(tensor) or tensor.layout is not torch.strided:
+            return None
+        address = storage_address(tensor)
+        if address in self._adopted:
+            return self._adopted[address][1]
+        for value in reversed(range(len(self.refs))):
+            found = self.refs[value]()
+            if found is not None and found.dtype is tensor.dtype and storage_address(found) == address:
+                return value
+        return None
+
+    def _is_reachable(self, tensor: Tensor) -> bool:
+        """Return whether a tensor shares the storage of a leaf, or of a buffer or an attribute of the modules."""
+        address = storage_address(tensor)
+        if address in self.leaf_roots:
+            return True
+        if self._reachable is None:
+            found = [one for owner in self._owners for module in owner.modules() for one in _tensors_on(module)]
+            self._reachable = {id(one) for one in found}, {storage_address(one) for one in found}
+        return id(tensor) in self._reachable[0] or address in self._reachable[1]
+
+    # -- Writes
+
+    def will_write(self, value: int) -> None:
+        """Copy the contents of a leaf's storage before the region first writes to it."""
+        root = self.roots[value]
+        if root in self.writers or self.makers[root] >= 0:
+            return
+        tensor = self.leaves[root].tensor
+        self.is_careful = True
+        if root in self.before:
+            return
+        if is_wrapper(tensor) or tensor.layout is not torch.strided:
+            self.fail("the region writes to a tensor of a wrapper class from outside")
+            return
+        self.before[root] = detached(tensor), copy_of(tensor.untyped_storage())
+
+    def wrote(self, value: int, entry: int) -> None:
+        """Record that ``entry`` writes to the storage of ``value``."""
+        root = self.roots[value]
+        self.fresh.discard(root)
+        writers = self.writers.setdefault(root, [])
+        if not writers or writers[-1] != entry:
+            writers.append(entry)
+
+    def last_write(self, value: int) -> int:
+        """Return the last entry that writes to the storage of ``value``, -1 if there is none."""
+        writers = self.writers.get(self.roots[value])
+        return writers[-1] if writers else -1
+
+    def writes_of(self, entry: int) -> list[int]:
+        """Return the roots that ``entry`` writes to."""
+        return [self.roots[one] for one in self.reads[entry] if entry in self.writers.get(self.roots[one], ())]
+
+    def results(self, entry: int) -> range:
+        """Return the values that ``entry`` makes."""
+        return range(self.firsts[entry], self.firsts[entry] + self.counts.get(entry, 1))
+
+
+def _tensors_on(module: nn.Module) -> Iterator[Tensor]:
+    yield from (one for one in module._buffers.values() if one is not None)
+    for one in vars(module).values():
+        if isinstance(one, Tensor):
+            yield one
+        elif type(one) in (list, tuple, dict):
+            yield from tensors_of(tuple(one.values()) if type(one) is dict else one)
+
+
+def cast_of(tensor: Tensor) -> Tensor | None:
+    """Return the parameter of which ``tensor`` is an unmodified cast to another dtype; None if it is not one."""
+    cast = tensor.grad_fn
+    if cast is None or type(cast).__name__ != "ToCopyBackward0" or tensor._version:
+        return None
+    leaf = getattr(cast.next_functions[0][0], "variable", None)
+    if leaf is None or (leaf.shape, leaf.stride(), leaf.device) != (tensor.shape, tensor.stride(), tensor.device):
+        return None
+    return leaf
+
+
+# -- Arguments of entries
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A value inside of an argument that holds several tensors, or of a keyword."""
+
+    value: int
+
+
+def as_refs(argument: Any, find: Any, reads: list[int]) -> Any:
+    """Return ``argument`` with ``Ref`` in place of tensors, also in lists, tuples and dicts; add them to ``reads``."""
+    if isinstance(argument, Tensor):
+        reads.append(find(argument))
+        return Ref(reads[-1])
+    if type(argument) in (list, tuple):
+        return type(argument)([as_refs(part, find, reads) for part in argument])
+    if type(argument) is dict:
+        return {key: as_refs(part, find, reads) for key, part in argument.items()}
+    return argument
+
+
+def from_refs(argument: Any, values: Any) -> Any:
+    """Return ``argument`` with tensors from ``values`` in place of ``Ref``."""
+    cls = type(argument)
+    if cls is Ref:
+        return values[argument.value]
+    if cls is list or cls is tuple:
+        return cls([from_refs(part, values) for part in argument])
+    if cls is dict:
+        return {key: from_refs(part, values) for key, part in argument.items()}
+    return argument
+
+
+__all__ = ["HOLE", "Leaf", "Ref", "Tape", "as_refs", "from_refs", "layout_key"]
