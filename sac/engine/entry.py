@@ -39,4 +39,5 @@ __all__ = [
 
 def why_not_replayed(group: RegionGroup) -> str:
     """Return why a call of the group could not be replayed, empty if each could."""
-    return group.not_replayable if IS_NEW else group.evidence.not_replayable
+    reason: str = getattr(group, "not_replayable", "") if IS_NEW else group.evidence.not_replayable
+    return reason

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +13,14 @@ from torch import Tensor
 
 from sac.checksums import checksum, sums_of
 from sac.engine.handles import EXTERNAL, KEPT, Handle
+from sac.engine.rng import GeneratorStates, advanced, default_generators
 from sac.engine.tape import HOLE, Tape, as_refs
 from sac.engine.tracker import RegionMode
 from sac.policy.model import Decision
 from sac.recompute.autocast import callers_autocast
-from sac.recompute.op_trace import NO_RULE, OpTraceRecorder
-from sac.recompute.table import CallSite, DecisionTable, decide, run_op
-from sac.tensors import detached, equal, layout_key, storage_address, tensors_of
+from sac.recompute.op_trace import OpTraceRecorder
+from sac.recompute.table import NO_RULE, CallSite, DecisionTable, decide, gathers, run_op
+from sac.tensors import detached, layout_key, storage_address, tensors_of
 from sac.torch_private import HigherOrderOperator
 
 _NO_REPLAY = frozenset({"fsdp", "streams", "c10d"})  # namespaces of ops whose effect depends on more than tensors
@@ -28,6 +31,8 @@ class TapeMode(RegionMode):
 
     ``calls`` and ``alternations`` count for rules; ``hits``: rule -> ops that it matched.
     """
+
+    takes_functions = True
 
     def __init__(self, table: DecisionTable, tape: Tape, op_trace: OpTraceRecorder | None) -> None:
         super().__init__(table)
@@ -42,14 +47,13 @@ class TapeMode(RegionMode):
         self.probes = False  # whether calls are examined for writes that no op is seen to make
         self.paused = False  # ops of a recomputation that backward asks for before the forward is over
 
-    takes_functions = True
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run and record an op; look for unseen writes if the call of an autograd function is examined."""
         scope = self.tape.scope
         if scope is None or scope.sums is None or self.paused:
-            return self._dispatch(func, args, kwargs)
+            return self._dispatch(func, args, kwargs or {})
         scope.look(tensors_of(args))
-        out = self._dispatch(func, args, kwargs)
+        out = self._dispatch(func, args, kwargs or {})
         site = self.sites[id(func)]
         scope.note(tensors_of(out), is_fresh=site.traits.is_uninitialised)
         if site.writes:
@@ -60,31 +64,25 @@ class TapeMode(RegionMode):
         site = self.sites.get(id(func))
         if site is None:
             site = self.table.add_site(func, self.path)
-        kwargs = kwargs or {}
         if self.paused:
             return run_op(site, args, kwargs)
-        tape = self.tape
         if site.is_unrecorded:
-            if site.reads_value:  # another call may branch to other ops
-                tape.is_careful = True
-            if tape.fresh:
-                self._check_initialised(site, [tape.find(one, site) for one in tensors_of(args)], ())
-            return run_op(site, args, kwargs)
-
-        # What it reads
+            return self._run_unrecorded(site, args, kwargs)
+        tape = self.tape
         reads: list[int] = []
         if site.is_flat:
             ids, template = tape.ids, []
             for argument in args:
                 if isinstance(argument, Tensor):
-                    found = ids.get(id(argument))
-                    reads.append(found[1] if found is not None and found[0]() is argument else tape.find(argument, site))
+                    known = ids.get(id(argument))
+                    is_known = known is not None and known[0]() is argument
+                    reads.append(known[1] if known is not None and is_known else tape.find(argument, site))
                     template.append(HOLE)
                 else:
                     template.append(argument)
             keywords = kwargs
         else:
-            find = lambda tensor: tape.find(tensor, site)  # noqa: E731
+            find = partial(tape.find, reader=site)
             template, keywords = as_refs(args, find, reads), as_refs(kwargs, find, reads)
         if not site.is_ordinary or site.is_collective:
             return self._run_special(site, func, args, kwargs, template, keywords, reads)
@@ -100,31 +98,35 @@ class TapeMode(RegionMode):
             self._add_results(site, entry, args, out)
         if site.has_decision:
             self._decide(site, entry, args, kwargs, out)
-        if self.op_trace is not None and not site.has_decision:
+        elif self.op_trace is not None:
             self.op_trace.add(site, None, Decision.RECOMPUTE, args, kwargs, out)
         return out
+
+    def _run_unrecorded(self, site: CallSite, args: Any, kwargs: Any) -> Any:
+        """Run a profiler mark, or an op that reads a size, a stride or a number."""
+        tape = self.tape
+        if site.reads_value:  # another call may branch to other ops
+            tape.is_careful = True
+        if tape.fresh:
+            self._check_initialised(site, [tape.find(tensor, site) for tensor in tensors_of(args)], ())
+        return run_op(site, args, kwargs)
 
     def _run_special(
         self, site: CallSite, func: Any, args: Any, kwargs: Any, template: Any, keywords: Any, reads: list[int]
     ) -> Any:
         """Run an op that writes, draws, makes fresh memory, belongs to the infrastructure or to a library."""
-        tape, traits = self.tape, site.traits
+        tape = self.tape
         if isinstance(func, HigherOrderOperator):
             tape.fail(f"{func} is a higher-order op")
         elif getattr(func, "namespace", "") in _NO_REPLAY:
             tape.fail(f"{func} depends on more than tensors")
         if site.is_inplace_view:
             return self._run_inplace_view(site, args, kwargs, template, keywords, reads)
-        written = [tape.find(one, site) for one in written_tensors(site, args, kwargs)] if site.writes else ()
         tape.has_collectives = tape.has_collectives or site.is_collective
-        if "wait_tensor" in str(func):  # it returns its argument, whose contents are there only now
-            written = reads
-        elif not gathers(site):
-            for value in written:
-                tape.will_write(value)
+        written = self._will_write(site, func, args, kwargs, reads)
         if tape.fresh:
             self._check_initialised(site, reads, written)
-        states = self._states_before(site, args, kwargs) if site.draws else ()
+        states = self._states_before(args, kwargs) if site.draws else []
         out = run_op(site, args, kwargs)
         entry = tape.append(site, template, reads, keywords)
         if site.is_custom_op:
@@ -132,9 +134,9 @@ class TapeMode(RegionMode):
         self._add_results(site, entry, args, out)
         for value in written:
             tape.wrote(value, entry)
-        if traits.is_uninitialised:
+        if site.traits.is_uninitialised:
             tape.fresh.update(tape.roots[value] for value in tape.results(entry))
-        if moved := [one for one in states if not equal(one[0].get_state(), one[1])]:
+        if moved := advanced(states):
             tape.states[entry] = moved
         if site.has_decision:
             self._decide(site, entry, args, kwargs, out)
@@ -142,10 +144,23 @@ class TapeMode(RegionMode):
             self.op_trace.add(site, None, Decision.RECOMPUTE, args, kwargs, out)
         return out
 
+    def _will_write(self, site: CallSite, func: Any, args: Any, kwargs: Any, reads: list[int]) -> list[int]:
+        """Return the values that an op writes to; copy those from outside first."""
+        if "wait_tensor" in str(func):  # it returns its argument, whose contents are there only now
+            return reads
+        if not site.writes:
+            return []
+        tape = self.tape
+        written = [tape.find(tensor, site) for tensor in written_tensors(site, args, kwargs)]
+        if not gathers(site):
+            for value in written:
+                tape.will_write(value)
+        return written
+
     def _run_inplace_view(
         self, site: CallSite, args: Any, kwargs: Any, template: Any, keywords: Any, reads: list[int]
     ) -> Any:
-        """Run an op that changes the layout of a tensor: to the tape it makes a view, which that tensor is from now on."""
+        """Run an op that changes a tensor's layout: to the tape it makes a view, which that tensor is from now on."""
         tape, address = self.tape, storage_address(args[0])
         out = site.run(*args, **kwargs)
         if storage_address(out) != address:
@@ -155,17 +170,18 @@ class TapeMode(RegionMode):
 
     def _add_results(self, site: CallSite, entry: int, args: Any, out: Any) -> None:
         tape = self.tape
-        found = tensors_of(out)
-        new = [] if all(tape.known(tensor) is not None for tensor in found) else found
-        may_alias = site.is_view or site.is_custom_op or site.writes
-        sources = {storage_address(one): tape.find(one) for one in reversed(tensors_of(args))} if new and may_alias else {}
+        results = tensors_of(out)
+        new = [] if all(tape.known(tensor) is not None for tensor in results) else results
+        sources: dict[int, int] = {}
+        if new and (site.is_view or site.is_custom_op or site.writes):
+            sources = {storage_address(tensor): tape.find(tensor) for tensor in reversed(tensors_of(args))}
         for tensor in new:
             base = sources.get(storage_address(tensor)) if sources else None
             tape.add_value(tensor, -1 if base is None else tape.roots[base], entry)
         if len(new) != 1:
             tape.counts[entry] = len(new)
 
-    def _check_initialised(self, site: CallSite, reads: Any, written: Any) -> None:
+    def _check_initialised(self, site: CallSite, reads: Iterable[int], written: Iterable[int]) -> None:
         """Fail if an op reads fresh memory that no op has written to: a kernel that the dispatcher does not see has."""
         tape = self.tape
         if site.is_view or site.traits.is_factory or tape.scope is not None:
@@ -176,13 +192,13 @@ class TapeMode(RegionMode):
             if root in tape.fresh and root not in fills:
                 tape.fail(f"{site.op} reads memory that no op has written to")
 
-    def _states_before(self, site: CallSite, args: Any, kwargs: Any) -> list[tuple[torch.Generator, Tensor]]:
-        own = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
+    def _states_before(self, args: Any, kwargs: Any) -> GeneratorStates:
+        own = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, torch.Generator)]
         for generator in own:
             self.tape.is_careful = True
             if id(generator) not in self.tape.generators:
                 self.tape.generators[id(generator)] = generator, generator.get_state()
-        return [(one, one.get_state()) for one in own or default_generators()]
+        return [(generator, generator.get_state()) for generator in own or default_generators()]
 
     def _decide(self, site: CallSite, entry: int, args: Any, kwargs: Any, out: Any) -> None:
         tape = self.tape
@@ -191,7 +207,7 @@ class TapeMode(RegionMode):
         if rule is not None:
             self.hits[index] = self.hits.get(index, 0) + 1
         if decision.keeps:
-            for value, tensor in zip(tape.results(entry), tensors_of(out)):
+            for value, tensor in zip(tape.results(entry), tensors_of(out), strict=False):
                 tape.kept[value] = detached(tensor)  # without the graph, which holds the frame
                 tape.kept_roots.add(tape.roots[value])
                 tape.rule_of[value] = index
@@ -200,7 +216,7 @@ class TapeMode(RegionMode):
                 tape.sums[entry] = sums_of(out)
             tape.is_careful = tape.is_careful or site.must_save
             if entry in tape.states:
-                tape.after[entry] = [(one, one.get_state()) for one, _ in tape.states[entry]]
+                tape.after[entry] = [(generator, generator.get_state()) for generator, _ in tape.states[entry]]
         if self.op_trace is not None:
             self.op_trace.add(site, rule, decision, args, kwargs, out)
 
@@ -209,8 +225,8 @@ class TapeMode(RegionMode):
         tape = self.tape
         value = tape.known(tensor)
         if value is None:
-            value = self._same_as(tensor)
-        handle.place = value, len(tape.sites)
+            value = self.same_as(tensor)
+        handle.position = value, len(tape.sites)
         if tape.scope is not None:  # decided at the end of the call; until then its own forward may use it
             tape.scope.saved.append(weakref.ref(handle))
             handle.hold(tensor, KEPT)
@@ -221,7 +237,7 @@ class TapeMode(RegionMode):
         """Decide what the handle of a tensor holds; take the checksum of one that will be replayed."""
         tape = self.tape
         handle.release()
-        root = tape.roots[handle.place[0]]
+        root = tape.roots[handle.position[0]]
         if tape.makers[root] < 0:
             handle.hold(tensor, EXTERNAL)
         elif root in tape.kept_roots:
@@ -229,31 +245,15 @@ class TapeMode(RegionMode):
         elif self.sums is not None:
             self.sums[handle.index] = checksum(tensor)
 
-    def _same_as(self, tensor: Tensor) -> int:
+    def same_as(self, tensor: Tensor) -> int:
         """Return the value of a tensor that autograd has made of one on the tape."""
         tape, key = self.tape, layout_key(tensor)
         address = storage_address(tensor)
         for value in reversed(range(len(tape.refs))):
-            found = tape.refs[value]()
-            if found is not None and storage_address(found) == address and layout_key(found) == key:
+            other = tape.refs[value]()
+            if other is not None and storage_address(other) == address and layout_key(other) == key:
                 return value
         return tape.find(tensor)
-
-
-_GATHERING = frozenset({"aten::split_with_sizes_copy", "aten::set_", "aten::resize_"})  # the ops with which FSDP gathers
-
-
-def gathers(site: CallSite) -> bool:
-    """Return whether an op fills parameters from their shards, so that its writes are not the region's own."""
-    return site.traits.is_infrastructure or site.is_collective or site.op.name().partition(".")[0] in _GATHERING
-
-
-def default_generators() -> list[torch.Generator]:
-    """Return the default generators of the CPU and of the current device, if one is in use."""
-    found = [torch.default_generator]
-    if torch.cuda.is_initialized():
-        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return found
 
 
 def written_tensors(site: CallSite, args: Any, kwargs: Any) -> list[Tensor]:
@@ -263,7 +263,6 @@ def written_tensors(site: CallSite, args: Any, kwargs: Any) -> list[Tensor]:
     return tensors_of([*positional, *(kwargs[name] for name in traits.mutated_kwargs if name in kwargs)])
 
 
-def metadata_of(args: Any) -> Any:
+def metadata_of(args: Any) -> Sequence[Any]:
     """Return shape and dtype of the tensors among the arguments of a call."""
-    return [(one.shape, one.dtype) for one in tensors_of(args)]
-
+    return [(tensor.shape, tensor.dtype) for tensor in tensors_of(args)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import types
 import warnings
 import weakref
@@ -10,13 +9,14 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from sac.engine.frame import Frame, TapedFrame
+from sac.engine.frame import Frame
 from sac.engine.functions import install
 from sac.engine.reentrant import run_reentrant
+from sac.engine.schedule import Schedule
+from sac.engine.taped import TapedFrame
 from sac.errors import Problem, SacWarning
 from sac.outer_hooks import active_hooks
 from sac.policy.model import PlannedRegion, Policy
@@ -35,28 +35,31 @@ class RegionGroup:
     ``not_replayable``: why a call could not be replayed; later ones use rerun. ``careful``: whether forwards need a
     mode, since they choose, write to tensors from outside or draw from other generators than the default ones (None:
     not known yet). ``verified``: a replay has given the forward's values. ``schedule``: that of the last call.
+    ``functions``: what calls of autograd functions have shown, by (path, function).
     """
 
     def __init__(self, table: DecisionTable, name: str, planned: PlannedRegion | None = None) -> None:
         self.table, self.name = table, name
-        self.planned = None if table.matches_modules else planned
+        self.planned = None if table.matches_modules else planned  # a module saved as a whole hides its ops
         self.op_trace: tuple[OpTraceRow, ...] = ()
-        self.calls = None
         self.lists_ops = True  # whether the first call fills `op_trace`
+        self.calls: Any = None
         self.not_replayable = ""
         self.careful: bool | None = None
         self.verified = False
-        self.schedule: Any = None
-        self.warns = False
-        self.functions: dict[Any, Any] = {}  # (path, autograd function) -> facts
+        self.schedule: Schedule | None = None
+        self.warns = False  # when a call cannot be replayed
+        self.functions: dict[Any, Any] = {}
 
     def give_up(self, reason: str, where: str) -> None:
         """Use rerun from now on."""
-        if not self.not_replayable:
-            self.not_replayable = reason
-            if self.warns:
-                fix = "none is needed, the region runs again as Python; `engine: rerun` asks for that from the start"
-                warnings.warn(str(Problem(where, f"replay cannot be used here: {reason}", fix=fix)), SacWarning, stacklevel=2)
+        if self.not_replayable:
+            return
+        self.not_replayable = reason
+        if self.warns:
+            fix = "none is needed, the region runs again as Python; `engine: rerun` asks for that from the start"
+            problem = Problem(where, f"replay cannot be used here: {reason}", fix=fix)
+            warnings.warn(str(problem), SacWarning, stacklevel=2)
 
     def __reduce__(self) -> tuple[Any, ...]:
         table = self.table
@@ -67,7 +70,9 @@ class RegionGroup:
         return self  # what the group has learnt is also true of copies of its regions
 
 
-def _rebuild(policy: Policy, indices: tuple[int, ...], must_save: bool, name: str, planned: Any) -> RegionGroup:
+def _rebuild(
+    policy: Policy, indices: tuple[int, ...], must_save: bool, name: str, planned: PlannedRegion | None
+) -> RegionGroup:
     return RegionGroup(rebuild_table(policy, indices, must_save), name, planned)
 
 
@@ -79,48 +84,65 @@ class Region:
         self.stats = RegionStats()
 
     def run(
-        self, function: Callable[..., Any], owners: tuple[nn.Module, ...], settings: Settings, args: Any, kwargs: Any
+        self,
+        function: Callable[..., Any],
+        owners: tuple[nn.Module, ...],
+        settings: Settings,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Run one call; gradients are those of ``function(*args, **kwargs)``. ``owners``: modules of the function."""
-        group, table, stats = self.group, self.group.table, self.stats
+        group, stats = self.group, self.stats
         settings = as_torch_says(settings)
         where = self.path or group.name
-        owners += tuple(one for one in args if isinstance(one, nn.Module))
-        if not stats.calls and any(is_lazy(one) for owner in owners for one in owner.parameters()):
+        owners += tuple(argument for argument in args if isinstance(argument, nn.Module))
+        if not stats.calls and any(is_lazy(parameter) for owner in owners for parameter in owner.parameters()):
             return function(*args, **kwargs)  # this call makes the parameters
         if settings.use_reentrant:
             output, size = run_reentrant(function, owners, settings, where, args, kwargs)
             stats.take(None, size)
             return output
-        if table.saves_everything and active_hooks() is None and (group.op_trace or not group.lists_ops):
+        is_listed = group.op_trace or not group.lists_ops
+        if group.table.saves_everything and active_hooks() is None and is_listed:
             stats.calls += 1
             return function(*args, **kwargs)
-        # Hooks around the region must be passed the same tensors if they run it again.
-        replays = settings.engine != RERUN and settings.input_storing is None and active_hooks() is None and (table.decides_on_ops or settings.engine == REPLAY)
-        frame: Frame
-        trace = None
-        if table.decides_on_ops or table.saves_everything or settings.engine == REPLAY or group.careful is not False:
-            trace = OpTraceRecorder() if group.lists_ops and not group.op_trace else None
-            group.warns = settings.engine == REPLAY
-            frame = TapedFrame(function, owners, settings, where, group=group, trace=trace, replays=replays)
-        else:
-            frame = Frame(function, owners, settings, where)
+        frame = self._frame(function, owners, settings, where)
         output = frame.run(args, kwargs, is_careful=bool(group.careful))
-        stats.engine = ""
-        figures = None
-        if isinstance(frame, TapedFrame):
-            stats.engine = REPLAY if replays and not group.not_replayable else RERUN
-            figures = frame.figures
-        stats.take(figures, frame.inputs.bytes)
-        if trace is not None:
-            check_planned_signature(group.planned, trace, self.path)
-            group.op_trace = tuple(trace.rows)
+        if not isinstance(frame, TapedFrame):
+            stats.engine = ""
+            stats.take(None, frame.inputs.bytes)
+            return output
+        stats.engine = REPLAY if frame.is_replayed else RERUN
+        stats.take(frame.figures, frame.inputs.bytes)
+        if frame.trace is not None:
+            check_planned_signature(group.planned, frame.trace, self.path)
+            group.op_trace = tuple(frame.trace.rows)
             log_decisions(self.path, group.op_trace)
         return output
 
+    def _frame(
+        self, function: Callable[..., Any], owners: tuple[nn.Module, ...], settings: Settings, where: str
+    ) -> Frame:
+        """Return the frame that runs one call: recorded if rules decide on ops, or if the group is careful."""
+        group, table = self.group, self.group.table
+        is_asked = table.decides_on_ops or settings.engine == REPLAY
+        if not (is_asked or table.saves_everything) and group.careful is False:
+            return Frame(function, owners, settings, where)
+        # Hooks around the region must be passed the same tensors if they run it again.
+        is_alone = settings.input_storing is None and active_hooks() is None
+        replays = is_asked and settings.engine != RERUN and (is_alone or settings.engine == REPLAY)
+        trace = OpTraceRecorder() if group.lists_ops and not group.op_trace else None
+        group.warns = settings.engine == REPLAY
+        return TapedFrame(function, owners, settings, where, group=group, trace=trace, replays=replays)
+
 
 def run_modules(
-    region: Region, function: Callable[..., Any], modules: Any, settings: Settings, args: Any, kwargs: Any
+    region: Region,
+    function: Callable[..., Any],
+    modules: nn.Module | tuple[nn.Module, ...],
+    settings: Settings,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Run ``function(*args, **kwargs)``, which calls ``modules``, as a call of ``region``."""
     owners = modules if isinstance(modules, tuple) else (modules,)
@@ -130,55 +152,50 @@ def run_modules(
 # -- Regions of functions
 
 _groups: dict[Hashable, RegionGroup] = {}
-_MOST = 1024
+_MOST_GROUPS = 1024
+_MOST_PARTS = 32
 
 
-class _Calls(threading.local):
-    count = 0
-
-
-def run_as_region(function: Callable[..., Any], settings: Settings, args: Any, kwargs: Any) -> Any:
+def run_as_region(
+    function: Callable[..., Any], settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run ``function(*args, **kwargs)`` as a region; functions of the same code and modules share a group."""
     parts = parts_of_function(function)
-    key = tuple(one.__code__ if type(one) is types.FunctionType else weakref.ref(one) for one in parts)
+    key = tuple(part.__code__ if type(part) is types.FunctionType else weakref.ref(part) for part in parts)
     group = _groups.get(key)
     if group is None:
-        if len(_groups) >= _MOST:
+        if len(_groups) >= _MOST_GROUPS:
             _groups.clear()
         group = _groups[key] = RegionGroup(FULL_TABLE, "full")
         group.lists_ops = False
     region = Region(group, getattr(function, "__qualname__", type(function).__name__))
-    owners = tuple(one for one in parts if isinstance(one, nn.Module))
+    owners = tuple(part for part in parts if isinstance(part, nn.Module))
     return region.run(function, owners, settings, args, kwargs)
 
 
 def parts_of_function(function: Any) -> list[Any]:
     """Return the modules and functions that a function holds directly: bound, in a partial, in its closure."""
-    found, waiting = [], [function]
-    while waiting and len(found) < 32:
-        one = waiting.pop()
-        if isinstance(one, nn.Module):
-            found.append(one)
-        elif isinstance(one, partial):
-            waiting += [one.func, *one.args, *one.keywords.values()]
-        elif isinstance(one, types.MethodType):
-            waiting += [one.__self__, one.__func__]
-        elif isinstance(one, types.FunctionType) and not any(one is other for other in found):
-            found.append(one)
-            for cell in one.__closure__ or ():
-                try:
-                    waiting.append(cell.cell_contents)
-                except ValueError:
-                    continue
-    return found
+    parts: list[Any] = []
+    waiting = [function]
+    while waiting and len(parts) < _MOST_PARTS:
+        part = waiting.pop()
+        if isinstance(part, nn.Module):
+            parts.append(part)
+        elif isinstance(part, partial):
+            waiting += [part.func, *part.args, *part.keywords.values()]
+        elif isinstance(part, types.MethodType):
+            waiting += [part.__self__, part.__func__]
+        elif isinstance(part, types.FunctionType) and not any(part is other for other in parts):
+            parts.append(part)
+            waiting += _cells(part)
+    return parts
 
 
-def run_traced(function: Callable[..., Any], table: DecisionTable, args: Any, kwargs: Any) -> Any:
-    """Run a region that ``torch.compile`` traces. Here `context_fn` attaches; the prototype checkpoints it in full."""
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
-
-
-@torch.compiler.disable
-def run_in_eager(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a region as it is inside of a compiled model."""
-    return function(*args, **kwargs)
+def _cells(function: types.FunctionType) -> list[Any]:
+    contents = []
+    for cell in function.__closure__ or ():
+        try:
+            contents.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            continue
+    return contents

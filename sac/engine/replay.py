@@ -3,67 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sac.engine.functions import run_unit
-from sac.engine.schedule import Schedule, Unobtainable, schedule_replay
-from sac.engine.tape import HOLE, Tape, from_refs
+from sac.engine.rng import set_states
+from sac.engine.schedule import Schedule, UnobtainableError, schedule_replay
+from sac.engine.tape import HOLE, CannotReplayError, Tape, from_refs
 from sac.outer_hooks import fetch
 from sac.recompute.autocast import as_then
 from sac.tensors import copy_of, is_wrapper, placed_on, tensors_of, version_of
 from sac.torch_private import BelowAutograd, WithoutAutocast
 
 
-class CannotReplay(Exception):
-    """This call cannot be replayed; the text says why."""
+class ChangedError(Exception):
+    """A leaf (``value``) was changed in place after the forward, and nothing holds its earlier contents."""
 
-
-class Changed(Exception):
-    """A tensor from outside was changed in place after the forward, and nothing holds its earlier contents."""
-
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, value: int) -> None:
         super().__init__()
-        self.tensor = tensor
+        self.value = value
 
 
 def replay(tape: Tape, schedule: Schedule, wanted: list[tuple[int, int, int]]) -> Iterator[tuple[int, Tensor]]:
     """Run ``schedule``, which fills ``wanted``; yield each handle's index with its value."""
-    changed = _changed(tape, schedule)
-    if changed:
-        try:
-            schedule = schedule_replay(tape, wanted, {tape.roots[value] for value in changed})
-        except Unobtainable:
-            raise Changed(fetch(tape.leaves[changed[0]].tensor)) from None
-        again = [value for value in _changed(tape, schedule) if value not in schedule.copied]
-        if again:
-            raise Changed(fetch(tape.leaves[again[0]].tensor))
-    values: dict[int, Any] = {value: fetch(tape.kept[value]) for value in schedule.kept}
-    copies: dict[int, Any] = {}
-    for value in schedule.leaves:
-        leaf = tape.leaves[value]
-        tensor = fetch(leaf.tensor)
-        if tensor.shape != leaf.shape or (leaf.is_parameter and not is_there(tensor)):
-            raise CannotReplay("a parameter's data has moved")  # FSDP1 and ZeRO-3 gather it into other memory
-        if value in schedule.copied:
-            root = tape.roots[value]
-            if root not in copies:
-                copies[root] = copy_of(tape.before[root][1])
-            tensor = placed_on(copies[root], tensor.detach())
-        values[value] = tensor
+    schedule = _with_changes(tape, schedule, wanted)
+    values = _start(tape, schedule)
     with _generators_kept(tape), torch.no_grad():
-        below, without = BelowAutograd(), WithoutAutocast()
+        guards = _below_autograd()
         try:
             for fill in schedule.first:
                 yield _filled(values, fill)
             for entry, fills, drops in schedule.steps:
                 if entry in tape.units:
-                    below = without = None  # it runs as in forward: with autograd and autocast
+                    guards.close()  # it runs as in forward: with autograd and autocast
                     run_unit(tape, entry, values)
-                    below, without = BelowAutograd(), WithoutAutocast()
+                    guards = _below_autograd()
                 else:
                     _run(tape, entry, values)
                 for fill in fills:
@@ -71,7 +48,62 @@ def replay(tape: Tape, schedule: Schedule, wanted: list[tuple[int, int, int]]) -
                 for value in drops:
                     values.pop(value, None)
         finally:
-            del below, without
+            guards.close()
+
+
+def _below_autograd() -> ExitStack:
+    guards = ExitStack()
+    guards.enter_context(BelowAutograd())
+    guards.enter_context(WithoutAutocast())
+    return guards
+
+
+def _with_changes(tape: Tape, schedule: Schedule, wanted: list[tuple[int, int, int]]) -> Schedule:
+    """Return a schedule that does not start from what was written to after the forward; raise ``ChangedError`` if none."""
+    changed = _changed(tape, schedule)
+    if not changed:
+        return schedule
+    try:
+        schedule = schedule_replay(tape, wanted, {tape.roots[value] for value in changed})
+    except UnobtainableError:
+        raise ChangedError(changed[0]) from None
+    if again := _changed(tape, schedule):
+        raise ChangedError(again[0])
+    return schedule
+
+
+def _changed(tape: Tape, schedule: Schedule) -> list[int]:
+    """Return the values to start from that were written to after the forward."""
+    changed = []
+    for value in schedule.leaves:
+        leaf = tape.leaves[value]
+        if isinstance(leaf.tensor, Tensor) and version_of(leaf.tensor) != leaf.version and value not in schedule.copied:
+            changed.append(value)
+    for value in schedule.kept:
+        kept = tape.kept[value]
+        if isinstance(kept, Tensor) and version_of(kept) != tape.kept_versions[value]:
+            changed.append(value)
+    return changed
+
+
+def _start(tape: Tape, schedule: Schedule) -> dict[int, Any]:
+    """Return the tensors that the schedule starts from, by value."""
+    values: dict[int, Any] = {value: fetch(tape.kept[value]) for value in schedule.kept}
+    copies: dict[int, Any] = {}
+    for value in schedule.leaves:
+        leaf = tape.leaves[value]
+        tensor = fetch(leaf.tensor)
+        if tensor.shape != leaf.shape or (leaf.is_parameter and not is_there(tensor)):
+            raise CannotReplayError(
+                "the data of a parameter that an op read has moved"
+            )  # FSDP1 and ZeRO-3 gather it into other memory
+        if value in schedule.copied:
+            root = tape.roots[value]
+            if root not in copies:
+                copies[root] = copy_of(tape.before[root][1])
+            tensor = placed_on(copies[root], tensor.detach())
+        values[value] = tensor
+    return values
 
 
 def is_there(tensor: Tensor) -> bool:
@@ -88,13 +120,13 @@ def _run(tape: Tape, entry: int, values: dict[int, Any]) -> None:
     site, args, kwargs = tape.sites[entry], tape.args[entry], tape.kwargs.get(entry)
     if site.is_flat:
         reads = iter(tape.reads[entry])
-        args = [values[next(reads)] if one is HOLE else one for one in args]
+        args = [values[next(reads)] if argument is HOLE else argument for argument in args]
     else:
         args, kwargs = from_refs(args, values), from_refs(kwargs, values)
     if site.is_inplace_view:
         args[0] = args[0].detach()
-    for generator, state in tape.states.get(entry, ()):
-        generator.set_state(state)
+    if entry in tape.states:
+        set_states(tape.states[entry])
     if site.is_custom_op:
         with as_then(tape.autocast[entry]):
             out = site.op(*args, **(kwargs or {}))
@@ -104,24 +136,10 @@ def _run(tape: Tape, entry: int, values: dict[int, Any]) -> None:
     if count == 1 and isinstance(out, Tensor):
         values[tape.firsts[entry]] = out
     elif count:
-        found = tensors_of(out)
-        if len(found) != count:
-            raise CannotReplay(f"{site.op} returned {count} tensors in forward and {len(found)} in its replay")
-        values.update(zip(tape.results(entry), found))
-
-
-def _changed(tape: Tape, schedule: Schedule) -> list[int]:
-    """Return the values to start from that were written to after the forward."""
-    found = []
-    for value in schedule.leaves:
-        leaf = tape.leaves[value]
-        if isinstance(leaf.tensor, Tensor) and version_of(leaf.tensor) != leaf.version and value not in schedule.copied:
-            found.append(value)
-    for value in schedule.kept:
-        kept = tape.kept[value]
-        if isinstance(kept, Tensor) and version_of(kept) != tape.kept_versions[value]:
-            found.append(value)
-    return found
+        results = tensors_of(out)
+        if len(results) != count:
+            raise CannotReplayError(f"{site.op} returned {count} tensors in forward and {len(results)} in its replay")
+        values.update(zip(tape.results(entry), results, strict=True))
 
 
 @contextmanager
@@ -129,10 +147,9 @@ def _generators_kept(tape: Tape) -> Iterator[None]:
     if not tape.states:
         yield
         return
-    found = {id(one): one for states in tape.states.values() for one, _ in states}
-    states = [(one, one.get_state()) for one in found.values()]
+    generators = {id(generator): generator for states in tape.states.values() for generator, _ in states}
+    states = [(generator, generator.get_state()) for generator in generators.values()]
     try:
         yield
     finally:
-        for one, state in states:
-            one.set_state(state)
+        set_states(states)

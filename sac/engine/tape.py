@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from sac.recompute.table import CallSite, DecisionTable
-from sac.tensors import copy_of, detached, is_wrapper, layout_key, storage_address, tensors_of, version_of
+from sac.engine.rng import GeneratorStates
+from sac.recompute.table import DecisionTable
+from sac.tensors import copy_of, detached, is_wrapper, storage_address, tensors_of, version_of
 from sac.torch_private import next_node_number
 
 # A *value* is a tensor that an op reads or produces; it has a number. A value that no op of the tape produced is a
@@ -23,6 +24,10 @@ from sac.torch_private import next_node_number
 HOLE = object()  # stands for a tensor among the arguments of an entry; its value is the next one of the entry's reads
 _COPIED = 64  # of leaves of at most so many bytes the contents are held: counters, scales
 _SMALL = 16  # unknown tensors with at most so many elements are held: they are constants made for one op
+
+
+class CannotReplayError(Exception):
+    """This call cannot be replayed; the text says why."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +45,7 @@ class Tape:
 
     def __init__(self, table: DecisionTable, owners: Sequence[nn.Module]) -> None:
         self.table, self._owners = table, owners
-        self.sites: list[CallSite] = []
+        self.sites: list[Any] = []  # call sites, of ops and of units
         self.args: list[Any] = []  # arguments, with HOLE for tensors
         self.reads: list[list[int]] = []  # the values of these tensors
         self.firsts: list[int] = []  # the first value that the entry makes
@@ -48,19 +53,21 @@ class Tape:
         self.counts: dict[int, int] = {}  # how many values an entry makes, if that is not one
         self.roots: list[int] = []  # per value
         self.makers: list[int] = []  # per value: its entry; -1 for a leaf
-        self.refs: list[Any] = []  # per value: a weak reference to the tensor
-        self.ids: dict[int, tuple[Any, int]] = {}  # id of a tensor -> weak reference, value
+        self.refs: list[weakref.ref[Tensor]] = []  # per value: its tensor
+        self.ids: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # id of a tensor -> the tensor, value
         self.leaves: dict[int, Leaf] = {}
         self.leaf_roots: dict[int, int] = {}  # address of a leaf's storage -> root
         self.writers: dict[int, list[int]] = {}  # root -> entries that write to it
-        self.before: dict[int, tuple[Tensor, Any]] = {}  # root of leaves -> one of them, contents before the first write
+        self.before: dict[
+            int, tuple[Tensor, Any]
+        ] = {}  # root of leaves -> one of them, contents before the first write
         self.kept: dict[int, Any] = {}  # value -> tensor, at first all that the policy saves
         self.kept_roots: set[int] = set()
         self.kept_keys: tuple[int, ...] = ()  # those of `kept` at the end of the forward
         self.kept_versions: dict[int, int] = {}
         self.rule_of: dict[int, int] = {}  # kept value -> index of its rule
-        self.states: dict[int, list[tuple[torch.Generator, Tensor]]] = {}  # entry -> generators with states before it
-        self.after: dict[int, list[tuple[torch.Generator, Tensor]]] = {}  # kept entry -> the same after it
+        self.states: dict[int, GeneratorStates] = {}  # entry -> generators that it advances, with states before it
+        self.after: dict[int, GeneratorStates] = {}  # kept entry -> the same after it
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # passed to ops, with states before the first
         self.autocast: dict[int, Any] = {}  # entry of a custom op -> whether its body runs under autocast
         self.sums: dict[int, Any] = {}  # kept entry -> checksum of its results, if the call is verified
@@ -125,8 +132,8 @@ class Tape:
 
     def known(self, tensor: Tensor) -> int | None:
         """Return the value of a tensor, None if this very tensor is not on the tape."""
-        found = self.ids.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None
+        entry = self.ids.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
 
     def find(self, tensor: Tensor, reader: Any = None) -> int:
         """Return the value of ``tensor``; if it is not on the tape, find out where it comes from."""
@@ -136,14 +143,19 @@ class Tape:
         if type(tensor) is Parameter or (tensor.requires_grad and tensor.is_leaf) or self._is_reachable(tensor):
             return self.add_leaf(tensor)
         if (parameter := cast_of(tensor)) is not None:  # autocast had it in its cache
-            return self._add_entry(torch.ops.aten._to_copy.default, self.find(parameter), (), {"dtype": tensor.dtype}, tensor)
+            cast = {"dtype": tensor.dtype}
+            return self._add_entry(torch.ops.aten._to_copy.default, self.find(parameter), (), cast, tensor)
         if (base := self._in_same_storage(tensor)) is not None:  # made where no mode sees it: `x.data`
-            place = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
-            return self._add_entry(torch.ops.aten.as_strided.default, base, place, {}, tensor, self.roots[base])
+            layout = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
+            return self._add_entry(torch.ops.aten.as_strided.default, base, layout, {}, tensor, self.roots[base])
+        return self._unknown(tensor, getattr(reader, "op", None))
+
+    def _unknown(self, tensor: Tensor, reader: Any) -> int:
+        """Return the value of a tensor of unknown origin: a leaf, unless the region itself seems to have made it."""
         node = tensor.grad_fn
         is_older = node is not None and node._sequence_nr() < self._first_node
-        if not is_older and tensor.numel() > _SMALL and getattr(reader, "op", None) is not torch.ops.aten.lift_fresh.default:
-            name = getattr(reader, "op", "autograd")
+        if not is_older and tensor.numel() > _SMALL and reader is not torch.ops.aten.lift_fresh.default:
+            name = reader or "autograd"
             self.fail(f"{name} reads a tensor that no op made and that is no input, parameter or module attribute")
             if self.scope is not None:
                 value = self.add_value(tensor, -1, len(self.sites))
@@ -161,7 +173,7 @@ class Tape:
         entry = self.append(site, [HOLE, *rest], [base], kwargs)
         return self.add_value(out, root, entry)
 
-    def append(self, site: CallSite, args: Any, reads: list[int], kwargs: Any) -> int:
+    def append(self, site: Any, args: Any, reads: list[int], kwargs: Any) -> int:
         """Append an entry; its results are the next values."""
         entry = len(self.sites)
         self.sites.append(site)
@@ -180,8 +192,8 @@ class Tape:
         if address in self._adopted:
             return self._adopted[address][1]
         for value in reversed(range(len(self.refs))):
-            found = self.refs[value]()
-            if found is not None and found.dtype is tensor.dtype and storage_address(found) == address:
+            other = self.refs[value]()
+            if other is not None and other.dtype is tensor.dtype and storage_address(other) == address:
                 return value
         return None
 
@@ -191,8 +203,8 @@ class Tape:
         if address in self.leaf_roots:
             return True
         if self._reachable is None:
-            found = [one for owner in self._owners for module in owner.modules() for one in _tensors_on(module)]
-            self._reachable = {id(one) for one in found}, {storage_address(one) for one in found}
+            tensors = [one for owner in self._owners for module in owner.modules() for one in _tensors_on(module)]
+            self._reachable = {id(one) for one in tensors}, {storage_address(one) for one in tensors}
         return id(tensor) in self._reachable[0] or address in self._reachable[1]
 
     # -- Writes
@@ -226,7 +238,8 @@ class Tape:
 
     def writes_of(self, entry: int) -> list[int]:
         """Return the roots that ``entry`` writes to."""
-        return [self.roots[one] for one in self.reads[entry] if entry in self.writers.get(self.roots[one], ())]
+        roots = (self.roots[value] for value in self.reads[entry])
+        return [root for root in roots if entry in self.writers.get(root, ())]
 
     def results(self, entry: int) -> range:
         """Return the values that ``entry`` makes."""
@@ -234,12 +247,14 @@ class Tape:
 
 
 def _tensors_on(module: nn.Module) -> Iterator[Tensor]:
-    yield from (one for one in module._buffers.values() if one is not None)
-    for one in vars(module).values():
-        if isinstance(one, Tensor):
-            yield one
-        elif type(one) in (list, tuple, dict):
-            yield from tensors_of(tuple(one.values()) if type(one) is dict else one)
+    yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+    for attribute in vars(module).values():
+        if isinstance(attribute, Tensor):
+            yield attribute
+        elif type(attribute) is dict:
+            yield from tensors_of(tuple(attribute.values()))
+        elif type(attribute) in (list, tuple):
+            yield from tensors_of(attribute)
 
 
 def cast_of(tensor: Tensor) -> Tensor | None:
@@ -247,7 +262,7 @@ def cast_of(tensor: Tensor) -> Tensor | None:
     cast = tensor.grad_fn
     if cast is None or type(cast).__name__ != "ToCopyBackward0" or tensor._version:
         return None
-    leaf = getattr(cast.next_functions[0][0], "variable", None)
+    leaf: Tensor | None = getattr(cast.next_functions[0][0], "variable", None)
     if leaf is None or (leaf.shape, leaf.stride(), leaf.device) != (tensor.shape, tensor.stride(), tensor.device):
         return None
     return leaf
@@ -263,7 +278,7 @@ class Ref:
     value: int
 
 
-def as_refs(argument: Any, find: Any, reads: list[int]) -> Any:
+def as_refs(argument: Any, find: Callable[[Tensor], int], reads: list[int]) -> Any:
     """Return ``argument`` with ``Ref`` in place of tensors, also in lists, tuples and dicts; add them to ``reads``."""
     if isinstance(argument, Tensor):
         reads.append(find(argument))
@@ -285,6 +300,3 @@ def from_refs(argument: Any, values: Any) -> Any:
     if cls is dict:
         return {key: from_refs(part, values) for key, part in argument.items()}
     return argument
-
-
-__all__ = ["HOLE", "Leaf", "Ref", "Tape", "as_refs", "from_refs", "layout_key"]

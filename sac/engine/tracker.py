@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -21,21 +23,36 @@ class _Active(threading.local):
 _ACTIVE = _Active()  # one per thread: backward may run on a thread of its own
 
 
+def active_mode() -> Any:
+    """Return the region's mode that is active in this thread, None if there is none."""
+    return _ACTIVE.mode
+
+
+@contextmanager
+def without_mode() -> Iterator[None]:
+    """Run the body as if no region's mode were active: no module reports to it."""
+    outer, _ACTIVE.mode = _ACTIVE.mode, None
+    try:
+        yield
+    finally:
+        _ACTIVE.mode = outer
+
+
 def takes_module(module: nn.Module) -> bool:
     """Return whether the forward of the module's class is passed the module, as a static method is not."""
-    found = _forward_of(type(module))
-    return hasattr(type(found), "__get__") and not isinstance(found, (staticmethod, classmethod))
+    forward = _forward_of(type(module))
+    return hasattr(type(forward), "__get__") and not isinstance(forward, (staticmethod, classmethod))
 
 
 def class_forward(module: nn.Module) -> Any:
     """Return what the module's class has as its forward now, bound as Python binds it."""
     cls = type(module)
-    found = cls.__dict__.get("forward")
-    if type(found) is FunctionType:  # the usual case
-        return MethodType(found, module)
-    found = _forward_of(cls)
-    bind = getattr(type(found), "__get__", None)
-    return found if bind is None else bind(found, module, cls)
+    forward = cls.__dict__.get("forward")
+    if type(forward) is FunctionType:  # the usual case
+        return MethodType(forward, module)
+    forward = _forward_of(cls)
+    bind = getattr(type(forward), "__get__", None)
+    return forward if bind is None else bind(forward, module, cls)
 
 
 def traced_forward(module: nn.Module, *, is_passed: bool) -> Any:
@@ -80,11 +97,8 @@ class TrackedForward:
             mode.path, mode.sites = outer
 
 
-class RegionMode(TorchDispatchMode):
-    """A dispatch mode around one run of a region that knows in which module an op runs; Dynamo skips it."""
-
-    supports_higher_order_operators = True
-    takes_functions = False  # whether calls of autograd functions are recorded
+class BareMode(TorchDispatchMode):
+    """A dispatch mode that Dynamo skips."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
@@ -95,6 +109,13 @@ class RegionMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return not CAN_SKIP_DYNAMO
+
+
+class RegionMode(BareMode):
+    """A mode around one run of a region that knows in which module an op runs."""
+
+    supports_higher_order_operators = True
+    takes_functions = False  # whether calls of autograd functions are recorded
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

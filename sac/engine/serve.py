@@ -1,9 +1,9 @@
-"""Rerun: run the region's Python again, with what the forward kept in place of the ops that made it."""
+"""Rerun: run the region's Python again, and serve it the results that the forward kept."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,17 +13,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sac.checksums import find_different, sums_of
 from sac.engine.handles import OTHER, OTHER_FIX, Handle
-from sac.engine.recorder import metadata_of, written_tensors
+from sac.engine.recorder import metadata_of
 from sac.engine.tape import Tape
 from sac.engine.tracker import RegionMode
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import fetch
 from sac.recompute.table import CallSite, run_op, site_name
 from sac.region.settings import Settings
-from sac.tensors import detached, map_tensors, storage_address, tensors_of
+from sac.tensors import detached, storage_address, tensors_of
 
 
-class _Done(Exception):
+class _Done(Exception):  # noqa: N818
     """Backward has all that it needs."""
 
 
@@ -47,23 +47,22 @@ def rerun(
         count += 1
         if is_over and mode is None and stops:
             raise _Done
-        found = detached(tensor)  # without its graph, of which this may be the result
+        held = detached(tensor)  # without its graph, of which this may be the result
         if handle is not None:
-            handle.fill(found, where, checks=settings.checks_metadata)
+            handle.fill(held, where, checks=settings.checks_metadata)
         if index == last and stops:
             is_over = True
             if mode is None:
                 raise _Done
             mode.is_over = True
-        return found
+        return held
 
     try:
-        with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor), mode or nullcontext():
+        with torch.enable_grad(), saved_tensors_hooks(pack, lambda held: held), mode or nullcontext():
             function(*args, **kwargs)
     except _Done:
         return
-    missing = [index for index in waiting if waiting[index].value is None]
-    if missing:
+    if any(handle.value is None for handle in waiting.values()):
         found = f"it saved {count} tensors in recomputation, and at least {last + 1} in forward: {OTHER}"
         raise RegionError(Problem(where, found, fix=OTHER_FIX))
 
@@ -71,29 +70,39 @@ def rerun(
 class Served(RegionMode):
     """The mode of a rerun: serves the results that the tape holds by (module, op, parameters read, n-th call)."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, where: str) -> None:
         super().__init__(tape.table)
         self.is_over = False
-        self._tape = tape
+        self._tape, self._where = tape, where
         self._calls: dict[Any, int] = defaultdict(int)
         self._addresses = {address: root for address, root in tape.leaf_roots.items() if tape.leaves[root].is_parameter}
-        self._served: dict[Any, int] = {}
-        counts: dict[Any, int] = defaultdict(int)
+        self._counts: dict[Any, int] = defaultdict(int)
+        self._served = {key: entry for key, entry in self._numbered() if self._is_intact(entry)}
+
+    def _numbered(self) -> Iterator[tuple[Any, int]]:
+        """Yield the key and the entry of each call whose result may be saved; count the calls of each key."""
+        tape = self._tape
         for entry, site in enumerate(tape.sites):
             if not site.may_save or _is_cast(site):
                 continue
             roots = (tape.roots[value] for value in tape.reads[entry])
             key = (id(site), *(root for root in roots if root in tape.leaves and tape.leaves[root].is_parameter))
-            number = counts[key]
-            counts[key] = number + 1
-            values = tape.results(entry)
-            if values and all(one in tape.kept and tape.roots[one] not in tape.writers for one in values):
-                found = [fetch(tape.kept[one]) for one in values] if entry in tape.sums and not tape.has_collectives else ()
-                if not found or not find_different([(tape.sums[entry], sums_of(found))]):  # or a kernel has written to it
-                    self._served[(*key, number)] = entry
-        self._counts = counts
+            yield (*key, self._counts[key]), entry
+            self._counts[key] += 1
+
+    def _is_intact(self, entry: int) -> bool:
+        """Return whether the tape has all results of ``entry``, and nothing has written to them."""
+        tape = self._tape
+        values = tape.results(entry)
+        if not values or any(value not in tape.kept or tape.roots[value] in tape.writers for value in values):
+            return False
+        if entry not in tape.sums or tape.has_collectives:
+            return True
+        results = [fetch(tape.kept[value]) for value in values]
+        return not find_different([(tape.sums[entry], sums_of(results))])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op, or return what it returned in forward."""
         site = self.sites.get(id(func))
         if site is None:
             site = self.table.add_site(func, self.path)
@@ -104,32 +113,32 @@ class Served(RegionMode):
             raise _Done
         if not site.may_save or _is_cast(site):
             return run_op(site, args, kwargs)
-        roots = (self._addresses.get(storage_address(one)) for one in tensors_of(args))
+        roots = (self._addresses.get(storage_address(tensor)) for tensor in tensors_of(args))
         key = (id(site), *(root for root in roots if root is not None))
         number = self._calls[key]
         self._calls[key] = number + 1
         if self._counts and number >= self._counts.get(key, number + 1):
-            found = f"{site_name(site)} in module {site.path or 'itself'} runs more often than in forward: {OTHER}"
-            raise RegionError(Problem("region", found, fix=OTHER_FIX))
+            self._refuse(site, "runs more often than in forward")
         entry = self._served.get((*key, number))
         return run_op(site, args, kwargs) if entry is None else self._serve(site, entry, args)
 
     def _serve(self, site: CallSite, entry: int, args: Any) -> Any:
         tape = self._tape
         if tape.metadata[entry] != metadata_of(args):
-            found = f"{site_name(site)} in module {site.path or 'itself'} reads other shapes in recomputation: {OTHER}"
-            raise RegionError(Problem("region", found, fix=OTHER_FIX))
+            self._refuse(site, "reads other shapes in recomputation")
         for generator, state in tape.after.get(entry, ()):
             generator.set_state(state)
-        found = [detached(fetch(tape.kept[value])) for value in tape.results(entry)]
+        results = [detached(fetch(tape.kept[value])) for value in tape.results(entry)]
         if tape.counts.get(entry, 1) == 1 and not tape.is_list(entry):
-            return found[0]
-        return tuple(found)
+            return results[0]
+        return tuple(results)
+
+    def _refuse(self, site: CallSite, what: str) -> None:
+        module = f"module {site.path}" if site.path else "its own forward"
+        found = f"{site_name(site)} in {module} {what}: {OTHER}"
+        raise RegionError(Problem(self._where, found, fix=OTHER_FIX))
 
 
 def _is_cast(site: CallSite) -> bool:
     """Return whether an op may be a cast by autocast, which has some in its cache in one pass and not in the other."""
     return site.op is torch.ops.aten._to_copy.default
-
-
-__all__ = ["Served", "map_tensors", "rerun", "written_tensors"]

@@ -1,0 +1,80 @@
+"""The arguments of a region call until backward, also in an input store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from sac.engine.functions import NotLeaf
+from sac.engine.handles import WRITTEN
+from sac.errors import Problem, RegionError
+from sac.outer_hooks import fetch
+from sac.stores.prefetch import CallNode
+from sac.stores.store import InputStoring, StoredInput
+from sac.tensors import describe, storage_bytes, version_of
+from sac.torch_private import tree_flatten, tree_unflatten
+
+
+class Inputs:
+    """The arguments of a call until backward. ``bytes``: that they keep, and those of them in host memory."""
+
+    bytes: tuple[int, int] = (0, 0)
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.leaves: list[Any]
+        self._spec: Any
+        if any(isinstance(argument, (list, tuple, dict)) for argument in (*args, *kwargs.values())):
+            self.leaves, self._spec = tree_flatten((args, kwargs))
+        else:
+            self.leaves, self._spec = [*args, *kwargs.values()], (len(args), [*kwargs])
+        self.tensors = [(index, leaf) for index, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        self._versions: list[tuple[int, int, bool]] = []
+        self._stored: dict[int, StoredInput] = {}
+
+    def store(self, storing: InputStoring, where: str) -> None:
+        """Copy the chosen inputs to their store before the forward."""
+        call, leaves = CallNode(), [*self.leaves]
+        for index in storing.choose(leaves):
+            name = partial("argument {}".format, index)
+            self._stored[index] = StoredInput(leaves[index], storing.store, call, (where, index), name)
+
+    def end(self, packed: Callable[[Tensor], Any]) -> None:
+        """Hold the tensors as ``packed`` returns them."""
+        self._versions = [(index, version_of(tensor), tensor.requires_grad) for index, tensor in self.tensors]
+        for index, tensor in self.tensors:
+            stored = self._stored.get(index)
+            if stored is None:
+                self.leaves[index] = packed(tensor)
+            else:
+                stored.close(None)
+                self.leaves[index] = stored
+        held = [tensor for index, tensor in self.tensors if type(tensor) is Tensor and index not in self._stored]
+        sizes = [stored.bytes() for stored in self._stored.values()]
+        self.bytes = sum(map(storage_bytes, held)) + sum(size for size, _ in sizes), sum(size for _, size in sizes)
+        self.tensors = []
+
+    def again(self, where: str, *, written: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments for a rerun; ``written``: the region writes to inputs, whose contents are put back."""
+        leaves = [*self.leaves]
+        for index, version, requires_grad in self._versions:
+            tensor = leaves[index]
+            if isinstance(tensor, Tensor) and version_of(tensor) != version:
+                found = f"its input {index} ({describe(tensor)}) was changed in place after the forward"
+                raise RegionError(Problem(where, found, fix=WRITTEN))
+            if isinstance(tensor, StoredInput):
+                leaves[index] = tensor.fetch(where).requires_grad_(requires_grad)
+            elif type(tensor) is not Parameter:
+                leaves[index] = again = fetch(tensor).detach().requires_grad_(requires_grad)
+                if written and requires_grad and not tensor.is_leaf:
+                    with torch.enable_grad():
+                        leaves[index] = NotLeaf.apply(again)  # type: ignore[no-untyped-call]
+        if isinstance(self._spec, tuple):
+            count, names = self._spec
+            return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        return args, kwargs

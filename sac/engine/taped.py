@@ -1,0 +1,309 @@
+"""The frame of a recorded call: it keeps what the policy saves, and is replayed if that is possible."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sac.checksums import checksum, find_different
+from sac.engine.frame import Frame
+from sac.engine.handles import EXTERNAL, KEPT, MISSING, WRITTEN, Handle
+from sac.engine.inputs import Inputs
+from sac.engine.recorder import TapeMode
+from sac.engine.replay import ChangedError, replay
+from sac.engine.rng import python_random, same_python_random
+from sac.engine.schedule import Schedule, UnobtainableError, key_of, schedule_replay
+from sac.engine.serve import Served
+from sac.engine.tape import CannotReplayError, Tape
+from sac.errors import Problem, RegionError, SacWarning
+from sac.outer_hooks import fetch, pack_with_outer_hooks
+from sac.recompute.op_trace import OpTraceRecorder, SavedFigures
+from sac.region.settings import ALWAYS, FIRST, NEVER
+from sac.tensors import cloned, describe, storage_address, storage_bytes, tensor_parts, version_of
+
+_EARLIER = "earlier contents of a tensor from outside are needed"
+
+
+class UnsteadyError(Exception):
+    """A function gives other values when it runs again; later calls keep its results."""
+
+
+class TapedFrame(Frame):
+    """A call whose ops are recorded. ``group``: the region group, which learns from the call."""
+
+    tape: Tape
+
+    def __init__(self, *args: Any, group: Any, trace: OpTraceRecorder | None, replays: bool) -> None:
+        super().__init__(*args)
+        self.group, self.trace = group, trace
+        self.tape = Tape(group.table, self.owners)
+        self._replays = replays and not group.not_replayable
+        verify = self.settings.verify
+        verifies = verify == ALWAYS or (verify == FIRST and not group.verified)
+        self._sums: dict[int, Any] = {}
+        self.mode: TapeMode | None = TapeMode(group.table, self.tape, trace)
+        self.mode.verifies = verifies
+        self.mode.facts, self.mode.probes = group.functions, verify != NEVER
+        self.mode.takes_functions = self._replays
+        if self._replays and verifies:
+            self.mode.sums = self._sums
+        self._schedule: Schedule | None = None
+        self._wanted: list[tuple[int, int, int]] = []
+        self.figures: SavedFigures | None = None
+
+    def _begin(self, inputs: Inputs) -> None:
+        self._input_leaves = {index: self.tape.find_input(tensor) for index, tensor in inputs.tensors}
+        self._python = python_random() if self.group.careful is None else None
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self.mode is not None
+        with self.mode:
+            return self.function(*args, **kwargs)
+
+    def _pack(self, tensor: Tensor) -> Handle:
+        handle = Handle(len(self._handles), tensor)
+        self._handles.append(weakref.ref(handle))
+        mode = self.mode
+        if mode is not None and not mode.paused:
+            mode.pack(tensor, handle)
+        return handle
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether backward replays the call, as far as is known."""
+        return self._replays and not self.group.not_replayable
+
+    # -- The end of the forward
+
+    def _end(self) -> None:
+        tape, group, mode = self.tape, self.group, self.mode
+        assert mode is not None
+        alive = [handle for reference in self._handles if (handle := reference()) is not None]
+        self._wanted = [handle for handle in map(self._missing, alive) if handle is not None]
+        if self._python is not None and not same_python_random(self._python, python_random()):
+            self.state.python, tape.is_careful = self._python, True
+        group.careful = group.careful or tape.is_careful
+        if tape.why_not and self._replays:
+            group.give_up(tape.why_not, self.where)
+        self._replays = self._replays and not tape.why_not
+        every = tape.kept
+        if self._replays:
+            self._schedule_replay()
+        self._release()
+        self._compact(alive)
+        self.figures = self._count(alive, every, mode.hits)
+        tape.kept_versions = {value: version_of(tensor) for value, tensor in tape.kept.items()}
+        for leaf in tape.leaves.values():
+            leaf.version = version_of(leaf.tensor)
+        self._pack_outside(alive)
+        tape.close()
+        self.mode = None
+
+    def _missing(self, handle: Handle) -> tuple[int, int, int] | None:
+        """Return the handle's index, value and time if it is missing, None if it is not."""
+        tape, (value, time) = self.tape, handle.position
+        last = tape.last_write(value)
+        if last == time:  # saved by the op that then wrote to it
+            time = time + 1
+            handle.position = value, time
+            tape.is_careful = True  # a rerun without a mode would stop too early
+        if tape.roots[value] in tape.fresh:
+            tape.fail("autograd saved memory that no op has written to")
+        if (handle.state == KEPT and last >= time) or (handle.state == EXTERNAL and not self._replays):
+            handle.release()
+        return (handle.index, value, time) if handle.state == MISSING else None
+
+    def _schedule_replay(self) -> None:
+        """Take the schedule of the group's last call if the tape is the same; otherwise make one."""
+        tape, group = self.tape, self.group
+        tape.kept_keys = (*tape.kept,)
+        key = key_of(tape, self._wanted)
+        known = group.schedule
+        if known is not None and known.key == key:
+            self._schedule = known
+            return
+        try:
+            self._schedule = schedule = schedule_replay(tape, self._wanted)
+        except UnobtainableError:
+            self._replays = False
+            group.give_up(_EARLIER, self.where)
+            return
+        schedule.key = key
+        group.schedule = schedule
+
+    def _release(self) -> None:
+        """Release the kept values and random states that a recomputation does not start from."""
+        tape = self.tape
+        if self._replays:
+            assert self._schedule is not None
+            running = {step[0] for step in self._schedule.steps}
+            units = [tape.units[entry] for entry in running & tape.units.keys()]
+            served = [value for unit in units for entry in unit.served.values() for value in tape.results(entry)]
+            tape.kept = {value: tape.kept[value] for value in dict.fromkeys([*self._schedule.kept, *served])}
+            tape.states = {entry: states for entry, states in tape.states.items() if entry in running}
+        elif self.early_stop:  # a rerun ends before it asks for later results
+            last = max((time for _, _, time in self._wanted), default=0)
+            tape.kept = {value: tensor for value, tensor in tape.kept.items() if tape.makers[value] < last}
+
+    def _compact(self, alive: list[Handle]) -> None:
+        """Copy kept parts of storages of which little else is kept."""
+        whole = {storage_address(tensor) for tensor in self.tape.kept.values()}
+        parts: dict[int, list[Handle]] = {}
+        for handle in alive:
+            if handle.state == KEPT and type(handle.value) is Tensor and handle.value.layout is torch.strided:
+                address = storage_address(handle.value)
+                if address not in whole:
+                    parts.setdefault(address, []).append(handle)
+        for handles in parts.values():
+            if 2 * sum(handle.value.nbytes for handle in handles) <= storage_bytes(handles[0].value):
+                for handle in handles:
+                    handle.hold(cloned(handle.value), KEPT)
+
+    def _count(self, alive: list[Handle], every: dict[int, Any], hits: dict[int, int]) -> SavedFigures:
+        tape = self.tape
+        rules: dict[int, int] = dict.fromkeys(tape.rule_of.values(), 0)
+        parts = [(value, part) for value, tensor in every.items() for part in tensor_parts(tensor)]
+        rule_at = {storage_address(part): tape.rule_of[value] for value, part in parts}
+        held: set[int] = set()
+        for tensor in [*tape.kept.values(), *(handle.value for handle in alive if handle.state == KEPT)]:
+            for part in tensor_parts(tensor):
+                address = storage_address(part)
+                if address not in held:
+                    held.add(address)
+                    rule = rule_at.get(address, -1)
+                    rules[rule] = rules.get(rule, 0) + storage_bytes(part)
+        sizes = {storage_address(part): storage_bytes(part) for _, part in parts}
+        lost = sum(size for address, size in sizes.items() if address not in held)
+        return SavedFigures(sum(rules.values()), lost, rules, dict(hits))
+
+    def _pack_outside(self, alive: list[Handle]) -> None:
+        """Hold inputs, and pass what this call holds to the hooks around the region."""
+        packed = self._packer()
+        self.inputs.end(packed)
+        for index, value in self._input_leaves.items():
+            self.tape.leaves[value].tensor = self.inputs.leaves[index]
+        if self._outer is None:
+            return
+        for value, tensor in self.tape.kept.items():
+            self.tape.kept[value] = packed(tensor)
+        for handle in alive:
+            if handle.state != MISSING and not self._is_of_parameter(handle):
+                handle.value = pack_with_outer_hooks(handle.value, self._outer)
+
+    def _is_of_parameter(self, handle: Handle) -> bool:
+        leaf = self.tape.leaves.get(self.tape.roots[handle.position[0]])
+        return handle.state == EXTERNAL and leaf is not None and leaf.is_parameter
+
+    # -- Backward
+
+    def _unpack(self, handle: Handle) -> Tensor:
+        tensor = super()._unpack(handle)
+        if self.is_open:  # its own forward calls backward, whose ops are on the tape
+            self.tape.adopt(tensor, handle.position[0])
+        return tensor
+
+    def _recompute(self, waiting: dict[int, Handle]) -> None:
+        if self.is_open:
+            self._recompute_early(waiting)
+            return
+        if self.is_replayed:
+            try:
+                self._replay(waiting, [wanted for wanted in self._wanted if wanted[0] in waiting])
+                return
+            except UnsteadyError:
+                pass
+            except CannotReplayError as reason:
+                self.group.give_up(str(reason), self.where)
+            for handle in waiting.values():
+                handle.value = None
+        self._rerun(waiting, Served(self.tape, self.where))
+
+    def _drop(self) -> None:
+        super()._drop()
+        self.tape.kept, self.tape.leaves, self.tape.before = {}, {}, {}
+
+    def _recompute_early(self, waiting: dict[int, Handle]) -> None:
+        """Recompute for a backward inside of the region's own forward, from the tape so far."""
+        tape, mode = self.tape, self.mode
+        assert mode is not None
+        mode.paused = True
+        try:
+            if tape.why_not:
+                self._rerun(waiting, None)
+            else:
+                tape.kept_versions = {value: version_of(tensor) for value, tensor in tape.kept.items()}
+                for leaf in tape.leaves.values():
+                    leaf.version = version_of(leaf.tensor)
+                self._replay(waiting, [(index, *handle.position) for index, handle in waiting.items()])
+        finally:
+            mode.paused = False
+
+    def _replay(self, waiting: dict[int, Handle], wanted: list[tuple[int, int, int]]) -> None:
+        tape, schedule = self.tape, self._schedule
+        try:
+            if schedule is None or wanted != schedule.key[0]:
+                schedule = schedule_replay(tape, wanted)
+            # A function that runs again is Python: it sees what a rerun sees, and leaves as little behind.
+            repeats = not self.is_open and any(step[0] in tape.units for step in schedule.steps)
+            with self.state.restored(None) if repeats else nullcontext():
+                filled = [*replay(tape, schedule, wanted)]
+        except ChangedError as change:
+            raise RegionError(self._of_change(change.value)) from None
+        except UnobtainableError:
+            raise CannotReplayError(_EARLIER) from None
+        if self._sums:
+            self._verify(filled, waiting)
+        for index, tensor in filled:
+            waiting[index].fill(tensor, self.where, checks=self.settings.checks_metadata)
+
+    def _of_change(self, value: int) -> Problem:
+        """Return the problem of a leaf that was written to after the forward."""
+        leaf = self.tape.leaves[value]
+        tensor, inputs = fetch(leaf.tensor), self._input_leaves.items()
+        index = next((index for index, other in inputs if self.tape.roots[other] == self.tape.roots[value]), None)
+        if index is not None:
+            found = f"its input {index} ({describe(tensor)}) was changed in place after the forward"
+            return Problem(self.where, found, fix=WRITTEN)
+        versions = f"it is at version {version_of(tensor)}, backward expects version {leaf.version}"
+        found = f"a tensor from outside the region ({describe(tensor)}) was changed in place after the forward"
+        fix = "do not write to it between forward and backward, or pass it to the region as an argument"
+        return Problem(self.where, f"{found}: {versions}", fix=fix)
+
+    def _verify(self, filled: list[tuple[int, Tensor]], waiting: dict[int, Handle]) -> None:
+        """Compare replayed values with those of the forward."""
+        compared = [(index, tensor) for index, tensor in filled if index in self._sums]
+        pairs = [(self._sums[index], checksum(tensor)) for index, tensor in compared]
+        different = {compared[position][0] for position in find_different(pairs)}
+        for index, tensor in compared:
+            if (tensor.shape, tensor.dtype, tensor.device) != waiting[index].metadata:
+                different.add(index)
+        if not different:
+            self.group.verified = True
+            return
+        self._sums = {}
+        self._check_units(different)
+        index, tensor = next(pair for pair in compared if pair[0] in different)
+        found = f"saved tensor {index} ({describe(tensor)}) is replayed with other values than forward had"
+        if self.tape.has_collectives:  # other ranks may not have seen a difference, and would not take part
+            raise RegionError(Problem(self.where, found, fix="set `engine: rerun` for this model"))
+        raise CannotReplayError(found)
+
+    def _check_units(self, different: set[int]) -> None:
+        """Raise ``UnsteadyError`` if units have given the ``different`` handles; save their results from now on."""
+        tape = self.tape
+        values = {index: value for index, value, _ in self._wanted} if not self.is_open else {}
+        units = {tape.makers[values[index]] for index in different if index in values} & tape.units.keys()
+        if not units:
+            return
+        for unit in units:
+            self.group.functions[tape.units[unit].key].unsteady = True
+        names = ", ".join(sorted({tape.units[unit].cls.__name__ for unit in units}))
+        found = f"{names} gives other values when it runs again"
+        fix = "none is needed for later steps, its results are kept from now on"
+        warnings.warn(str(Problem(self.where, found, fix=fix)), SacWarning, stacklevel=2)
+        raise UnsteadyError
