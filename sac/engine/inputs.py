@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,39 @@ from torch.nn import Parameter
 
 from sac.engine.functions import NotLeaf
 from sac.engine.handles import WRITTEN
+from sac.engine.objects import copied, is_own_object
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import fetch
 from sac.stores.prefetch import CallNode
 from sac.stores.store import InputStoring, StoredInput
 from sac.tensors import describe, storage_bytes, version_of
 from sac.torch_private import tree_flatten, tree_unflatten
+
+
+class _Copy:
+    """An object among the arguments as it was when the forward began."""
+
+    __slots__ = ("_copy",)
+
+    def __init__(self, value: Any) -> None:
+        self._copy = copied(value, {})
+
+    def again(self) -> Any:
+        """Return a copy for one rerun."""
+        return copied(self._copy, {})
+
+
+class _Stored:
+    """An input in a store."""
+
+    __slots__ = ("_stored", "_where")
+
+    def __init__(self, stored: StoredInput, where: str) -> None:
+        self._stored, self._where = stored, where
+
+    def fetch(self) -> Tensor:
+        """Return the input."""
+        return self._stored.fetch(self._where)
 
 
 class Inputs:
@@ -33,26 +60,38 @@ class Inputs:
         else:
             self.leaves, self._spec = [*args, *kwargs.values()], (len(args), [*kwargs])
         self.tensors = [(index, leaf) for index, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
-        self._versions: list[tuple[int, int, bool]] = []
+        for index, leaf in enumerate(self.leaves):
+            if is_own_object(leaf):  # a cache, to which a rerun would add again
+                self.leaves[index] = _Copy(leaf)
+        self._versions: list[tuple[int, int, bool, bool]] = []
         self._stored: dict[int, StoredInput] = {}
+        self._where = ""
+
+    @property
+    def stored(self) -> Iterable[int]:
+        """The indices of the inputs that are in a store."""
+        return self._stored.keys()
 
     def store(self, storing: InputStoring, where: str) -> None:
         """Copy the chosen inputs to their store before the forward."""
         call, leaves = CallNode(), [*self.leaves]
+        self._where = where
         for index in storing.choose(leaves):
             name = partial("argument {}".format, index)
             self._stored[index] = StoredInput(leaves[index], storing.store, call, (where, index), name)
 
     def end(self, packed: Callable[[Tensor], Any]) -> None:
         """Hold the tensors as ``packed`` returns them."""
-        self._versions = [(index, version_of(tensor), tensor.requires_grad) for index, tensor in self.tensors]
+        self._versions = [
+            (index, version_of(tensor), tensor.requires_grad, tensor.is_leaf) for index, tensor in self.tensors
+        ]
         for index, tensor in self.tensors:
             stored = self._stored.get(index)
             if stored is None:
                 self.leaves[index] = packed(tensor)
             else:
                 stored.close(None)
-                self.leaves[index] = stored
+                self.leaves[index] = _Stored(stored, self._where)
         held = [tensor for index, tensor in self.tensors if type(tensor) is Tensor and index not in self._stored]
         sizes = [stored.bytes() for stored in self._stored.values()]
         self.bytes = sum(map(storage_bytes, held)) + sum(size for size, _ in sizes), sum(size for _, size in sizes)
@@ -60,17 +99,17 @@ class Inputs:
 
     def again(self, where: str, *, written: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for a rerun; ``written``: the region writes to inputs, whose contents are put back."""
-        leaves = [*self.leaves]
-        for index, version, requires_grad in self._versions:
+        leaves = [leaf.again() if type(leaf) is _Copy else leaf for leaf in self.leaves]
+        for index, version, requires_grad, is_leaf in self._versions:
             tensor = leaves[index]
             if isinstance(tensor, Tensor) and version_of(tensor) != version:
                 found = f"its input {index} ({describe(tensor)}) was changed in place after the forward"
                 raise RegionError(Problem(where, found, fix=WRITTEN))
-            if isinstance(tensor, StoredInput):
-                leaves[index] = tensor.fetch(where).requires_grad_(requires_grad)
+            if type(tensor) is _Stored:
+                leaves[index] = tensor.fetch().requires_grad_(requires_grad)
             elif type(tensor) is not Parameter:
                 leaves[index] = again = fetch(tensor).detach().requires_grad_(requires_grad)
-                if written and requires_grad and not tensor.is_leaf:
+                if written and requires_grad and not is_leaf:
                     with torch.enable_grad():
                         leaves[index] = NotLeaf.apply(again)  # type: ignore[no-untyped-call]
         if isinstance(self._spec, tuple):

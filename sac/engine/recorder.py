@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,8 +38,8 @@ class TapeMode(RegionMode):
         super().__init__(table)
         self.tape = tape
         self.op_trace = op_trace
-        self.calls: dict[CallSite, int] = defaultdict(int)
-        self.alternations: dict[int, int] = defaultdict(int)
+        self.calls: MutableMapping[CallSite, int] = defaultdict(int)
+        self.alternations: MutableMapping[int, int] = defaultdict(int)
         self.hits: dict[int, int] = {}
         self.verifies = False  # whether checksums of what is kept are taken
         self.facts: dict[Any, Any] = {}  # (path, autograd function) -> what its calls have shown
@@ -134,7 +134,7 @@ class TapeMode(RegionMode):
         self._add_results(site, entry, args, out)
         for value in written:
             tape.wrote(value, entry)
-        if site.traits.is_uninitialised:
+        if site.traits.is_uninitialised and any(tensor.numel() for tensor in tensors_of(out)):
             tape.fresh.update(tape.roots[value] for value in tape.results(entry))
         if moved := advanced(states):
             tape.states[entry] = moved

@@ -129,8 +129,8 @@ class Region:
         if not (is_asked or table.saves_everything) and group.careful is False:
             return Frame(function, owners, settings, where)
         # Hooks around the region must be passed the same tensors if they run it again.
-        is_alone = settings.input_storing is None and active_hooks() is None
-        replays = is_asked and settings.engine != RERUN and (is_alone or settings.engine == REPLAY)
+        is_alone = active_hooks() is None or settings.engine == REPLAY
+        replays = is_asked and is_alone and settings.engine != RERUN
         trace = OpTraceRecorder() if group.lists_ops and not group.op_trace else None
         group.warns = settings.engine == REPLAY
         return TapedFrame(function, owners, settings, where, group=group, trace=trace, replays=replays)

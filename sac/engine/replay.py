@@ -138,7 +138,8 @@ def _run(tape: Tape, entry: int, values: dict[int, Any]) -> None:
     elif count:
         results = tensors_of(out)
         if len(results) != count:
-            raise CannotReplayError(f"{site.op} returned {count} tensors in forward and {len(results)} in its replay")
+            found = f"{site.op} returned {count} tensors in forward and {len(results)} in its replay"
+            raise CannotReplayError(found)
         values.update(zip(tape.results(entry), results, strict=True))
 
 

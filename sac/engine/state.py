@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sac.engine.functions import autocast_states
+from sac.engine.objects import attributes_of, is_own_object, with_tensor, without_graph
 from sac.engine.rng import python_random, set_python_random
 from sac.engine.tape import Tape
 from sac.errors import Problem, RegionError
@@ -56,6 +57,18 @@ def modules_in(owners: Sequence[nn.Module]) -> list[nn.Module]:
     return list(modules.values())
 
 
+def _held(container: Any) -> Any:
+    """Return a copy of a dict, list or set with stand-ins for tensors that have a graph."""
+    held = container.copy()
+    if isinstance(held, dict):
+        for key, value in held.items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                held[key] = without_graph(value)
+    elif isinstance(held, list) and any(isinstance(value, Tensor) for value in held):
+        held[:] = map(without_graph, held)
+    return held
+
+
 class ForwardState:
     """The state in which a forward began."""
 
@@ -65,15 +78,13 @@ class ForwardState:
         self._tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, int, bool]] = []  # of the modules: version, whether they need a gradient
+        self._seen: set[int] = set()  # objects that modules hold
         self._held: list[Any] = []  # generators and trackers that modules and arguments hold
         for module in modules_in(owners):
             self._note_module(module)
         for argument in arguments:
-            is_object = hasattr(argument, "__dict__") and not callable(argument)
-            if is_object and not isinstance(argument, (Tensor, nn.Module)):
-                self._tables.append((argument.__dict__, argument.__dict__.copy()))
-                self._note_values(argument.__dict__.values())
-        self._note_values(arguments)
+            values = attributes_of(argument).values() if is_own_object(argument) else (argument,)
+            self._held += [value for value in values if _is_random(value)]
         self._flags = [get() for get, _ in _FLAGS]
         self._autocast = autocast_states()
         self._random: RngSnapshot | None = None
@@ -90,28 +101,31 @@ class ForwardState:
     def _note_module(self, module: nn.Module) -> None:
         """Note attributes, parameters and buffers of a module, and what its attributes hold."""
         table = module.__dict__
-        self._tables.append((table, table.copy()))
+        has_own = len(table) > len(_NOT_OURS)
+        self._tables.append((table, _held(table) if has_own else table.copy()))
         for name in ("_parameters", "_buffers"):
             if tensors := table[name]:
                 self._tables.append((tensors, tensors.copy()))
                 there = (tensor for tensor in tensors.values() if tensor is not None)
                 self._tensors += [(tensor, version_of(tensor), tensor.requires_grad) for tensor in there]
-        if len(table) > len(_NOT_OURS):
+        if has_own:
             self._note_values([table[name] for name in table.keys() - _NOT_OURS])
 
     def _note_values(self, values: Iterable[Any]) -> None:
-        """Note containers with their items, generators and trackers."""
+        """Note containers with their items, objects with their attributes, generators and trackers."""
         for value in values:
-            cls = type(value)
-            if cls in _PLAIN or isinstance(value, (Tensor, nn.Module)):
+            if type(value) in _PLAIN or isinstance(value, (Tensor, nn.Module)):
                 continue
-            if isinstance(value, _CONTAINERS) and hasattr(value, "copy"):
-                self._containers.append((value, value.copy()))
             if isinstance(value, (list, tuple, dict)):
                 items = value.values() if isinstance(value, dict) else value
                 self._held += [item for item in items if _is_random(item)]
             elif _is_random(value):
                 self._held.append(value)
+            if isinstance(value, _CONTAINERS) and hasattr(value, "copy"):
+                self._containers.append((value, _held(value)))
+            elif id(value) not in self._seen and is_own_object(value) and hasattr(value, "__dict__"):
+                self._seen.add(id(value))
+                self._tables.append((vars(value), _held(vars(value))))
 
     def end(self) -> None:
         """Note the versions that parameters and buffers have at the end of the forward."""
@@ -195,7 +209,7 @@ def _set_items(table: dict[Any, Any], then: dict[Any, Any]) -> None:
     for name in [name for name in table if name not in then]:
         del table[name]
     for name, value in then.items():
-        now = table.get(name, _GONE)
+        now, value = table.get(name, _GONE), with_tensor(value)
         if now is not value and not _is_sharded(value) and not _is_sharded(now):
             table[name] = value
 
@@ -209,7 +223,7 @@ def _set_contents(container: Any, then: Any) -> None:
     if isinstance(container, dict):
         _set_items(container, then)
     elif isinstance(container, list):
-        container[:] = then
+        container[:] = map(with_tensor, then)
     else:
         container.clear()
         container.update(then)

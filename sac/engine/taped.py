@@ -58,6 +58,7 @@ class TapedFrame(Frame):
 
     def _begin(self, inputs: Inputs) -> None:
         self._input_leaves = {index: self.tape.find_input(tensor) for index, tensor in inputs.tensors}
+        self._stored_roots = {self.tape.roots[self._input_leaves[index]] for index in inputs.stored}
         self._python = python_random() if self.group.careful is None else None
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,11 +113,18 @@ class TapedFrame(Frame):
             time = time + 1
             handle.position = value, time
             tape.is_careful = True  # a rerun without a mode would stop too early
+            self._sum_again(handle.index, tape.refs[value]())
         if tape.roots[value] in tape.fresh:
             tape.fail("autograd saved memory that no op has written to")
-        if (handle.state == KEPT and last >= time) or (handle.state == EXTERNAL and not self._replays):
+        is_recomputed = not self._replays or tape.roots[value] in self._stored_roots
+        if (handle.state == KEPT and last >= time) or (handle.state == EXTERNAL and is_recomputed):
             handle.release()
         return (handle.index, value, time) if handle.state == MISSING else None
+
+    def _sum_again(self, index: int, tensor: Tensor | None) -> None:
+        """Take the checksum of a saved tensor once more, which an op has filled since."""
+        if self._sums.pop(index, None) is not None and tensor is not None:
+            self._sums[index] = checksum(tensor)
 
     def _schedule_replay(self) -> None:
         """Take the schedule of the group's last call if the tape is the same; otherwise make one."""

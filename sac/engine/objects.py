@@ -1,0 +1,114 @@
+"""Objects of user classes that modules or arguments hold, without the graphs of the tensors in them."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import types
+import weakref
+from collections import deque
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from sac.tensors import detached
+
+# A graph is no object of Python's garbage collector. A frame that held a tensor with the region's own history (a layer
+# that keeps its last result, a cache) would be held by that history, for ever. So frames hold stand-ins.
+
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_LIBRARIES = frozenset({"torch", "sac", "builtins", "numpy", *sys.stdlib_module_names})
+_MOST_LEVELS = 5  # of objects and containers inside of an argument
+
+
+class StandIn:
+    """A tensor with a graph, held without it."""
+
+    __slots__ = ("_reference", "_tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._reference = weakref.ref(tensor)
+        self._tensor = detached(tensor)
+
+    def tensor(self) -> Tensor:
+        """Return the tensor if it is still there, otherwise one with its contents that needs a gradient."""
+        original = self._reference()
+        return self._tensor.requires_grad_() if original is None else original
+
+
+def without_graph(value: Any) -> Any:
+    """Return what to hold of a value: a stand-in if it is a tensor with a graph."""
+    return StandIn(value) if isinstance(value, Tensor) and value.grad_fn is not None else value
+
+
+def with_tensor(value: Any) -> Any:
+    """Return the value that ``without_graph`` was given."""
+    return value.tensor() if type(value) is StandIn else value
+
+
+def is_own_object(value: Any) -> bool:
+    """Return whether a value is an object of a user's class that holds attributes."""
+    return (
+        _is_own_class(type(value)) and not isinstance(value, (Tensor, nn.Module, type)) and hasattr(value, "__dict__")
+    )
+
+
+@cache
+def _is_own_class(cls: type) -> bool:
+    if cls in _NAMESPACES:
+        return True
+    if cls.__module__.partition(".")[0] in _LIBRARIES or any("__call__" in vars(base) for base in cls.__mro__):
+        return False
+    return cls.__dictoffset__ != 0 or bool(_slots(cls))
+
+
+@cache
+def _slots(cls: type) -> tuple[str, ...]:
+    names = (vars(base).get("__slots__", ()) for base in cls.__mro__)
+    return tuple(name for own in names for name in ((own,) if isinstance(own, str) else own))
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, those in slots too."""
+    attributes = dict(getattr(value, "__dict__", ()))
+    for name in _slots(type(value)):
+        if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
+            attributes[name] = getattr(value, name)
+    return attributes
+
+
+def copied(value: Any, copies: dict[int, Any], level: int = 0) -> Any:
+    """Copy an object of a user's class with the objects and containers in it, but no tensors and modules.
+
+    ``copies``: id -> the copy of what occurs more than once. The copy of a tensor with a graph is without it.
+    """
+    if isinstance(value, Tensor):
+        return value if value.grad_fn is None else detached(value).requires_grad_()
+    if id(value) in copies:
+        return copies[id(value)]
+    if level == _MOST_LEVELS:
+        return value
+    cls = type(value)
+    if cls is tuple:
+        return tuple(copied(part, copies, level + 1) for part in value)
+    is_object = is_own_object(value)
+    if not (is_object or cls in (list, dict, deque)):
+        return value
+    try:
+        twin = copies[id(value)] = copy.copy(value)
+    except Exception:  # it cannot be copied: both passes share it
+        return value
+    if isinstance(value, dict):
+        for key, part in value.items():
+            dict.__setitem__(twin, key, copied(part, copies, level + 1))
+    elif isinstance(value, list):
+        list.__setitem__(twin, slice(None), [copied(part, copies, level + 1) for part in value])
+    elif isinstance(value, deque):
+        deque.clear(twin)
+        deque.extend(twin, [copied(part, copies, level + 1) for part in value])
+    if is_object and twin is not value:
+        for name, part in attributes_of(value).items():
+            object.__setattr__(twin, name, copied(part, copies, level + 1))
+    return twin
