@@ -23,10 +23,14 @@ from sac.engine.rng import GeneratorStates, advanced, default_generators, set_st
 from sac.engine.tape import CannotReplayError, Tape, as_refs, from_refs
 from sac.engine.tracker import active_mode, without_mode
 from sac.tensors import copy_of, detached, is_wrapper, placed_on, storage_address, tensors_of
-from sac.torch_private import TorchDispatchMode, UnseenByModes, transform_is_active, tree_leaves
-
-_Single: Any = torch.autograd.function._SingleLevelFunction
-_apply: Any = torch._C._FunctionBase.__dict__["apply"]  # passes `cls` on: `_apply(cls, *args)`
+from sac.torch_private import (
+    SingleLevelFunction,
+    TorchDispatchMode,
+    UnseenByModes,
+    apply_function,
+    transform_is_active,
+    tree_leaves,
+)
 
 
 def install() -> None:
@@ -34,14 +38,14 @@ def install() -> None:
 
     The class itself stays as it is, since Dynamo tests what its ``apply`` is.
     """
-    if "apply" not in vars(_Single):
-        _Single.apply = classmethod(_called)
+    if "apply" not in vars(SingleLevelFunction):
+        SingleLevelFunction.apply = classmethod(_called)
 
 
 def _called(cls: Any, *args: Any) -> Any:
     mode = active_mode()
     if mode is None or not mode.takes_functions or mode.paused or mode.tape.scope is not None or transform_is_active():
-        return _apply(cls, *args)
+        return apply_function(cls, *args)
     return FunctionCall(mode, cls, args).run()
 
 
@@ -173,7 +177,7 @@ class FunctionCall:
         }
         tape.scope = scope
         try:
-            out = _apply(self.cls, *self.args)
+            out = apply_function(self.cls, *self.args)
             self._end(out)
         finally:
             tape.scope = None
@@ -553,7 +557,7 @@ def run_unit(tape: Tape, entry: int, values: dict[int, Any]) -> None:
         stack.enter_context(saved_tensors_hooks(pack, lambda held: held))
         arguments = from_refs(tape.args[entry], _arguments(unit, values))
         stack.enter_context(_Serving(tape, unit) if unit.served else nullcontext())
-        returned = dict(enumerate(_returned(_apply(unit.cls, *arguments))))
+        returned = dict(enumerate(_returned(apply_function(unit.cls, *arguments))))
     for value, (is_returned, number) in zip(tape.results(entry), unit.results, strict=True):
         results = returned if is_returned else saved
         if number not in results:
@@ -569,6 +573,6 @@ def _arguments(unit: Unit, values: dict[int, Any]) -> dict[int, Any]:
         if not is_parameter or argument.requires_grad is not requires_grad:
             argument = argument.detach().requires_grad_(requires_grad)
             if requires_grad and value in unit.dirty:
-                argument = _apply(NotLeaf, argument)
+                argument = apply_function(NotLeaf, argument)
         arguments[value] = argument
     return arguments

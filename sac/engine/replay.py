@@ -59,7 +59,7 @@ def _below_autograd() -> ExitStack:
 
 
 def _with_changes(tape: Tape, schedule: Schedule, wanted: list[tuple[int, int, int]]) -> Schedule:
-    """Return a schedule that does not start from what was written to after the forward; raise ``ChangedError`` if none."""
+    """Return a schedule that does not start from what was written to later; raise ``ChangedError`` if none."""
     changed = _changed(tape, schedule)
     if not changed:
         return schedule

@@ -20,6 +20,7 @@ LAYERS = (
     {"stores"},
     {"region"},
     {"recompute"},
+    {"engine"},
     {"rng_tracker"},
     {"config"},
     {"checkpointing"},
