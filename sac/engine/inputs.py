@@ -15,7 +15,7 @@ from sac.engine.handles import WRITTEN
 from sac.engine.objects import copied, is_own_object
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import fetch
-from sac.stores.prefetch import CallNode
+from sac.stores.backward_order import CallNode
 from sac.stores.store import InputStoring, StoredInput
 from sac.tensors import describe, storage_bytes, version_of
 from sac.torch_private import tree_flatten, tree_unflatten
