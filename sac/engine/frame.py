@@ -117,4 +117,5 @@ class Frame:
         self.state.check(self.tape, self.where)
         with self.state.restored(self.tape):
             args, kwargs = self.inputs.again(self.where, written=self.tape is not None and bool(self.tape.before))
-            rerun(self.function, args, kwargs, waiting, self.where, self.settings, mode, stops=self.early_stop)
+            with self.state.modes.entered():
+                rerun(self.function, args, kwargs, waiting, self.where, self.settings, mode, stops=self.early_stop)

@@ -10,30 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sac.engine.functions import autocast_states
+from sac.engine.flags import BackendFlags
 from sac.engine.objects import attributes_of, is_own_object, with_tensor, without_graph
 from sac.engine.rng import python_random, set_python_random
 from sac.engine.tape import Tape
+from sac.engine.thread_state import Autocast, FunctionModes, leave_function_modes
 from sac.errors import Problem, RegionError
 from sac.region.rng import NamedStates, RngSnapshot
 from sac.region.settings import Settings
 from sac.region.undo import UndoStack
 from sac.tensors import copy_of, describe, is_wrapper, overwrite, version_of
-from sac.torch_private import process_flags, set_version_counters
+from sac.torch_private import set_version_counters
 
 # The contract: a rerun sees the inputs, parameters, buffers, module attributes, random states, autocast and flags of
 # the forward and leaves no trace in them; any other Python state is as torch.utils.checkpoint treats it. Attributes are
 # those of the region's modules and of objects among its arguments; lists, dicts and sets that are attributes or
 # arguments themselves count with their items, but what is inside of the items does not.
 
-_FLAGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-    *process_flags(),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (torch.get_default_dtype, torch.set_default_dtype),
-]
 _NOT_OURS = frozenset(vars(nn.Module()))  # the tables of a module
 _CONTAINERS = (list, dict, set)
 _PLAIN = (int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device)
+_SMALL = 1 << 16  # statistics and counters
 _GONE = object()
 
 
@@ -73,8 +70,15 @@ class ForwardState:
     """The state in which a forward began."""
 
     def __init__(
-        self, owners: Sequence[nn.Module], arguments: Sequence[Any], settings: Settings, *, is_careful: bool
+        self,
+        owners: Sequence[nn.Module],
+        arguments: Sequence[Any],
+        settings: Settings,
+        *,
+        is_careful: bool,
+        copies: bool = False,
     ) -> None:
+        """``copies``: of buffers, since no recorder takes them."""
         self._tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, int, bool]] = []  # of the modules: version, whether they need a gradient
@@ -85,16 +89,20 @@ class ForwardState:
         for argument in arguments:
             values = attributes_of(argument).values() if is_own_object(argument) else (argument,)
             self._held += [value for value in values if _is_random(value)]
-        self._flags = [get() for get, _ in _FLAGS]
-        self._autocast = autocast_states()
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        self.flags, self._autocast, self.modes = BackendFlags(), Autocast(tensors), FunctionModes()
         self._random: RngSnapshot | None = None
         self._trackers: list[tuple[Any, NamedStates]] = []
         if settings.preserve_rng_state:
-            tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
             generators = [value for value in self._held if isinstance(value, torch.Generator)]
             trackers = {id(value): value for value in self._held if not isinstance(value, torch.Generator)}
             self._random = RngSnapshot(tensors, settings, generators)
             self._trackers = [(tracker, NamedStates(tracker, ())) for tracker in trackers.values()]
+        self._copies: list[tuple[Tensor, int, Any]] = []
+        if copies:
+            buffers = [buffer for module in modules_in(owners) for buffer in module.buffers(recurse=False)]
+            plain = [buffer for buffer in buffers if not is_wrapper(buffer) and buffer.layout is torch.strided]
+            self._copies = [(one, version_of(one), copy_of(one.untyped_storage())) for one in plain]
         self._providers = [(provider, provider.snapshot()) for provider in settings.providers]
         self.python = python_random() if is_careful else None
 
@@ -128,25 +136,38 @@ class ForwardState:
                 self._tables.append((vars(value), _held(vars(value))))
 
     def end(self) -> None:
-        """Note the versions that parameters and buffers have at the end of the forward."""
+        """Note the versions that parameters and buffers have at the end of the forward; drop copies not needed."""
+        # A batch norm moves no version counter.
+        self._copies = [
+            (tensor, version, contents)
+            for tensor, version, contents in self._copies
+            if contents.nbytes() <= _SMALL or version_of(tensor) != version
+        ]
         if any(version_of(tensor) != version for tensor, version, _ in self._tensors):
             self._tensors = [(tensor, version_of(tensor), needs) for tensor, _, needs in self._tensors]
 
     def check(self, tape: Tape | None, where: str) -> None:
         """Raise ``RegionError`` if a parameter or buffer was written to after the forward, and there is no copy."""
-        copied: set[int] = set()
-        if tape is not None:
-            copied = {tensor.untyped_storage()._cdata for tensor, _ in tape.before.values()}
+        copied = {tensor.untyped_storage()._cdata for tensor, _ in self._contents(tape)}
         for tensor, version, _ in self._tensors:
             if version_of(tensor) != version and tensor.untyped_storage()._cdata not in copied:
                 found = f"a parameter or buffer ({describe(tensor)}) was changed in place between forward and backward"
                 fix = "change it after backward, or leave the block out of checkpointing"
                 raise RegionError(Problem(where, found, fix=fix))
 
+    def _contents(self, tape: Tape | None) -> list[tuple[Tensor, Any]]:
+        """Return tensors that the forward wrote to, with the contents from before."""
+        written = [(tensor, contents) for tensor, _, contents in self._copies]
+        return written if tape is None else [*tape.before.values(), *written]
+
     @contextmanager
     def restored(self, tape: Tape | None) -> Iterator[None]:
-        """Run the body in the state of the forward; afterwards everything is as it was."""
+        """Run the body in the state of the forward; afterwards everything is as it was.
+
+        There are no torch-function modes yet: the body enters ``modes`` around the region's function.
+        """
         with UndoStack() as stack:
+            leave_function_modes(stack)
             for table, then in self._tables:
                 _swap(stack, table, then, _set_items)
             for container, then in self._containers:
@@ -155,23 +176,15 @@ class ForwardState:
                 if tensor.requires_grad is not needs and tensor.is_leaf:
                     stack.callback(tensor.requires_grad_, tensor.requires_grad)
                     tensor.requires_grad_(needs)
-            self._restore_process(stack)
+            self.flags.enter_on(stack)
+            self._autocast.enter_on(stack)
             self._restore_random(stack, tape)
-            for tensor, contents in tape.before.values() if tape is not None else ():
+            for tensor, contents in self._contents(tape):
                 storage = tensor.untyped_storage()
                 if storage.nbytes() == contents.nbytes():  # else FSDP has freed it, and gathers it again
                     stack.callback(_put_back, tensor, copy_of(storage), version_of(tensor))
                     overwrite(storage, contents)
             yield
-
-    def _restore_process(self, stack: UndoStack) -> None:
-        for (get, put), then in zip(_FLAGS, self._flags, strict=True):
-            now = get()
-            if now != then:
-                stack.callback(put, now)
-                put(then)
-        for device, states in self._autocast.items():
-            stack.enter_context(torch.autocast(device, **states))
 
     def _restore_random(self, stack: UndoStack, tape: Tape | None) -> None:
         for generator, state in tape.generators.values() if tape is not None else ():

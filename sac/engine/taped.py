@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -258,7 +257,7 @@ class TapedFrame(Frame):
                 schedule = schedule_replay(tape, wanted)
             # A function that runs again is Python: it sees what a rerun sees, and leaves as little behind.
             repeats = not self.is_open and any(step[0] in tape.units for step in schedule.steps)
-            with self.state.restored(None) if repeats else nullcontext():
+            with self.state.restored(None) if repeats else self.state.flags.entered():
                 filled = [*replay(tape, schedule, wanted)]
         except ChangedError as change:
             raise RegionError(self._of_change(change.value)) from None
