@@ -60,6 +60,7 @@ class Inputs:
         else:
             self.leaves, self._spec = [*args, *kwargs.values()], (len(args), [*kwargs])
         self.tensors = [(index, leaf) for index, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        self._before = [version_of(tensor) for _, tensor in self.tensors]
         for index, leaf in enumerate(self.leaves):
             if is_own_object(leaf):  # a cache, to which a rerun would add again
                 self.leaves[index] = _Copy(leaf)
@@ -79,6 +80,15 @@ class Inputs:
         for index in storing.choose(leaves):
             name = partial("argument {}".format, index)
             self._stored[index] = StoredInput(leaves[index], storing.store, call, (where, index), name)
+
+    def written(self) -> list[Tensor]:
+        """Return the tensors that have been written to since the forward began."""
+        pairs = zip(self.tensors, self._before, strict=True)
+        return [tensor for (_, tensor), version in pairs if version_of(tensor) != version]
+
+    def drop(self) -> None:
+        """Hold nothing any more."""
+        self.leaves, self.tensors, self._stored = [], [], {}
 
     def end(self, packed: Callable[[Tensor], Any]) -> None:
         """Hold the tensors as ``packed`` returns them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -20,8 +21,15 @@ from sac.engine.taped import TapedFrame
 from sac.errors import Problem, SacWarning
 from sac.outer_hooks import active_hooks
 from sac.policy.model import PlannedRegion, Policy
-from sac.recompute.op_trace import OpTraceRecorder, OpTraceRow, RegionStats, check_planned_signature, log_decisions
-from sac.recompute.table import DecisionTable, rebuild_table
+from sac.recompute.op_trace import (
+    OpTraceRecorder,
+    OpTraceRow,
+    RegionStats,
+    SavedFigures,
+    check_planned_signature,
+    log_decisions,
+)
+from sac.recompute.table import NO_RULE, DecisionTable, rebuild_table
 from sac.region.settings import REPLAY, RERUN, Settings, as_torch_says
 
 install()
@@ -30,12 +38,13 @@ FULL_TABLE = DecisionTable(FULL, ())
 
 
 class RegionGroup:
-    """Regions that share a decision table, and what the first call of one has shown.
+    """Regions that share a decision table, and what calls of one have shown.
 
     ``not_replayable``: why a call could not be replayed; later ones use rerun. ``careful``: whether forwards need a
     mode, since they choose, write to tensors from outside or draw from other generators than the default ones (None:
-    not known yet). ``verified``: a replay has given the forward's values. ``schedule``: that of the last call.
-    ``functions``: what calls of autograd functions have shown, by (path, function).
+    not known yet). ``harmless``: of what may be a choice or a draw, what recorded calls have shown to be none;
+    ``doubt``: what calls without a mode had. ``verified``: a replay has given the forward's values. ``schedule``: that
+    of the last call. ``functions``: what calls of autograd functions have shown, by (path, function).
     """
 
     def __init__(self, table: DecisionTable, name: str, planned: PlannedRegion | None = None) -> None:
@@ -46,10 +55,27 @@ class RegionGroup:
         self.calls: Any = None
         self.not_replayable = ""
         self.careful: bool | None = None
+        self.harmless: Counter[Any] = Counter()
+        self.doubt: Counter[Any] = Counter()
         self.verified = False
         self.schedule: Schedule | None = None
         self.warns = False  # when a call cannot be replayed
         self.functions: dict[Any, Any] = {}
+
+    def learn(self, seen: Counter[Any], *, is_careful: bool) -> None:
+        """Learn from a recorded call, in which autograd saved what is ``seen`` (see ``Frame``)."""
+        if is_careful:
+            self.careful = True
+        elif not self.careful:
+            self.harmless |= seen
+            self.careful = None if self.doubt - self.harmless else False
+
+    def doubts(self, seen: Counter[Any]) -> bool:
+        """Return whether a call without a mode did what is not known to be harmless; later ones are recorded."""
+        if not seen - self.harmless:
+            return False
+        self.careful, self.doubt = None, self.doubt | seen
+        return True
 
     def give_up(self, reason: str, where: str) -> None:
         """Use rerun from now on."""
@@ -110,7 +136,8 @@ class Region:
         output = frame.run(args, kwargs, is_careful=bool(group.careful))
         if not isinstance(frame, TapedFrame):
             stats.engine = ""
-            stats.take(None, frame.inputs.bytes)
+            kept = frame.kept_bytes
+            stats.take(SavedFigures(kept, 0, {NO_RULE: kept}) if kept else None, frame.inputs.bytes)
             return output
         stats.engine = REPLAY if frame.is_replayed else RERUN
         stats.take(frame.figures, frame.inputs.bytes)
@@ -127,13 +154,13 @@ class Region:
         group, table = self.group, self.group.table
         is_asked = table.decides_on_ops or settings.engine == REPLAY
         if not (is_asked or table.saves_everything) and group.careful is False:
-            return Frame(function, owners, settings, where)
+            return Frame(function, owners, settings, where, group)
         # Hooks around the region must be passed the same tensors if they run it again.
         is_alone = active_hooks() is None or settings.engine == REPLAY
         replays = is_asked and is_alone and settings.engine != RERUN
         trace = OpTraceRecorder() if group.lists_ops and not group.op_trace else None
         group.warns = settings.engine == REPLAY
-        return TapedFrame(function, owners, settings, where, group=group, trace=trace, replays=replays)
+        return TapedFrame(function, owners, settings, where, group, trace=trace, replays=replays)
 
 
 def run_modules(

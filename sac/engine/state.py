@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sac.engine.flags import BackendFlags
 from sac.engine.objects import attributes_of, is_own_object, with_tensor, without_graph
-from sac.engine.rng import python_random, set_python_random
+from sac.engine.rng import advanced, python_random, set_python_random
 from sac.engine.tape import Tape
 from sac.engine.thread_state import Autocast, FunctionModes, leave_function_modes
 from sac.errors import Problem, RegionError
@@ -135,16 +135,34 @@ class ForwardState:
                 self._seen.add(id(value))
                 self._tables.append((vars(value), _held(vars(value))))
 
-    def end(self) -> None:
-        """Note the versions that parameters and buffers have at the end of the forward; drop copies not needed."""
+    def end(self) -> list[Tensor]:
+        """Note the versions that parameters and buffers have at the end of the forward; return what it wrote to.
+
+        Copies that are not needed are dropped.
+        """
         # A batch norm moves no version counter.
         self._copies = [
             (tensor, version, contents)
             for tensor, version, contents in self._copies
             if contents.nbytes() <= _SMALL or version_of(tensor) != version
         ]
-        if any(version_of(tensor) != version for tensor, version, _ in self._tensors):
+        written = [tensor for tensor, version, _ in self._tensors if version_of(tensor) != version]
+        if written:
             self._tensors = [(tensor, version_of(tensor), needs) for tensor, _, needs in self._tensors]
+        return written
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parameters and buffers."""
+        return [tensor for tensor, _, _ in self._tensors]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is a parameter or buffer."""
+        return any(other is tensor for other, _, _ in self._tensors)
+
+    def has_drawn(self) -> bool:
+        """Return whether a generator has advanced since the forward began."""
+        return self._random is not None and bool(advanced(self._random.states))
 
     def check(self, tape: Tape | None, where: str) -> None:
         """Raise ``RegionError`` if a parameter or buffer was written to after the forward, and there is no copy."""
@@ -158,7 +176,12 @@ class ForwardState:
     def _contents(self, tape: Tape | None) -> list[tuple[Tensor, Any]]:
         """Return tensors that the forward wrote to, with the contents from before."""
         written = [(tensor, contents) for tensor, _, contents in self._copies]
-        return written if tape is None else [*tape.before.values(), *written]
+        if tape is None:
+            return written
+        # Unlike the tensor beside the contents, a leaf has the version counter that others see.
+        leaves = {root: tape.leaves[root].tensor for root in tape.before}
+        here = [(leaves[root], one[1]) if isinstance(leaves[root], Tensor) else one for root, one in tape.before.items()]
+        return [*here, *written]
 
     @contextmanager
     def restored(self, tape: Tape | None) -> Iterator[None]:

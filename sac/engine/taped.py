@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sac.checksums import checksum, find_different
-from sac.engine.frame import Frame
+from sac.engine.frame import Frame, alive
 from sac.engine.handles import EXTERNAL, KEPT, MISSING, WRITTEN, Handle
 from sac.engine.inputs import Inputs
 from sac.engine.recorder import TapeMode
@@ -37,9 +37,9 @@ class TapedFrame(Frame):
 
     tape: Tape
 
-    def __init__(self, *args: Any, group: Any, trace: OpTraceRecorder | None, replays: bool) -> None:
+    def __init__(self, *args: Any, trace: OpTraceRecorder | None, replays: bool) -> None:
         super().__init__(*args)
-        self.group, self.trace = group, trace
+        group, self.trace = self.group, trace
         self.tape = Tape(group.table, self.owners)
         self._replays = replays and not group.not_replayable
         verify = self.settings.verify
@@ -80,14 +80,15 @@ class TapedFrame(Frame):
 
     # -- The end of the forward
 
-    def _end(self) -> None:
+    def _end(self, written: list[Tensor]) -> None:
         tape, group, mode = self.tape, self.group, self.mode
         assert mode is not None
-        alive = [handle for reference in self._handles if (handle := reference()) is not None]
-        self._wanted = [handle for handle in map(self._missing, alive) if handle is not None]
+        handles = alive(self._handles)
+        seen = self._seen(handles, draws=self.state.has_drawn())
+        self._wanted = [handle for handle in map(self._missing, handles) if handle is not None]
         if self._python is not None and not same_python_random(self._python, python_random()):
             self.state.python, tape.is_careful = self._python, True
-        group.careful = group.careful or tape.is_careful
+        group.learn(seen, is_careful=tape.is_careful)
         if tape.why_not and self._replays:
             group.give_up(tape.why_not, self.where)
         self._replays = self._replays and not tape.why_not
@@ -95,12 +96,12 @@ class TapedFrame(Frame):
         if self._replays:
             self._schedule_replay()
         self._release()
-        self._compact(alive)
-        self.figures = self._count(alive, every, mode.hits)
+        self._compact(handles)
+        self.figures = self._count(handles, every, mode.hits)
         tape.kept_versions = {value: version_of(tensor) for value, tensor in tape.kept.items()}
         for leaf in tape.leaves.values():
             leaf.version = version_of(leaf.tensor)
-        self._pack_outside(alive)
+        self._pack_outside(handles)
         tape.close()
         self.mode = None
 
@@ -157,27 +158,27 @@ class TapedFrame(Frame):
             last = max((time for _, _, time in self._wanted), default=0)
             tape.kept = {value: tensor for value, tensor in tape.kept.items() if tape.makers[value] < last}
 
-    def _compact(self, alive: list[Handle]) -> None:
+    def _compact(self, handles: list[Handle]) -> None:
         """Copy kept parts of storages of which little else is kept."""
         whole = {storage_address(tensor) for tensor in self.tape.kept.values()}
         parts: dict[int, list[Handle]] = {}
-        for handle in alive:
+        for handle in handles:
             if handle.state == KEPT and type(handle.value) is Tensor and handle.value.layout is torch.strided:
                 address = storage_address(handle.value)
                 if address not in whole:
                     parts.setdefault(address, []).append(handle)
-        for handles in parts.values():
-            if 2 * sum(handle.value.nbytes for handle in handles) <= storage_bytes(handles[0].value):
-                for handle in handles:
+        for together in parts.values():
+            if 2 * sum(handle.value.nbytes for handle in together) <= storage_bytes(together[0].value):
+                for handle in together:
                     handle.hold(cloned(handle.value), KEPT)
 
-    def _count(self, alive: list[Handle], every: dict[int, Any], hits: dict[int, int]) -> SavedFigures:
+    def _count(self, handles: list[Handle], every: dict[int, Any], hits: dict[int, int]) -> SavedFigures:
         tape = self.tape
         rules: dict[int, int] = dict.fromkeys(tape.rule_of.values(), 0)
         parts = [(value, part) for value, tensor in every.items() for part in tensor_parts(tensor)]
         rule_at = {storage_address(part): tape.rule_of[value] for value, part in parts}
         held: set[int] = set()
-        for tensor in [*tape.kept.values(), *(handle.value for handle in alive if handle.state == KEPT)]:
+        for tensor in [*tape.kept.values(), *(handle.value for handle in handles if handle.state == KEPT)]:
             for part in tensor_parts(tensor):
                 address = storage_address(part)
                 if address not in held:
@@ -188,7 +189,7 @@ class TapedFrame(Frame):
         lost = sum(size for address, size in sizes.items() if address not in held)
         return SavedFigures(sum(rules.values()), lost, rules, dict(hits))
 
-    def _pack_outside(self, alive: list[Handle]) -> None:
+    def _pack_outside(self, handles: list[Handle]) -> None:
         """Hold inputs, and pass what this call holds to the hooks around the region."""
         packed = self._packer()
         self.inputs.end(packed)
@@ -198,7 +199,7 @@ class TapedFrame(Frame):
             return
         for value, tensor in self.tape.kept.items():
             self.tape.kept[value] = packed(tensor)
-        for handle in alive:
+        for handle in handles:
             if handle.state != MISSING and not self._is_of_parameter(handle):
                 handle.value = pack_with_outer_hooks(handle.value, self._outer)
 
