@@ -180,7 +180,9 @@ class ForwardState:
             return written
         # Unlike the tensor beside the contents, a leaf has the version counter that others see.
         leaves = {root: tape.leaves[root].tensor for root in tape.before}
-        here = [(leaves[root], one[1]) if isinstance(leaves[root], Tensor) else one for root, one in tape.before.items()]
+        here = [
+            (leaves[root], one[1]) if isinstance(leaves[root], Tensor) else one for root, one in tape.before.items()
+        ]
         return [*here, *written]
 
     @contextmanager
