@@ -6,26 +6,33 @@ The switch goes with the old folders.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from types import CodeType
+from typing import TYPE_CHECKING, Any
 
 IS_NEW = os.environ.get("SAC_ENGINE") == "new"
 
 if TYPE_CHECKING or not IS_NEW:
-    from sac.recompute.module_tracker import TrackedForward, class_forward, takes_module, traced_forward
+    from sac.recompute.module_tracker import BareMode, TrackedForward, class_forward, takes_module, traced_forward
     from sac.recompute.regions import FULL, FULL_TABLE, Region, RegionGroup, run_as_region, run_modules
     from sac.recompute.torch_checkpoint import checkpoint_contexts, run_in_eager, run_traced
+    from sac.region.ambient import BackendFlags, attention_choice
 else:
+    from sac.engine.flags import BackendFlags, attention_choice
     from sac.engine.region import FULL, FULL_TABLE, Region, RegionGroup, run_as_region, run_modules
-    from sac.engine.tracker import TrackedForward, class_forward, takes_module, traced_forward
+    from sac.engine.tracker import BareMode, TrackedForward, class_forward, takes_module, traced_forward
     from sac.recompute.torch_checkpoint import checkpoint_contexts, run_in_eager, run_traced
 
 __all__ = [
     "FULL",
     "FULL_TABLE",
     "IS_NEW",
+    "BackendFlags",
+    "BareMode",
     "Region",
     "RegionGroup",
     "TrackedForward",
+    "attention_choice",
     "checkpoint_contexts",
     "class_forward",
     "run_as_region",
@@ -41,3 +48,20 @@ def why_not_replayed(group: RegionGroup) -> str:
     """Return why a call of the group could not be replayed, empty if each could."""
     reason: str = getattr(group, "not_replayable", "") if IS_NEW else group.evidence.not_replayable
     return reason
+
+
+def recomputing_functions() -> dict[CodeType, Callable[[dict[str, Any]], str]]:
+    """Return the code of the functions that run while a region is recomputed; a region's path from their variables."""
+    if IS_NEW:
+        from sac.engine.frame import Frame
+        from sac.engine.reentrant import _Node
+        from sac.engine.taped import TapedFrame
+
+        of_frame = {one._recompute.__code__: lambda variables: variables["self"].where for one in (Frame, TapedFrame)}
+        return {**of_frame, _Node.backward.__code__: lambda variables: variables["ctx"].call.where}
+    from sac.recompute.replay import ReplayFrame
+    from sac.region.frame import Frame as OldFrame
+    from sac.region.reentrant import ReentrantFrame
+
+    functions: tuple[Any, ...] = (OldFrame._recompute, ReplayFrame._recompute, ReentrantFrame._run_again)
+    return {function.__code__: lambda variables: variables["self"].path for function in functions}

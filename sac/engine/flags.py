@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -21,8 +23,8 @@ from sac.torch_private import (
 
 # Restored are those that a program may set around the forward only: the settings of `sdpa_kernel`, the callable at
 # `torch.nn.functional.scaled_dot_product_attention` (context-parallel code replaces it), the default dtype, the settings
-# of `torch.backends.cudnn.flags` and `torch.backends.mkldnn.flags`, deterministic algorithms, and the precision of
-# float32 products. All threads share these flags.
+# of `torch.backends.cudnn.flags` and `torch.backends.mkldnn.flags`, deterministic algorithms, the precision of float32
+# products, and the attention backend that TransformerEngine chose last. All threads share these flags.
 
 Flag = tuple[Callable[[], Any], Callable[[Any], Any]]
 
@@ -63,10 +65,48 @@ def _put_attention(function: Any) -> None:
     functional.scaled_dot_product_attention = function
 
 
+# Private to TransformerEngine (1.x to 2.x): a dict of the module, with the parameters of the last choice of an
+# attention backend and that backend. A call with the same parameters does not choose again.
+_TRANSFORMER_ENGINE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+
+
+class AttentionChoice:
+    """The contents of TransformerEngine's dict; equal if they are the same objects (which may hold tensors)."""
+
+    def __init__(self, values: dict[Any, Any]) -> None:
+        self.values = values
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, AttentionChoice) or self.values.keys() != other.values.keys():
+            return False
+        return all(map(is_, self.values.values(), (other.values[key] for key in self.values)))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def attention_choice() -> AttentionChoice | None:
+    """Return TransformerEngine's last choice; None if it is not loaded."""
+    choices = _choices()
+    return AttentionChoice(dict(choices)) if isinstance(choices, dict) else None
+
+
+def _choices() -> Any:
+    module = sys.modules.get(_TRANSFORMER_ENGINE)
+    return None if module is None else getattr(module, "_attention_backends", None)
+
+
+def _put_attention_choice(wanted: AttentionChoice | None) -> None:
+    choices = _choices()
+    if isinstance(choices, dict) and wanted is not None:
+        choices.clear()
+        choices.update(wanted.values)
+
+
 def _flags() -> Iterator[Flag]:
     yield from process_flags()
     yield torch.get_default_dtype, torch.set_default_dtype
     yield _attention, _put_attention
+    yield attention_choice, _put_attention_choice
     if HAS_PRECISIONS:
         yield _precision(("cuda", "matmul"), ("mkldnn", "matmul"), _MATMUL_WORDS, set_matmul_precision)
         yield _precision(("cuda", "conv"), ("cuda", "rnn"), _CUDNN_WORDS, set_cudnn_tf32)

@@ -40,12 +40,12 @@ class TapedFrame(Frame):
     def __init__(self, *args: Any, trace: OpTraceRecorder | None, replays: bool) -> None:
         super().__init__(*args)
         group, self.trace = self.group, trace
-        self.tape = Tape(group.table, self.owners)
+        self.tape = self._new_tape()
         self._replays = replays and not group.not_replayable
         verify = self.settings.verify
         verifies = verify == ALWAYS or (verify == FIRST and not group.verified)
         self._sums: dict[int, Any] = {}
-        self.mode: TapeMode | None = TapeMode(group.table, self.tape, trace)
+        self.mode: TapeMode | None = self._new_mode()
         self.mode.verifies = verifies
         self.mode.facts, self.mode.probes = group.functions, verify != NEVER
         self.mode.takes_functions = self._replays
@@ -54,6 +54,12 @@ class TapedFrame(Frame):
         self._schedule: Schedule | None = None
         self._wanted: list[tuple[int, int, int]] = []
         self.figures: SavedFigures | None = None
+
+    def _new_tape(self) -> Tape:
+        return Tape(self.group.table, self.owners)
+
+    def _new_mode(self) -> TapeMode:
+        return TapeMode(self.group.table, self.tape, self.trace)
 
     def _begin(self, inputs: Inputs) -> None:
         self._input_leaves = {index: self.tape.find_input(tensor) for index, tensor in inputs.tensors}
