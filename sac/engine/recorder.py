@@ -107,8 +107,8 @@ class TapeMode(RegionMode):
         tape = self.tape
         if site.reads_value:  # another call may branch to other ops
             tape.is_careful = True
-        if tape.fresh:
-            self._check_initialised(site, [tape.find(tensor, site) for tensor in tensors_of(args)], ())
+            if tape.fresh:
+                self._check_initialised(site, [tape.find(tensor, site) for tensor in tensors_of(args)], ())
         return run_op(site, args, kwargs)
 
     def _run_special(

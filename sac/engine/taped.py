@@ -76,7 +76,9 @@ class TapedFrame(Frame):
         self._handles.append(weakref.ref(handle))
         mode = self.mode
         if mode is not None and not mode.paused:
+            mode.paused = True  # to detach a tensor of a wrapper class is an op
             mode.pack(tensor, handle)
+            mode.paused = False
         return handle
 
     @property
