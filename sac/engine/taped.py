@@ -160,7 +160,10 @@ class TapedFrame(Frame):
             running = {step[0] for step in self._schedule.steps}
             units = [tape.units[entry] for entry in running & tape.units.keys()]
             served = [value for unit in units for entry in unit.served.values() for value in tape.results(entry)]
-            tape.kept = {value: tape.kept[value] for value in dict.fromkeys([*self._schedule.kept, *served])}
+            # A rerun that has to take over must route as the forward did.
+            routed = [value for value in tape.kept if getattr(tape.sites[tape.makers[value]], "must_save", False)]
+            starts = dict.fromkeys([*self._schedule.kept, *served, *routed])
+            tape.kept = {value: tape.kept[value] for value in starts}
             tape.states = {entry: states for entry, states in tape.states.items() if entry in running}
         elif self.early_stop:  # a rerun ends before it asks for later results
             last = max((time for _, _, time in self._wanted), default=0)

@@ -217,7 +217,7 @@ class _ProfilingFrame(TapedFrame):
         self._block, self._took, self._after_op = block, took, after_op
         self._profile: RegionProfile | None = None
         self._at_end: dict[int, int] = {}  # address of each storage that is alive at the end -> its root
-        super().__init__(function, owners, settings, block.path, group=group, trace=None, replays=True)
+        super().__init__(function, owners, settings, block.path, group, trace=None, replays=True)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_careful: bool) -> Any:
         """See ``Frame.run``."""
