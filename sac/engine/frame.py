@@ -78,8 +78,11 @@ class Frame:
 
     def _end(self, written: list[Tensor]) -> None:
         """End the forward, which has ``written`` to tensors of the modules."""
-        if any(tensor._version != version for tensor, version in self._packed):
-            self.early_stop = False  # an op that fills a tensor which autograd has saved before must run to its end
+        for handle in alive(self._handles):  # one whose tensor was written to since raises when backward needs it
+            tensor, version = self._packed[handle.index]
+            if tensor._version != version:
+                handle.hold(tensor, KEPT)
+                handle.version = version
         if self._is_new(written):
             self._keep_whole()
             self._drop()

@@ -17,7 +17,7 @@ from sac.errors import Problem, RegionError
 from sac.outer_hooks import fetch
 from sac.stores.backward_order import CallNode
 from sac.stores.store import InputStoring, StoredInput
-from sac.tensors import describe, storage_bytes, version_of
+from sac.tensors import describe, storage_address, storage_bytes, version_of
 from sac.torch_private import tree_flatten, tree_unflatten
 
 
@@ -65,6 +65,11 @@ class Inputs:
             if is_own_object(leaf):  # a cache, to which a rerun would add again
                 self.leaves[index] = _Copy(leaf)
         self._versions: list[tuple[int, int, bool, bool]] = []
+        firsts: dict[int, int] = {}
+        for index, tensor in self.tensors:
+            firsts.setdefault(id(tensor), index)
+        # One tensor in several places is one tensor again.
+        self._same = {index: firsts[id(tensor)] for index, tensor in self.tensors if firsts[id(tensor)] != index}
         self._stored: dict[int, StoredInput] = {}
         self._where = ""
 
@@ -104,7 +109,8 @@ class Inputs:
                 self.leaves[index] = _Stored(stored, self._where)
         held = [tensor for index, tensor in self.tensors if type(tensor) is Tensor and index not in self._stored]
         sizes = [stored.bytes() for stored in self._stored.values()]
-        self.bytes = sum(map(storage_bytes, held)) + sum(size for size, _ in sizes), sum(size for _, size in sizes)
+        here = sum({storage_address(tensor): storage_bytes(tensor) for tensor in held}.values())
+        self.bytes = here + sum(size for size, _ in sizes), sum(size for _, size in sizes)
         self.tensors = []
 
     def again(self, where: str, *, written: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -115,7 +121,9 @@ class Inputs:
             if isinstance(tensor, Tensor) and version_of(tensor) != version:
                 found = f"its input {index} ({describe(tensor)}) was changed in place after the forward"
                 raise RegionError(Problem(where, found, fix=WRITTEN))
-            if type(tensor) is _Stored:
+            if index in self._same:
+                leaves[index] = leaves[self._same[index]]
+            elif type(tensor) is _Stored:
                 leaves[index] = tensor.fetch().requires_grad_(requires_grad)
             elif type(tensor) is not Parameter:
                 leaves[index] = again = fetch(tensor).detach().requires_grad_(requires_grad)

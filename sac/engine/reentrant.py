@@ -82,9 +82,13 @@ class _Call:
         with self.state.restored(None), torch.enable_grad():
             args, kwargs = self.inputs.again(self.where, written=False)
             leaves, spec = tree_flatten((args, kwargs))
+            starts: dict[int, Tensor] = {}  # one tensor in several places is one tensor again
             for position, index in enumerate(self.indices):
-                if leaves[index].requires_grad:
-                    leaves[index] = _Start.apply(leaves[index], arrived, position)  # type: ignore[no-untyped-call]
+                leaf = leaves[index]
+                if leaf.requires_grad:
+                    if id(leaf) not in starts:
+                        starts[id(leaf)] = _Start.apply(leaf, arrived, position)  # type: ignore[no-untyped-call]
+                    leaves[index] = starts[id(leaf)]
             args, kwargs = tree_unflatten(leaves, spec)
             with self.state.modes.entered():
                 output = self.function(*args, **kwargs)

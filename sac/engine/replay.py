@@ -92,6 +92,8 @@ def _start(tape: Tape, schedule: Schedule) -> dict[int, Any]:
     copies: dict[int, Any] = {}
     for value in schedule.leaves:
         leaf = tape.leaves[value]
+        if leaf.tensor is None:
+            raise CannotReplayError("a tensor from outside is needed that the replay of all values does not need")
         tensor = fetch(leaf.tensor)
         if tensor.shape != leaf.shape or (leaf.is_parameter and not is_there(tensor)):
             raise CannotReplayError(

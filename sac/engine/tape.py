@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from sac.engine.rng import GeneratorStates
 from sac.recompute.table import DecisionTable
-from sac.tensors import copy_of, detached, is_wrapper, storage_address, tensors_of, version_of
+from sac.tensors import copy_of, detached, is_wrapper, storage_address, storage_bytes, tensors_of, version_of
 from sac.torch_private import next_node_number
 
 # A *value* is a tensor that an op reads or produces; it has a number. A value that no op of the tape produced is a
@@ -34,7 +34,7 @@ class CannotReplayError(Exception):
 class Leaf:
     """A tensor from outside. ``version``: at the end of the forward. ``is_parameter``: its storage identifies it."""
 
-    tensor: Any  # may be packed by hooks around the region
+    tensor: Any  # may be packed by hooks around the region; None if no recomputation needs it
     version: int
     shape: torch.Size
     is_parameter: bool
@@ -108,7 +108,8 @@ class Tape:
         self.leaf_roots.setdefault(address, self.roots[value])
         is_parameter = tensor.is_leaf and tensor.requires_grad
         self.leaves[value] = Leaf(tensor, version_of(tensor), tensor.shape, is_parameter)
-        if not is_parameter and tensor.nbytes <= _COPIED and type(tensor) is Tensor and self.roots[value] == value:
+        is_small = type(tensor) is Tensor and storage_bytes(tensor) <= _COPIED
+        if is_small and not is_parameter and self.roots[value] == value:
             self.before[value] = detached(tensor), copy_of(tensor.untyped_storage())
         return value
 

@@ -108,7 +108,8 @@ class TapedFrame(Frame):
         self.figures = self._count(handles, every, mode.hits)
         tape.kept_versions = {value: version_of(tensor) for value, tensor in tape.kept.items()}
         for leaf in tape.leaves.values():
-            leaf.version = version_of(leaf.tensor)
+            if leaf.tensor is not None:
+                leaf.version = version_of(leaf.tensor)
         self._pack_outside(handles)
         tape.close()
         self.mode = None
@@ -153,7 +154,7 @@ class TapedFrame(Frame):
         group.schedule = schedule
 
     def _release(self) -> None:
-        """Release the kept values and random states that a recomputation does not start from."""
+        """Release the values, tensors from outside and random states that a recomputation does not start from."""
         tape = self.tape
         if self._replays:
             assert self._schedule is not None
@@ -168,6 +169,10 @@ class TapedFrame(Frame):
         elif self.early_stop:  # a rerun ends before it asks for later results
             last = max((time for _, _, time in self._wanted), default=0)
             tape.kept = {value: tensor for value, tensor in tape.kept.items() if tape.makers[value] < last}
+        needed = {*self._input_leaves.values(), *tape.before, *(self._schedule.leaves if self._schedule else ())}
+        for value, leaf in tape.leaves.items():
+            if value not in needed and not leaf.is_parameter:
+                leaf.tensor = None
 
     def _compact(self, handles: list[Handle]) -> None:
         """Copy kept parts of storages of which little else is kept."""
