@@ -167,6 +167,16 @@ def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
         del guard
 
 
+def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether the storages of two tensors have the same contents, bit for bit; unseen by modes."""
+    guard = UnseenByModes() if UnseenByModes is not None else None
+    try:
+        flat = [torch.empty(0, dtype=torch.uint8, device=one.device) for one in (left, right)]
+        return torch.equal(flat[0].set_(left.untyped_storage()), flat[1].set_(right.untyped_storage()))
+    finally:
+        del guard
+
+
 def overwrite(storage: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
     """Copy the bytes of ``source`` into ``storage``, unseen by modes and version counters."""
     guard = UnseenByModes() if UnseenByModes is not None else None

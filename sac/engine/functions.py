@@ -228,6 +228,7 @@ class FunctionCall:
             last, served = self._add_unit(results, handles, wanted, written, op_written, positions, aliased, inner)
             inner = [value for value in inner if makers[value] not in served]
         tape.fresh.difference_update([root for root in tape.fresh if root >= self.first_value])
+        tape.constants = {root: entry for root, entry in tape.constants.items() if root < self.first_value}
         for value in range(self.first_value, last):  # tensors that live on and that nothing can give again
             tensor = tape.refs[value]()
             if tensor is not None and roots[value] in scope.bad and tape.known(tensor) == value:

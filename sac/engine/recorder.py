@@ -16,11 +16,12 @@ from sac.engine.handles import EXTERNAL, KEPT, Handle
 from sac.engine.rng import GeneratorStates, advanced, default_generators
 from sac.engine.tape import HOLE, Tape, as_refs
 from sac.engine.tracker import RegionMode
+from sac.ops.facts import FILLING, FILLING_PARTS
 from sac.policy.model import Decision
 from sac.recompute.autocast import callers_autocast
 from sac.recompute.op_trace import OpTraceRecorder
 from sac.recompute.table import NO_RULE, CallSite, DecisionTable, decide, gathers, run_op
-from sac.tensors import detached, layout_key, storage_address, tensors_of
+from sac.tensors import detached, layout_key, same_bytes, storage_address, tensors_of
 from sac.torch_private import HigherOrderOperator
 
 _NO_REPLAY = frozenset({"fsdp", "streams", "c10d"})  # namespaces of ops whose effect depends on more than tensors
@@ -86,8 +87,8 @@ class TapeMode(RegionMode):
             template, keywords = as_refs(args, find, reads), as_refs(kwargs, find, reads)
         if not site.is_ordinary or site.is_collective:
             return self._run_special(site, func, args, kwargs, template, keywords, reads)
-        if tape.fresh:
-            self._check_initialised(site, reads, ())
+        if tape.fresh or tape.constants:
+            self._check_contents(site, args, reads, ())
         out = site.run(*args, **kwargs)
         entry = tape.append(site, template, reads, keywords)
         if isinstance(out, Tensor):
@@ -107,8 +108,8 @@ class TapeMode(RegionMode):
         tape = self.tape
         if site.reads_value:  # another call may branch to other ops
             tape.is_careful = True
-            if tape.fresh:
-                self._check_initialised(site, [tape.find(tensor, site) for tensor in tensors_of(args)], ())
+            if tape.fresh or tape.constants:
+                self._check_contents(site, args, [tape.find(tensor, site) for tensor in tensors_of(args)], ())
         return run_op(site, args, kwargs)
 
     def _run_special(
@@ -124,8 +125,8 @@ class TapeMode(RegionMode):
             return self._run_inplace_view(site, args, kwargs, template, keywords, reads)
         tape.has_collectives = tape.has_collectives or site.is_collective
         written = self._will_write(site, func, args, kwargs, reads)
-        if tape.fresh:
-            self._check_initialised(site, reads, written)
+        if tape.fresh or tape.constants:
+            self._check_contents(site, args, reads, written)
         states = self._states_before(args, kwargs) if site.draws else []
         out = run_op(site, args, kwargs)
         entry = tape.append(site, template, reads, keywords)
@@ -136,6 +137,8 @@ class TapeMode(RegionMode):
             tape.wrote(value, entry)
         if site.traits.is_uninitialised and any(tensor.numel() for tensor in tensors_of(out)):
             tape.fresh.update(tape.roots[value] for value in tape.results(entry))
+        elif site.traits.is_factory:
+            tape.constants.update((value, entry) for value in tape.results(entry) if tape.roots[value] == value)
         if moved := advanced(states):
             tape.states[entry] = moved
         if site.has_decision:
@@ -181,16 +184,37 @@ class TapeMode(RegionMode):
         if len(new) != 1:
             tape.counts[entry] = len(new)
 
-    def _check_initialised(self, site: CallSite, reads: Iterable[int], written: Iterable[int]) -> None:
-        """Fail if an op reads fresh memory that no op has written to: a kernel that the dispatcher does not see has."""
+    def _check_contents(self, site: CallSite, args: Any, reads: Iterable[int], written: Iterable[int]) -> None:
+        """Fail if an op reads a constant or fresh memory to which a kernel that the dispatcher does not see wrote."""
         tape = self.tape
         if site.is_view or site.traits.is_factory or tape.scope is not None:
             return
-        fills = {tape.roots[value] for value in written}
+        is_filled = {tape.roots[value] for value in written} if site.writes and _fills(site) else ()
+        is_begun = {tape.roots[value] for value in written} if site.writes and _fills_parts(site) else is_filled
         for value in reads:
             root = tape.roots[value]
-            if root in tape.fresh and root not in fills:
+            if root in tape.fresh and root not in is_begun:
                 tape.fail(f"{site.op} reads memory that no op has written to")
+            elif root in tape.constants and root not in is_filled and not self._is_constant(root):
+                tape.fail(f"{site.op} reads a constant to which something has written that is no op")
+
+    def _is_constant(self, root: int) -> bool:
+        """Return whether the memory of a factory op has what the op left there.
+
+        On a device this is looked up after the first call of a region group, since a comparison waits for the device.
+        """
+        tape = self.tape
+        entry = tape.constants.pop(root)
+        tensor = next((t for v, r in enumerate(tape.roots) if r == root and (t := tape.refs[v]()) is not None), None)
+        if tensor is None or type(tensor) is not Tensor or tensor.is_meta:
+            return True
+        site, key = tape.sites[entry], (tape.sites[entry], entry)
+        known: bool | None = None if tensor.is_cpu else self.facts.get(key)
+        if known is None:
+            args = [tensor if argument is HOLE else argument for argument in tape.args[entry]]
+            again = site.run(*args, **tape.kwargs.get(entry, {})) if site.is_flat else None
+            known = self.facts[key] = again is None or same_bytes(again, tensor)
+        return known
 
     def _states_before(self, args: Any, kwargs: Any) -> GeneratorStates:
         own = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, torch.Generator)]
@@ -261,6 +285,17 @@ def written_tensors(site: CallSite, args: Any, kwargs: Any) -> list[Tensor]:
     traits = site.traits
     positional = [args[position] for position in traits.mutated_args if position < len(args)]
     return tensors_of([*positional, *(kwargs[name] for name in traits.mutated_kwargs if name in kwargs)])
+
+
+def _fills(site: CallSite) -> bool:
+    """Return whether an op, as far as can be known, overwrites all that it writes to, without reading it."""
+    namespace, name = site.op._schema.name.split("::")
+    return namespace != "aten" or name in FILLING or site.op._schema.overload_name.endswith("out")
+
+
+def _fills_parts(site: CallSite) -> bool:
+    """Return whether an op may be one of several that fill fresh memory part by part."""
+    return _fills(site) or site.op._schema.name.split("::")[1] in FILLING_PARTS
 
 
 def metadata_of(args: Any) -> Sequence[Any]:

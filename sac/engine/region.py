@@ -152,8 +152,8 @@ class Region:
     ) -> Frame:
         """Return the frame that runs one call: recorded if rules decide on ops, or if the group is careful."""
         group, table = self.group, self.group.table
-        is_asked = table.decides_on_ops or settings.engine == REPLAY
-        if not (is_asked or table.saves_everything) and group.careful is False:
+        is_asked = table.decides_on_ops or table.saves_everything or settings.engine == REPLAY
+        if not is_asked and group.careful is False:
             return Frame(function, owners, settings, where, group)
         # Hooks around the region must be passed the same tensors if they run it again.
         is_alone = active_hooks() is None or settings.engine == REPLAY

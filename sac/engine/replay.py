@@ -77,7 +77,8 @@ def _changed(tape: Tape, schedule: Schedule) -> list[int]:
     changed = []
     for value in schedule.leaves:
         leaf = tape.leaves[value]
-        if isinstance(leaf.tensor, Tensor) and version_of(leaf.tensor) != leaf.version and value not in schedule.copied:
+        is_copied = value in schedule.copied or tape.is_small(value)
+        if isinstance(leaf.tensor, Tensor) and version_of(leaf.tensor) != leaf.version and not is_copied:
             changed.append(value)
     for value in schedule.kept:
         kept = tape.kept[value]
@@ -99,7 +100,7 @@ def _start(tape: Tape, schedule: Schedule) -> dict[int, Any]:
             raise CannotReplayError(
                 "the data of a parameter that an op read has moved"
             )  # FSDP1 and ZeRO-3 gather it into other memory
-        if value in schedule.copied:
+        if value in schedule.copied or tape.is_small(value):
             root = tape.roots[value]
             if root not in copies:
                 copies[root] = copy_of(tape.before[root][1])

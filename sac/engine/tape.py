@@ -73,6 +73,7 @@ class Tape:
         self.sums: dict[int, Any] = {}  # kept entry -> checksum of its results, if the call is verified
         self.metadata: dict[int, Any] = {}  # kept entry -> shapes and dtypes of its arguments
         self.fresh: set[int] = set()  # roots of uninitialised memory that no entry has written to
+        self.constants: dict[int, int] = {}  # roots that a factory filled -> its entry, until an op reads or writes
         self.why_not = ""  # why this call cannot be replayed
         self.has_collectives = False  # other ranks take part in a recomputation
         self.is_careful = False  # there is something of which a forward without a mode takes no notice
@@ -224,10 +225,15 @@ class Tape:
             return
         self.before[root] = detached(tensor), copy_of(tensor.untyped_storage())
 
+    def is_small(self, value: int) -> bool:
+        """Return whether a leaf is read from a copy: it may be written to later, unseen too, and that costs little."""
+        return self.roots[value] in self.before and self.roots[value] not in self.writers
+
     def wrote(self, value: int, entry: int) -> None:
         """Record that ``entry`` writes to the storage of ``value``."""
         root = self.roots[value]
         self.fresh.discard(root)
+        self.constants.pop(root, None)
         writers = self.writers.setdefault(root, [])
         if not writers or writers[-1] != entry:
             writers.append(entry)
