@@ -167,12 +167,12 @@ def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
         del guard
 
 
-def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether the storages of two tensors have the same contents, bit for bit; unseen by modes."""
+def same_bytes(left: torch.UntypedStorage, right: torch.UntypedStorage) -> bool:
+    """Return whether two storages have the same contents, bit for bit; unseen by modes."""
     guard = UnseenByModes() if UnseenByModes is not None else None
     try:
-        flat = [torch.empty(0, dtype=torch.uint8, device=one.device) for one in (left, right)]
-        return torch.equal(flat[0].set_(left.untyped_storage()), flat[1].set_(right.untyped_storage()))
+        flat = [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in (left, right)]
+        return torch.equal(*flat)
     finally:
         del guard
 

@@ -213,7 +213,7 @@ class TapeMode(RegionMode):
         if known is None:
             args = [tensor if argument is HOLE else argument for argument in tape.args[entry]]
             again = site.run(*args, **tape.kwargs.get(entry, {})) if site.is_flat else None
-            known = self.facts[key] = again is None or same_bytes(again, tensor)
+            known = self.facts[key] = again is None or same_bytes(again.untyped_storage(), tensor.untyped_storage())
         return known
 
     def _states_before(self, args: Any, kwargs: Any) -> GeneratorStates:

@@ -19,7 +19,7 @@ from sac.errors import Problem, RegionError
 from sac.region.rng import NamedStates, RngSnapshot
 from sac.region.settings import Settings
 from sac.region.undo import UndoStack
-from sac.tensors import copy_of, describe, is_wrapper, overwrite, version_of
+from sac.tensors import copy_of, describe, is_wrapper, overwrite, storage_address, version_of
 from sac.torch_private import set_version_counters
 
 # The contract: a rerun sees the inputs, parameters, buffers, module attributes, random states, autocast and flags of
@@ -168,6 +168,8 @@ class ForwardState:
         """Raise ``RegionError`` if a parameter or buffer was written to after the forward, and there is no copy."""
         copied = {tensor.untyped_storage()._cdata for tensor, _ in self._contents(tape)}
         for tensor, version, _ in self._tensors:
+            if tape is not None and storage_address(tensor) not in tape.leaf_roots:
+                continue  # the forward did not read it
             if version_of(tensor) != version and tensor.untyped_storage()._cdata not in copied:
                 found = f"a parameter or buffer ({describe(tensor)}) was changed in place between forward and backward"
                 fix = "change it after backward, or leave the block out of checkpointing"

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from sac.engine.rng import GeneratorStates
 from sac.recompute.table import DecisionTable
-from sac.tensors import copy_of, detached, is_wrapper, storage_address, storage_bytes, tensors_of, version_of
+from sac.tensors import copy_of, detached, is_wrapper, same_bytes, storage_address, storage_bytes, tensors_of, version_of
 from sac.torch_private import next_node_number
 
 # A *value* is a tensor that an op reads or produces; it has a number. A value that no op of the tape produced is a
@@ -228,6 +228,14 @@ class Tape:
     def is_small(self, value: int) -> bool:
         """Return whether a leaf is read from a copy: it may be written to later, unseen too, and that costs little."""
         return self.roots[value] in self.before and self.roots[value] not in self.writers
+
+    def check_small(self) -> None:
+        """Fail if something that is no op has written to a small leaf, as NumPy can do, during the forward."""
+        for root, (tensor, contents) in self.before.items():
+            if root not in self.writers and contents.device.type == "cpu":
+                if not same_bytes(tensor.untyped_storage(), contents):
+                    self.is_careful = True
+                    self.fail("something that is no op writes to a tensor from outside")
 
     def wrote(self, value: int, entry: int) -> None:
         """Record that ``entry`` writes to the storage of ``value``."""

@@ -97,6 +97,7 @@ class TapedFrame(Frame):
         if self._python is not None and not same_python_random(self._python, python_random()):
             self.state.python, tape.is_careful = self._python, True
         group.learn(seen, is_careful=tape.is_careful)
+        tape.check_small()
         if tape.why_not and self._replays:
             group.give_up(tape.why_not, self.where)
         self._replays = self._replays and not tape.why_not
