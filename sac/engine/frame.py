@@ -78,11 +78,9 @@ class Frame:
 
     def _end(self, written: list[Tensor]) -> None:
         """End the forward, which has ``written`` to tensors of the modules."""
-        for handle in alive(self._handles):  # one whose tensor was written to since raises when backward needs it
+        for handle in alive(self._handles):
             tensor, version = self._packed[handle.index]
-            if tensor._version != version:
-                handle.hold(tensor, KEPT)
-                handle.version = version
+            handle.is_written_later = tensor._version != version
         if self._is_new(written):
             self._keep_whole()
             self._drop()

@@ -20,7 +20,7 @@ from sac.errors import Problem, RegionError
 from sac.outer_hooks import fetch
 from sac.recompute.table import CallSite, run_op, site_name
 from sac.region.settings import Settings
-from sac.tensors import detached, storage_address, tensors_of
+from sac.tensors import cloned, detached, storage_address, tensors_of
 
 
 class _Done(Exception):  # noqa: N818
@@ -49,7 +49,8 @@ def rerun(
             raise _Done
         held = detached(tensor)  # without its graph, of which this may be the result
         if handle is not None:
-            handle.fill(held, where, checks=settings.checks_metadata)
+            own = cloned(held) if handle.is_written_later else held
+            handle.fill(own, where, checks=settings.checks_metadata)
         if index == last and stops:
             is_over = True
             if mode is None:

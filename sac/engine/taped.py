@@ -126,6 +126,7 @@ class TapedFrame(Frame):
             self._sum_again(handle.index, tape.refs[value]())
         if tape.roots[value] in tape.fresh:
             tape.fail("autograd saved memory that no op has written to")
+        handle.is_written_later = last >= time
         is_recomputed = not self._replays or tape.roots[value] in self._stored_roots
         if (handle.state == KEPT and last >= time) or (handle.state == EXTERNAL and is_recomputed):
             handle.release()

@@ -122,6 +122,7 @@ def test_hooks_around_are_not_given_a_value_that_was_written_to(value: str) -> N
     everything = {"schema": "sac/v1", "name": "everything", "default": "save", "rules": []}
     plain = Stack(FunctionBlock(body))
     model = install(copy.deepcopy(plain), FULL if value == "full" else selective(everything))
+    refused = ""
     for step in range(4):
         given = torch.randn(4, 8)
         grads = []
@@ -132,7 +133,10 @@ def test_hooks_around_are_not_given_a_value_that_was_written_to(value: str) -> N
             try:
                 loss.backward()
             except RegionError as error:
-                assert step == 3 and re.search(r"a tensor that backward needs \(.*\) was changed in place", str(error))
-                return
+                refused = str(error)
+                break
             grads.append(x.grad)
-        assert torch.equal(*grads)
+        if refused:
+            break
+        assert torch.equal(*grads), step
+    assert not refused or (step == 3 and re.search(r"a tensor that backward needs \(.*\) was changed", refused))

@@ -929,8 +929,8 @@ def test_unseen_write_to_a_parameter_warns_once_and_names_it() -> None:
     found = [str(one.message) for one in caught]
     assert len({*found}) == len(found)
     assert re.fullmatch(
-        r"layers.0: this call changed parameter '(up\.)?weight' \(float32\[6, 4\]\) in place, which no earlier call did\n"
-        "    fix: none is needed: the activations of this call are kept until its backward instead of being "
+        r"layers.0: this call changed parameter '(up\.)?weight' \(float32\[6, 4\]\) in place, which no earlier call "
+        r"did\n    fix: none is needed: the activations of this call are kept until its backward instead of being "
         "recomputed, and later calls of the region keep a copy of what they write to",
         found[0],
     )
