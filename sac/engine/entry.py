@@ -18,10 +18,10 @@ if TYPE_CHECKING or not IS_NEW:
     from sac.recompute.torch_checkpoint import checkpoint_contexts, run_in_eager, run_traced
     from sac.region.ambient import BackendFlags, attention_choice
 else:
+    from sac.engine.compiled import checkpoint_contexts, run_in_eager, run_traced
     from sac.engine.flags import BackendFlags, attention_choice
     from sac.engine.region import FULL, FULL_TABLE, Region, RegionGroup, run_as_region, run_modules
     from sac.engine.tracker import BareMode, TrackedForward, class_forward, takes_module, traced_forward
-    from sac.recompute.torch_checkpoint import checkpoint_contexts, run_in_eager, run_traced
 
 __all__ = [
     "FULL",

@@ -22,9 +22,9 @@ from sac.torch_private import (
 )
 
 # Restored are those that a program may set around the forward only: the settings of `sdpa_kernel`, the callable at
-# `torch.nn.functional.scaled_dot_product_attention` (context-parallel code replaces it), the default dtype, the settings
-# of `torch.backends.cudnn.flags` and `torch.backends.mkldnn.flags`, deterministic algorithms, the precision of float32
-# products, and the attention backend that TransformerEngine chose last. All threads share these flags.
+# `torch.nn.functional.scaled_dot_product_attention` (context-parallel code replaces it), the default dtype, the
+# settings of `torch.backends.cudnn.flags` and `torch.backends.mkldnn.flags`, deterministic algorithms, the precision of
+# float32 products, and the attention backend that TransformerEngine chose last. All threads share these flags.
 
 Flag = tuple[Callable[[], Any], Callable[[Any], Any]]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from sac.engine.serve import Served, rerun
 from sac.engine.state import ForwardState
 from sac.engine.tape import Tape
 from sac.errors import Problem, RegionError, SacWarning
-from sac.outer_hooks import active_hooks, pack_with_outer_hooks
+from sac.outer_hooks import PackHooks, active_hooks, pack_with_outer_hooks
 from sac.region.settings import Settings
 from sac.tensors import describe, storage_address, storage_bytes, version_of
 from sac.torch_private import graph_is_retained
@@ -52,23 +53,36 @@ class Frame:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_careful: bool) -> Any:
         """Run the forward and return its result."""
-        self._outer = active_hooks()
+        self.begin(args, kwargs, active_hooks(), is_careful=is_careful)
+        with self.recording():
+            output = self.function(*args, **kwargs)
+        self.end()
+        return output
+
+    def begin(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], outer: PackHooks | None, *, is_careful: bool
+    ) -> None:
+        """Begin the forward; ``outer``: the hooks around the region."""
+        self._outer = outer
         self.inputs = inputs = Inputs(args, kwargs)
         self.state = ForwardState(self.owners, (*args, *kwargs.values()), self.settings, is_careful=is_careful)
         if self.settings.input_storing is not None:
             inputs.store(self.settings.input_storing, self.where)
         self._begin(inputs)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Run the function in the body."""
         with saved_tensors_hooks(self._pack, self._unpack):
-            output = self._forward(args, kwargs)
+            yield
+
+    def end(self) -> None:
+        """End the forward."""
         self._end(self.state.end())
         self.is_open = False
-        return output
 
     def _begin(self, inputs: Inputs) -> None:
         pass
-
-    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.function(*args, **kwargs)
 
     def _pack(self, tensor: Tensor) -> Handle:
         handle = Handle(len(self._handles), tensor)

@@ -69,7 +69,9 @@ class _Call:
         leaves, self.spec = tree_flatten(self.function(*args, **kwargs))
         for index, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
             if version_of(tensor) != version:
-                self.refuse(f"a reentrant region may not write to an argument, here number {index} ({describe(tensor)})")
+                self.refuse(
+                    f"a reentrant region may not write to an argument, here number {index} ({describe(tensor)})"
+                )
         self.leaves = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.inputs.end(lambda tensor: tensor.detach() if not tensor.is_leaf else tensor)
         self.state.end()

@@ -19,7 +19,7 @@ from sac.engine.reentrant import run_reentrant
 from sac.engine.schedule import Schedule
 from sac.engine.taped import TapedFrame
 from sac.errors import Problem, SacWarning
-from sac.outer_hooks import active_hooks
+from sac.outer_hooks import PackHooks, active_hooks
 from sac.policy.model import PlannedRegion, Policy
 from sac.recompute.op_trace import (
     OpTraceRecorder,
@@ -132,7 +132,7 @@ class Region:
         if group.table.saves_everything and active_hooks() is None and is_listed:
             stats.calls += 1
             return function(*args, **kwargs)
-        frame = self._frame(function, owners, settings, where)
+        frame = self.frame(function, owners, settings, active_hooks())
         output = frame.run(args, kwargs, is_careful=bool(group.careful))
         if not isinstance(frame, TapedFrame):
             stats.engine = ""
@@ -147,16 +147,20 @@ class Region:
             log_decisions(self.path, group.op_trace)
         return output
 
-    def _frame(
-        self, function: Callable[..., Any], owners: tuple[nn.Module, ...], settings: Settings, where: str
+    def frame(
+        self,
+        function: Callable[..., Any],
+        owners: tuple[nn.Module, ...],
+        settings: Settings,
+        outer: PackHooks | None,
     ) -> Frame:
         """Return the frame that runs one call: recorded if rules decide on ops, or if the group is careful."""
-        group, table = self.group, self.group.table
+        group, table, where = self.group, self.group.table, self.path or self.group.name
         is_asked = table.decides_on_ops or table.saves_everything or settings.engine == REPLAY
         if not is_asked and group.careful is False:
             return Frame(function, owners, settings, where, group)
         # Hooks around the region must be passed the same tensors if they run it again.
-        is_alone = active_hooks() is None or settings.engine == REPLAY
+        is_alone = outer is None or settings.engine == REPLAY
         replays = is_asked and is_alone and settings.engine != RERUN
         trace = OpTraceRecorder() if group.lists_ops and not group.op_trace else None
         group.warns = settings.engine == REPLAY

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,10 +68,12 @@ class TapedFrame(Frame):
         self._stored_roots = {self.tape.roots[self._input_leaves[index]] for index in inputs.stored}
         self._python = python_random() if self.group.careful is None else None
 
-    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Run the function in the body, and record it."""
         assert self.mode is not None
-        with self.mode:
-            return self.function(*args, **kwargs)
+        with super().recording(), self.mode:
+            yield
 
     def _pack(self, tensor: Tensor) -> Handle:
         handle = Handle(len(self._handles), tensor)

@@ -134,5 +134,3 @@ def _state_now() -> Any:
 
 def _set_state(state: Any) -> None:
     set_function_state(FUNCTIONS_ON if state is None else state)
-
-
