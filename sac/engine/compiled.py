@@ -16,20 +16,15 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from sac.engine.context import eager_contexts
+from sac.engine.untraced import kept_out_of_graphs
 from sac.errors import Problem, SacWarning
 from sac.policy.model import ALTERNATE, Decision
 from sac.recompute.op_trace import TracedCalls, compiled_calls
 from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, decide, paths_up
 from sac.torch_private import (
     SHOWS_RESULTS_TO_POLICIES,
-    disable_dynamo,
-    dynamo_is_loaded,
     is_traced,
     partitioner_budget,
-    tree_leaves,
-)
-from sac.torch_private import (
-    run_in_eager as mark_eager,
 )
 
 
@@ -46,31 +41,6 @@ def checkpoint_contexts(
     if in_graph:
         compiled_calls(table).left_in_eager += 1
     return eager_contexts(table, module)
-
-
-# -- Compiled functions inside of a region
-
-_NODE = "CompiledFunctionBackward"  # the class of AOTAutograd's nodes (torch 2.1 to 2.13, whatever the backend)
-
-
-def count_compiled(output: Any, given: Any) -> int:
-    """Return the number of compiled graphs between ``given`` and ``output``, both of any structure.
-
-    A graph whose result needs no gradient is not counted.
-    """
-    if not dynamo_is_loaded():
-        return 0
-    seen: set[Any] = {leaf.grad_fn for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)} | {None}
-    waiting: list[Any] = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    count = 0
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        count += type(node).__name__ == _NODE
-        waiting.extend(following for following, _ in node.next_functions)
-    return count
 
 
 # -- Regions in what ``torch.compile`` traces
@@ -93,17 +63,6 @@ def run_traced(
     if not _TAKEN.isdisjoint(kwargs):  # the function's own arguments, which torch would take as its own
         function, kwargs = partial(function, **kwargs), {}
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-def _call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
-
-
-def kept_out_of_graphs(reason: str) -> Callable[..., Any]:
-    """Return a function that calls its first argument with the others, in eager; Dynamo reports ``reason`` for it."""
-    wrapped: Callable[..., Any] = disable_dynamo(_call)
-    mark_eager(wrapped, reason)  # Dynamo reads it for its message; see tests/unit/region/test_compiled_graphs.py
-    return wrapped
 
 
 run_in_eager = kept_out_of_graphs(

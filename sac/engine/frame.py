@@ -19,6 +19,7 @@ from sac.engine.inputs import Inputs
 from sac.engine.serve import Served, rerun
 from sac.engine.state import ForwardState
 from sac.engine.tape import Tape
+from sac.engine.untraced import never_compiled
 from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import PackHooks, active_hooks, pack_with_outer_hooks
 from sac.region.settings import Settings
@@ -169,6 +170,7 @@ class Frame:
 
         return pack
 
+    @never_compiled
     def _unpack(self, handle: Handle) -> Tensor:
         if handle.state != MISSING:
             return handle.held(self.where)

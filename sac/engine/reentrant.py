@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sac.engine.inputs import Inputs
 from sac.engine.state import ForwardState
+from sac.engine.untraced import never_compiled
 from sac.errors import Problem, RegionError
 from sac.region.settings import Settings
 from sac.tensors import describe, version_of
@@ -115,6 +116,7 @@ class _Node(torch.autograd.Function):
         return tuple(result.detach() if id(result) in is_input else result for result in results)
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, *grads: Any) -> Any:
         call: _Call = ctx.call
         call.check_backward()

@@ -18,6 +18,7 @@ from sac.engine.functions import install
 from sac.engine.reentrant import run_reentrant
 from sac.engine.schedule import Schedule
 from sac.engine.taped import TapedFrame
+from sac.engine.untraced import count_compiled
 from sac.errors import Problem, SacWarning
 from sac.outer_hooks import PackHooks, active_hooks
 from sac.policy.model import PlannedRegion, Policy
@@ -177,7 +178,11 @@ def run_modules(
 ) -> Any:
     """Run ``function(*args, **kwargs)``, which calls ``modules``, as a call of ``region``."""
     owners = modules if isinstance(modules, tuple) else (modules,)
-    return region.run(function, owners, settings, args, kwargs)
+    is_first = not region.stats.calls
+    output = region.run(function, owners, settings, args, kwargs)
+    if is_first:
+        region.stats.compiled_graphs = count_compiled(output, (args, kwargs))
+    return output
 
 
 # -- Regions of functions

@@ -20,7 +20,7 @@ from sac.region.rng import NamedStates, RngSnapshot
 from sac.region.settings import Settings
 from sac.region.undo import UndoStack
 from sac.tensors import copy_of, describe, is_wrapper, overwrite, storage_address, version_of
-from sac.torch_private import set_version_counters
+from sac.torch_private import keep_graphs_in_order_of_making, set_version_counters
 
 # The contract: a rerun sees the inputs, parameters, buffers, module attributes, random states, autocast and flags of
 # the forward and leaves no trace in them; any other Python state is as torch.utils.checkpoint treats it. Attributes are
@@ -105,6 +105,7 @@ class ForwardState:
             self._copies = [(one, version_of(one), copy_of(one.untyped_storage())) for one in plain]
         self._providers = [(provider, provider.snapshot()) for provider in settings.providers]
         self.python = python_random() if is_careful else None
+        keep_graphs_in_order_of_making()
 
     def _note_module(self, module: nn.Module) -> None:
         """Note attributes, parameters and buffers of a module, and what its attributes hold."""

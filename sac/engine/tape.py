@@ -13,7 +13,16 @@ from torch.nn import Parameter
 
 from sac.engine.rng import GeneratorStates
 from sac.recompute.table import DecisionTable
-from sac.tensors import copy_of, detached, is_wrapper, same_bytes, storage_address, storage_bytes, tensors_of, version_of
+from sac.tensors import (
+    copy_of,
+    detached,
+    is_wrapper,
+    same_bytes,
+    storage_address,
+    storage_bytes,
+    tensors_of,
+    version_of,
+)
 from sac.torch_private import next_node_number
 
 # A *value* is a tensor that an op reads or produces; it has a number. A value that no op of the tape produced is a

@@ -21,6 +21,7 @@ from sac.engine.rng import python_random, same_python_random
 from sac.engine.schedule import Schedule, UnobtainableError, key_of, schedule_replay
 from sac.engine.serve import Served
 from sac.engine.tape import CannotReplayError, Tape
+from sac.engine.untraced import never_compiled
 from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import fetch, pack_with_outer_hooks
 from sac.recompute.op_trace import OpTraceRecorder, SavedFigures
@@ -231,6 +232,7 @@ class TapedFrame(Frame):
 
     # -- Backward
 
+    @never_compiled
     def _unpack(self, handle: Handle) -> Tensor:
         tensor = super()._unpack(handle)
         if self.is_open:  # its own forward calls backward, whose ops are on the tape
