@@ -21,7 +21,7 @@ from sac.policy.model import Decision
 from sac.recompute.autocast import callers_autocast
 from sac.recompute.op_trace import OpTraceRecorder
 from sac.recompute.table import NO_RULE, CallSite, DecisionTable, decide, gathers, run_op
-from sac.tensors import detached, layout_key, same_bytes, storage_address, tensors_of
+from sac.tensors import copy_of, detached, layout_key, same_bytes, storage_address, tensors_of
 from sac.torch_private import HigherOrderOperator
 
 _NO_REPLAY = frozenset({"fsdp", "streams", "c10d"})  # namespaces of ops whose effect depends on more than tensors
@@ -205,6 +205,10 @@ class TapeMode(RegionMode):
         """
         tape = self.tape
         entry = tape.constants.pop(root)
+        if entry < 0:
+            tensor = tape.before[root][0]
+            tape.before[root] = tensor, copy_of(tensor.untyped_storage())
+            return True
         tensor = next((t for v, r in enumerate(tape.roots) if r == root and (t := tape.refs[v]()) is not None), None)
         if tensor is None or type(tensor) is not Tensor or tensor.is_meta:
             return True

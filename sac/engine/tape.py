@@ -82,7 +82,7 @@ class Tape:
         self.sums: dict[int, Any] = {}  # kept entry -> checksum of its results, if the call is verified
         self.metadata: dict[int, Any] = {}  # kept entry -> shapes and dtypes of its arguments
         self.fresh: set[int] = set()  # roots of uninitialised memory that no entry has written to
-        self.constants: dict[int, int] = {}  # roots that a factory filled -> its entry, until an op reads or writes
+        self.constants: dict[int, int] = {}  # roots that a factory filled -> its entry (small leaves: -1), until an op reads it
         self.why_not = ""  # why this call cannot be replayed
         self.has_collectives = False  # other ranks take part in a recomputation
         self.is_careful = False  # there is something of which a forward without a mode takes no notice
@@ -111,8 +111,8 @@ class Tape:
         self.makers.append(maker)
         return value
 
-    def add_leaf(self, tensor: Tensor) -> int:
-        """Add a tensor from outside of the region."""
+    def add_leaf(self, tensor: Tensor, reader: Any = None) -> int:
+        """Add a tensor from outside of the region; ``reader``: the site of the op that reads it."""
         address = storage_address(tensor)
         value = self.add_value(tensor, self.leaf_roots.get(address, -1), -1)
         self.leaf_roots.setdefault(address, self.roots[value])
@@ -121,6 +121,8 @@ class Tape:
         is_small = type(tensor) is Tensor and storage_bytes(tensor) <= _COPIED
         if is_small and not is_parameter and self.roots[value] == value:
             self.before[value] = detached(tensor), copy_of(tensor.untyped_storage())
+            if reader is not None and reader.is_view:  # NumPy may write through the view before an op reads it
+                self.constants[value] = -1
         return value
 
     def find_input(self, tensor: Tensor) -> int:
@@ -152,7 +154,7 @@ class Tape:
         if value is not None:
             return value
         if type(tensor) is Parameter or (tensor.requires_grad and tensor.is_leaf) or self._is_reachable(tensor):
-            return self.add_leaf(tensor)
+            return self.add_leaf(tensor, reader)
         if (parameter := cast_of(tensor)) is not None:  # autocast had it in its cache
             cast = {"dtype": tensor.dtype}
             return self._add_entry(torch.ops.aten._to_copy.default, self.find(parameter), (), cast, tensor)
