@@ -219,8 +219,9 @@ class FunctionCall:
         op_written -= scope.opaque
         wanted = _unexplained(tape, scope, results)
         is_unit = bool(wanted or written)
-        if is_unit and (op_written or written) and not scope.strict:
-            scope.strict = "writes to arguments"
+        sends = bool(tape.collectives) and tape.collectives[-1] >= scope.first
+        if is_unit and (op_written or written or sends) and not scope.strict:
+            scope.strict = "writes to arguments, or communicates"  # and must do so once
             wanted = _unexplained(tape, scope, results)
         inner = [value for value in range(self.first_value, len(roots)) if value in tape.kept]
         last = len(roots)
@@ -302,6 +303,7 @@ class FunctionCall:
         tape, roots = self.tape, self.tape.roots
         unit = len(tape.sites)
         tape.append(self.site, self.template, [*self.reads, *self._read_inside(unit)], {})
+        tape.unit_of.update((entry, unit) for entry in tape.collectives if entry >= self.scope.first)
         served, saves = self._what_to_keep(unit, inner, [(one.tensor, roots[one.value]) for one in results], wanted)
         rule = tape.rule_of[inner[0]] if inner else -1
         new_values: dict[int, int] = {}

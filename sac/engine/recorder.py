@@ -24,7 +24,7 @@ from sac.recompute.table import NO_RULE, CallSite, DecisionTable, decide, gather
 from sac.tensors import copy_of, detached, layout_key, same_bytes, storage_address, tensors_of
 from sac.torch_private import HigherOrderOperator
 
-_NO_REPLAY = frozenset({"fsdp", "streams", "c10d"})  # namespaces of ops whose effect depends on more than tensors
+_NO_REPLAY = frozenset({"fsdp", "streams"})  # namespaces of ops whose effect depends on more than tensors
 
 
 class TapeMode(RegionMode):
@@ -56,9 +56,9 @@ class TapeMode(RegionMode):
         scope.look(tensors_of(args))
         out = self._dispatch(func, args, kwargs or {})
         site = self.sites[id(func)]
-        scope.note(tensors_of(out), is_fresh=site.traits.is_uninitialised)
-        if site.writes:
-            scope.note(written_tensors(site, args, kwargs or {}))
+        scope.note(tensors_of(out), is_fresh=site.traits.is_uninitialised or site.is_collective)
+        if site.writes:  # what a collective writes may not have come yet
+            scope.note(written_tensors(site, args, kwargs or {}), is_fresh=site.is_collective)
         return out
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -123,8 +123,7 @@ class TapeMode(RegionMode):
             tape.fail(f"{func} depends on more than tensors")
         if site.is_inplace_view:
             return self._run_inplace_view(site, args, kwargs, template, keywords, reads)
-        tape.has_collectives = tape.has_collectives or site.is_collective
-        written = self._will_write(site, func, args, kwargs, reads)
+        written = self._will_write(site, args, kwargs, reads)
         if tape.fresh or tape.constants:
             self._check_contents(site, args, reads, written)
         states = self._states_before(args, kwargs) if site.draws else []
@@ -133,6 +132,11 @@ class TapeMode(RegionMode):
         if site.is_custom_op:
             tape.autocast[entry] = callers_autocast(func, args)
         self._add_results(site, entry, args, out)
+        if site.is_collective:
+            tape.has_collectives = True
+            tape.collectives.append(entry)
+            if _is_wait(site):
+                tape.waits.add(entry)
         for value in written:
             tape.wrote(value, entry)
         if site.traits.is_uninitialised and any(tensor.numel() for tensor in tensors_of(out)):
@@ -147,17 +151,19 @@ class TapeMode(RegionMode):
             self.op_trace.add(site, None, Decision.RECOMPUTE, args, kwargs, out)
         return out
 
-    def _will_write(self, site: CallSite, func: Any, args: Any, kwargs: Any, reads: list[int]) -> list[int]:
+    def _will_write(self, site: CallSite, args: Any, kwargs: Any, reads: list[int]) -> list[int]:
         """Return the values that an op writes to; copy those from outside first."""
-        if "wait_tensor" in str(func):  # it returns its argument, whose contents are there only now
+        if _is_wait(site):  # it returns its argument, whose contents are there only now
             return reads
         if not site.writes:
             return []
         tape = self.tape
         written = [tape.find(tensor, site) for tensor in written_tensors(site, args, kwargs)]
-        if not gathers(site):
-            for value in written:
+        for value in written:
+            if not gathers(site) or tape.roots[value] in tape.input_roots:
                 tape.will_write(value)
+            elif site.traits.is_infrastructure and tape.makers[tape.roots[value]] < 0:  # as FSDP1 does, unnoticed by us
+                tape.fail(f"{site.op} writes to a tensor from outside the region")
         return written
 
     def _run_inplace_view(
@@ -289,6 +295,10 @@ def written_tensors(site: CallSite, args: Any, kwargs: Any) -> list[Tensor]:
     traits = site.traits
     positional = [args[position] for position in traits.mutated_args if position < len(args)]
     return tensors_of([*positional, *(kwargs[name] for name in traits.mutated_kwargs if name in kwargs)])
+
+
+def _is_wait(site: CallSite) -> bool:
+    return site.is_collective and site.op._schema.name.endswith("wait_tensor")
 
 
 def _fills(site: CallSite) -> bool:

@@ -33,22 +33,47 @@ def replay(tape: Tape, schedule: Schedule, wanted: list[tuple[int, int, int]]) -
     values = _start(tape, schedule)
     with _generators_kept(tape), torch.no_grad():
         guards = _below_autograd()
+        works: list[Any] = []  # of collectives that have not ended
         try:
             for fill in schedule.first:
                 yield _filled(values, fill)
             for entry, fills, drops in schedule.steps:
+                if works and not _is_async(tape, entry):
+                    _wait(works)
                 if entry in tape.units:
                     guards.close()  # it runs as in forward: with autograd and autocast
                     run_unit(tape, entry, values)
                     guards = _below_autograd()
                 else:
-                    _run(tape, entry, values)
+                    out = _run(tape, entry, values)
+                    if _is_async(tape, entry):
+                        works += _works_of(out)
+                if works and fills:
+                    _wait(works)
                 for fill in fills:
                     yield _filled(values, fill)
                 for value in drops:
                     values.pop(value, None)
+            _wait(works)
         finally:
             guards.close()
+
+
+def _is_async(tape: Tape, entry: int) -> bool:
+    site = tape.sites[entry]
+    return site.is_collective and getattr(site.op, "namespace", "") == "c10d"
+
+
+def _works_of(out: Any) -> list[Any]:
+    """Return the `Work` objects among an op's results; `Work.wait` is no op, so the tape does not have it."""
+    results = out if isinstance(out, (tuple, list)) else (out,)
+    return [result for result in results if isinstance(result, torch.ScriptObject) and hasattr(result, "wait")]
+
+
+def _wait(works: list[Any]) -> None:
+    # Sends and receives must be in flight together, so collectives in a row are waited for at their end.
+    while works:
+        works.pop(0).wait()
 
 
 def _below_autograd() -> ExitStack:
@@ -77,6 +102,8 @@ def _changed(tape: Tape, schedule: Schedule) -> list[int]:
     changed = []
     for value in schedule.leaves:
         leaf = tape.leaves[value]
+        if leaf.tensor is None:  # let go of, since the schedule of the forward did not need it
+            changed.append(value)
         is_copied = value in schedule.copied or tape.is_small(value)
         if isinstance(leaf.tensor, Tensor) and version_of(leaf.tensor) != leaf.version and not is_copied:
             changed.append(value)
@@ -119,7 +146,7 @@ def _filled(values: dict[int, Any], fill: tuple[int, int, bool]) -> tuple[int, T
     return handle, values[value].clone() if is_written_later else values[value]
 
 
-def _run(tape: Tape, entry: int, values: dict[int, Any]) -> None:
+def _run(tape: Tape, entry: int, values: dict[int, Any]) -> Any:
     site, args, kwargs = tape.sites[entry], tape.args[entry], tape.kwargs.get(entry)
     if site.is_flat:
         reads = iter(tape.reads[entry])
@@ -144,6 +171,7 @@ def _run(tape: Tape, entry: int, values: dict[int, Any]) -> None:
             found = f"{site.op} returned {count} tensors in forward and {len(results)} in its replay"
             raise CannotReplayError(found)
         values.update(zip(tape.results(entry), results, strict=True))
+    return out
 
 
 @contextmanager

@@ -95,7 +95,7 @@ class Served(RegionMode):
         """Return whether the tape has all results of ``entry``, and nothing has written to them."""
         tape = self._tape
         values = tape.results(entry)
-        if not values or any(value not in tape.kept or tape.roots[value] in tape.writers for value in values):
+        if not values or any(value not in tape.kept or tape.is_written(value) for value in values):
             return False
         if entry not in tape.sums or tape.has_collectives:
             return True

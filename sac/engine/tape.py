@@ -85,6 +85,11 @@ class Tape:
         self.constants: dict[int, int] = {}  # roots that a factory filled -> its entry (small leaves: -1), until an op reads it
         self.why_not = ""  # why this call cannot be replayed
         self.has_collectives = False  # other ranks take part in a recomputation
+        self.collectives: list[int] = []  # entries
+        self.waits: set[int] = set()  # those that wait for the result of another, in place
+        self.unit_of: dict[int, int] = {}  # collective inside of a unit -> the unit
+        self.ends_early = True  # a rerun ends with the last tensor that is missing
+        self.input_roots: set[int] = set()
         self.is_careful = False  # there is something of which a forward without a mode takes no notice
         self.units: dict[int, Any] = {}  # entry -> how to repeat a call of an autograd function
         self.scope: Any = None  # the call of an autograd function that is running
@@ -131,6 +136,7 @@ class Tape:
         if value is None:
             value = self.add_leaf(tensor)
             self.leaves[value].is_parameter = type(tensor) is Parameter
+        self.input_roots.add(self.roots[value])
         return value
 
     def close(self) -> None:
@@ -247,6 +253,10 @@ class Tape:
                 if not same_bytes(tensor.untyped_storage(), contents):
                     self.is_careful = True
                     self.fail("something that is no op writes to a tensor from outside")
+
+    def is_written(self, value: int) -> bool:
+        """Return whether an op writes to the storage of ``value``, other than a collective that ends late."""
+        return any(entry not in self.waits for entry in self.writers.get(self.roots[value], ()))
 
     def wrote(self, value: int, entry: int) -> None:
         """Record that ``entry`` writes to the storage of ``value``."""

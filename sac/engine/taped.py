@@ -45,6 +45,8 @@ class TapedFrame(Frame):
         group, self.trace = self.group, trace
         self.tape = self._new_tape()
         self._replays = replays and not group.not_replayable
+        table = group.table
+        self._is_full = not (table.decides_on_ops or table.saves_everything or table.matches_modules)
         verify = self.settings.verify
         verifies = verify == ALWAYS or (verify == FIRST and not group.verified)
         self._sums: dict[int, Any] = {}
@@ -97,6 +99,7 @@ class TapedFrame(Frame):
         tape, group, mode = self.tape, self.group, self.mode
         assert mode is not None
         handles = alive(self._handles)
+        tape.ends_early = self.early_stop
         seen = self._seen(handles, draws=self.state.has_drawn())
         self._wanted = [handle for handle in map(self._missing, handles) if handle is not None]
         if self._python is not None and not same_python_random(self._python, python_random()):
@@ -132,8 +135,9 @@ class TapedFrame(Frame):
         if tape.roots[value] in tape.fresh:
             tape.fail("autograd saved memory that no op has written to")
         handle.is_written_later = last >= time
-        is_recomputed = not self._replays or tape.roots[value] in self._stored_roots
-        if (handle.state == KEPT and last >= time) or (handle.state == EXTERNAL and is_recomputed):
+        is_stored = tape.roots[value] in self._stored_roots
+        # Without rules a call on another rank may have no tape, and runs until it has all that autograd saved.
+        if self._is_full or (handle.state == KEPT and last >= time) or (handle.state == EXTERNAL and is_stored):
             handle.release()
         return (handle.index, value, time) if handle.state == MISSING else None
 
