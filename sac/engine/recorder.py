@@ -87,8 +87,8 @@ class TapeMode(RegionMode):
             template, keywords = as_refs(args, find, reads), as_refs(kwargs, find, reads)
         if not site.is_ordinary or site.is_collective:
             return self._run_special(site, func, args, kwargs, template, keywords, reads)
-        if tape.fresh or tape.constants:
-            self._check_contents(site, args, reads, ())
+        if tape.fresh or tape.constants:  # `baddbmm(torch.empty(…), …, beta=0)` does not read its first argument
+            self._check_contents(site, args, reads, reads[:1] if kwargs.get("beta", 1) == 0 else ())
         out = site.run(*args, **kwargs)
         entry = tape.append(site, template, reads, keywords)
         if isinstance(out, Tensor):
