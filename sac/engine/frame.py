@@ -82,6 +82,11 @@ class Frame:
         self._end(self.state.end())
         self.is_open = False
 
+    @property
+    def is_held(self) -> bool:
+        """Whether a graph holds this call, and with it the inputs."""
+        return any(reference() is not None for reference in self._handles)
+
     def _begin(self, inputs: Inputs) -> None:
         pass
 

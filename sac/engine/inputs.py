@@ -34,19 +34,6 @@ class _Copy:
         return copied(self._copy, {})
 
 
-class _Stored:
-    """An input in a store."""
-
-    __slots__ = ("_stored", "_where")
-
-    def __init__(self, stored: StoredInput, where: str) -> None:
-        self._stored, self._where = stored, where
-
-    def fetch(self) -> Tensor:
-        """Return the input."""
-        return self._stored.fetch(self._where)
-
-
 class Inputs:
     """The arguments of a call until backward. ``bytes``: that they keep, and those of them in host memory."""
 
@@ -71,7 +58,6 @@ class Inputs:
         # One tensor in several places is one tensor again.
         self._same = {index: firsts[id(tensor)] for index, tensor in self.tensors if firsts[id(tensor)] != index}
         self._stored: dict[int, StoredInput] = {}
-        self._where = ""
 
     @property
     def stored(self) -> Iterable[int]:
@@ -81,7 +67,6 @@ class Inputs:
     def store(self, storing: InputStoring, where: str) -> None:
         """Copy the chosen inputs to their store before the forward."""
         call, leaves = CallNode(), [*self.leaves]
-        self._where = where
         for index in storing.choose(leaves):
             name = partial("argument {}".format, index)
             self._stored[index] = StoredInput(leaves[index], storing.store, call, (where, index), name)
@@ -106,7 +91,7 @@ class Inputs:
                 self.leaves[index] = packed(tensor)
             else:
                 stored.close(None)
-                self.leaves[index] = _Stored(stored, self._where)
+                self.leaves[index] = stored
         held = [tensor for index, tensor in self.tensors if type(tensor) is Tensor and index not in self._stored]
         sizes = [stored.bytes() for stored in self._stored.values()]
         here = sum({storage_address(tensor): storage_bytes(tensor) for tensor in held}.values())
@@ -123,7 +108,7 @@ class Inputs:
                 raise RegionError(Problem(where, found, fix=WRITTEN))
             if index in self._same:
                 leaves[index] = leaves[self._same[index]]
-            elif type(tensor) is _Stored:
+            elif type(tensor) is StoredInput:
                 leaves[index] = tensor.fetch().requires_grad_(requires_grad)
             elif type(tensor) is not Parameter:
                 leaves[index] = again = fetch(tensor).detach().requires_grad_(requires_grad)

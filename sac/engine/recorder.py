@@ -88,7 +88,7 @@ class TapeMode(RegionMode):
         if not site.is_ordinary or site.is_collective:
             return self._run_special(site, func, args, kwargs, template, keywords, reads)
         if tape.fresh or tape.constants:  # `baddbmm(torch.empty(…), …, beta=0)` does not read its first argument
-            self._check_contents(site, args, reads, reads[:1] if kwargs.get("beta", 1) == 0 else ())
+            self._check_contents(site, args, reads[kwargs.get("beta", 1) == 0 :], ())
         out = site.run(*args, **kwargs)
         entry = tape.append(site, template, reads, keywords)
         if isinstance(out, Tensor):

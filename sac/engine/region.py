@@ -135,13 +135,14 @@ class Region:
             return function(*args, **kwargs)
         frame = self.frame(function, owners, settings, active_hooks())
         output = frame.run(args, kwargs, is_careful=bool(group.careful))
+        input_bytes = frame.inputs.bytes if frame.is_held else (0, 0)
         if not isinstance(frame, TapedFrame):
             stats.engine = ""
             kept = frame.kept_bytes
-            stats.take(SavedFigures(kept, 0, {NO_RULE: kept}) if kept else None, frame.inputs.bytes)
+            stats.take(SavedFigures(kept, 0, {NO_RULE: kept}) if kept else None, input_bytes)
             return output
         stats.engine = REPLAY if frame.is_replayed else RERUN
-        stats.take(frame.figures, frame.inputs.bytes)
+        stats.take(frame.figures, input_bytes)
         if frame.trace is not None:
             check_planned_signature(group.planned, frame.trace, self.path)
             group.op_trace = tuple(frame.trace.rows)

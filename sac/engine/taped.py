@@ -24,7 +24,7 @@ from sac.engine.tape import CannotReplayError, Tape
 from sac.engine.untraced import never_compiled
 from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import fetch, pack_with_outer_hooks
-from sac.recompute.op_trace import OpTraceRecorder, SavedFigures
+from sac.recompute.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
 from sac.region.settings import ALWAYS, FIRST, NEVER
 from sac.tensors import cloned, describe, storage_address, storage_bytes, tensor_parts, version_of
 
@@ -202,17 +202,18 @@ class TapedFrame(Frame):
     def _count(self, handles: list[Handle], every: dict[int, Any], hits: dict[int, int]) -> SavedFigures:
         tape = self.tape
         rules: dict[int, int] = dict.fromkeys(tape.rule_of.values(), 0)
-        parts = [(value, part) for value, tensor in every.items() for part in tensor_parts(tensor)]
-        rule_at = {storage_address(part): tape.rule_of[value] for value, part in parts}
+        rule_at = {tape.roots[value]: tape.rule_of[value] for value in every}
         held: set[int] = set()
-        for tensor in [*tape.kept.values(), *(handle.value for handle in handles if handle.state == KEPT)]:
+        by_handles = [(handle.position[0], handle.value) for handle in handles if handle.state == KEPT]
+        for value, tensor in [*tape.kept.items(), *by_handles]:
             for part in tensor_parts(tensor):
                 address = storage_address(part)
                 if address not in held:
                     held.add(address)
-                    rule = rule_at.get(address, -1)
+                    rule = rule_at.get(tape.roots[value], NO_RULE)
                     rules[rule] = rules.get(rule, 0) + storage_bytes(part)
-        sizes = {storage_address(part): storage_bytes(part) for _, part in parts}
+        parts = (part for tensor in every.values() for part in tensor_parts(tensor))
+        sizes = {storage_address(part): storage_bytes(part) for part in parts}
         lost = sum(size for address, size in sizes.items() if address not in held)
         return SavedFigures(sum(rules.values()), lost, rules, dict(hits))
 
