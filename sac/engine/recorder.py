@@ -16,6 +16,7 @@ from sac.engine.handles import EXTERNAL, KEPT, Handle
 from sac.engine.rng import GeneratorStates, advanced, default_generators
 from sac.engine.tape import HOLE, Tape, as_refs
 from sac.engine.tracker import RegionMode
+from sac.engine.verify import sums_of_arguments
 from sac.ops.facts import FILLING, FILLING_PARTS
 from sac.policy.model import Decision
 from sac.recompute.autocast import callers_autocast
@@ -237,6 +238,10 @@ class TapeMode(RegionMode):
     def _decide(self, site: CallSite, entry: int, args: Any, kwargs: Any, out: Any) -> None:
         tape = self.tape
         decision, rule = decide(self, site, args, kwargs, out)
+        if decision.keeps and site.is_custom_op:
+            arguments = {storage_address(tensor) for tensor in tensors_of(args)}
+            if any(storage_address(tensor) in arguments for tensor in tensors_of(out)):
+                decision = Decision.RECOMPUTE  # its schema does not say that it gives back an argument
         index = NO_RULE if rule is None else rule.index
         if rule is not None:
             self.hits[index] = self.hits.get(index, 0) + 1
@@ -248,6 +253,10 @@ class TapeMode(RegionMode):
             tape.metadata[entry] = metadata_of(args)
             if self.verifies and type(out) is Tensor and not site.is_collective:
                 tape.sums[entry] = sums_of(out)
+            if self.verifies and not (site.is_collective or site.must_save):
+                roots = [tape.roots[value] for value in tape.reads[entry]]
+                is_parameter = [root in tape.leaves and tape.leaves[root].is_parameter for root in roots]
+                tape.argument_sums[entry] = sums_of_arguments(args, is_parameter)
             tape.is_careful = tape.is_careful or site.must_save
             if entry in tape.states:
                 tape.after[entry] = [(generator, generator.get_state()) for generator, _ in tape.states[entry]]

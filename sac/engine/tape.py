@@ -81,6 +81,7 @@ class Tape:
         self.autocast: dict[int, Any] = {}  # entry of a custom op -> whether its body runs under autocast
         self.sums: dict[int, Any] = {}  # kept entry -> checksum of its results, if the call is verified
         self.metadata: dict[int, Any] = {}  # kept entry -> shapes and dtypes of its arguments
+        self.argument_sums: dict[int, Any] = {}  # kept entry -> their checksums, if the call is verified
         self.fresh: set[int] = set()  # roots of uninitialised memory that no entry has written to
         self.constants: dict[int, int] = {}  # roots that a factory filled -> its entry (small leaves: -1), until an op reads it
         self.why_not = ""  # why this call cannot be replayed

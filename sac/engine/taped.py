@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sac.checksums import checksum, find_different
 from sac.engine.frame import Frame, alive
-from sac.engine.handles import EXTERNAL, KEPT, MISSING, WRITTEN, Handle
+from sac.engine.handles import EXTERNAL, KEPT, MISSING, OTHER, OTHER_FIX, WRITTEN, Handle
 from sac.engine.inputs import Inputs
 from sac.engine.recorder import TapeMode
 from sac.engine.replay import ChangedError, replay
@@ -22,10 +22,12 @@ from sac.engine.schedule import Schedule, UnobtainableError, key_of, schedule_re
 from sac.engine.serve import Served
 from sac.engine.tape import CannotReplayError, Tape
 from sac.engine.untraced import never_compiled
+from sac.engine.verify import may_differ
 from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import fetch, pack_with_outer_hooks
 from sac.recompute.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
-from sac.region.settings import ALWAYS, FIRST, NEVER
+from sac.recompute.table import site_name
+from sac.region.settings import ALWAYS, NEVER
 from sac.tensors import cloned, describe, storage_address, storage_bytes, tensor_parts, version_of
 
 _EARLIER = "earlier contents of a tensor from outside are needed"
@@ -48,13 +50,14 @@ class TapedFrame(Frame):
         table = group.table
         self._is_full = not (table.decides_on_ops or table.saves_everything or table.matches_modules)
         verify = self.settings.verify
-        verifies = verify == ALWAYS or (verify == FIRST and not group.verified)
-        self._sums: dict[int, Any] = {}
+        verifies = verify != NEVER and not group.verified
+        verifies = verifies or (verify == ALWAYS and self._replays)
         self.mode: TapeMode | None = self._new_mode()
         self.mode.verifies = verifies
         self.mode.facts, self.mode.probes = group.functions, verify != NEVER
         self.mode.takes_functions = self._replays
-        if self._replays and verifies:
+        self._sums: dict[int, Any] = {}  # checksums of what autograd saved, by handle
+        if verifies:
             self.mode.sums = self._sums
         self._schedule: Schedule | None = None
         self._wanted: list[tuple[int, int, int]] = []
@@ -259,6 +262,8 @@ class TapedFrame(Frame):
             for handle in waiting.values():
                 handle.value = None
         self._rerun(waiting, Served(self.tape, self.where))
+        if self._sums and not self.group.verified:
+            self._verify_rerun(waiting)
 
     def _drop(self) -> None:
         super()._drop()
@@ -319,6 +324,7 @@ class TapedFrame(Frame):
         for index, tensor in compared:
             if (tensor.shape, tensor.dtype, tensor.device) != waiting[index].metadata:
                 different.add(index)
+        different = {index for index in different if not self._may_differ(waiting[index])}
         if not different:
             self.group.verified = True
             return
@@ -329,6 +335,33 @@ class TapedFrame(Frame):
         if self.tape.has_collectives:  # other ranks may not have seen a difference, and would not take part
             raise RegionError(Problem(self.where, found, fix="set `engine: rerun` for this model"))
         raise CannotReplayError(found)
+
+    def _verify_rerun(self, waiting: dict[int, Handle]) -> None:
+        """Compare the values of a rerun with those of the forward."""
+        indices = [index for index in waiting if index in self._sums]
+        pairs = [(self._sums[index], checksum(waiting[index].value)) for index in indices]
+        different = [indices[position] for position in find_different(pairs)]
+        different = [index for index in different if not self._may_differ(waiting[index])]
+        self.group.verified, self._sums = True, {}  # one warning
+        if not different:
+            return
+        handle = waiting[different[0]]
+        found = f"saved tensor {handle.index} ({describe(handle.value)}{self._maker(handle)}) has other values in "
+        found += f"recomputation than in forward: {OTHER}"
+        if self.settings.verify == ALWAYS:
+            raise RegionError(Problem(self.where, found, fix=OTHER_FIX))
+        fix = f"{OTHER_FIX}. The gradients of this step may differ"
+        warnings.warn(str(Problem(self.where, found, fix=fix)), SacWarning, stacklevel=2)
+
+    def _may_differ(self, handle: Handle) -> bool:
+        return may_differ(self.tape, handle.position[:1], handle.metadata[2])
+
+    def _maker(self, handle: Handle) -> str:
+        maker = self.tape.makers[handle.position[0]]
+        if maker < 0:
+            return ""
+        site = self.tape.sites[maker]
+        return f", of {site_name(site)} in {f'module {site.path}' if site.path else 'the region itself'}"
 
     def _check_units(self, different: set[int]) -> None:
         """Raise ``UnsteadyError`` if units have given the ``different`` handles; save their results from now on."""
