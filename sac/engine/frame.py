@@ -48,6 +48,7 @@ class Frame:
         self.group = group
         self.early_stop = settings.early_stop
         self.is_open = True  # the forward has not ended
+        self.input_bytes = 0, 0  # of inputs that this call keeps, and those of them in host memory
         self.kept_bytes = 0  # if the activations of this call are kept after all
         self._handles: list[weakref.ref[Handle]] = []
         self._packed: list[tuple[Tensor, int]] = []  # what autograd saves, with its version; until the forward ends
@@ -81,11 +82,6 @@ class Frame:
         """End the forward."""
         self._end(self.state.end())
         self.is_open = False
-
-    @property
-    def is_held(self) -> bool:
-        """Whether a graph holds this call, and with it the inputs."""
-        return any(reference() is not None for reference in self._handles)
 
     def _begin(self, inputs: Inputs) -> None:
         pass
@@ -182,7 +178,11 @@ class Frame:
         if self._packed:  # a gradient that the region's own forward takes
             return self._packed[handle.index][0]
         if handle.value is None:
-            self._recompute(self._waiting())
+            try:
+                self._recompute(self._waiting())
+            except torch.OutOfMemoryError as error:
+                self.settings.add_note(error)
+                raise
             if handle.value is None:
                 raise RegionError(Problem(self.where, f"recomputation does not reach saved tensor {handle.index}"))
             if not (self.is_open or graph_is_retained()):

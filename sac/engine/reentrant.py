@@ -36,6 +36,7 @@ def run_reentrant(
         inputs.store(settings.input_storing, where)
     state = ForwardState(owners, (*args, *kwargs.values()), settings, is_careful=True, copies=True)
     call = _Call(function, inputs, state, where)
+    call.add_note = settings.add_note
     call.arguments = args, kwargs
     tensors = [tensor for _, tensor in inputs.tensors]
     if not any(tensor.requires_grad for tensor in tensors):
@@ -47,6 +48,7 @@ def run_reentrant(
 
 class _Call:
     arguments: Any = None
+    add_note: Callable[[BaseException], None]
     spec: Any = None
 
     def __init__(self, function: Callable[..., Any], inputs: Inputs, state: ForwardState, where: str) -> None:
@@ -120,7 +122,11 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         call: _Call = ctx.call
         call.check_backward()
-        results, arrived = call.run_again()
+        try:
+            results, arrived = call.run_again()
+        except torch.OutOfMemoryError as error:
+            call.add_note(error)
+            raise
         if len(results) != len(grads):
             call.refuse(f"it returned {len(grads)} tensors in forward and {len(results)} in recomputation")
         pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -119,6 +120,20 @@ class Region:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run one call; gradients are those of ``function(*args, **kwargs)``. ``owners``: modules of the function."""
+        try:
+            return self._run(function, owners, settings, args, kwargs)
+        except torch.OutOfMemoryError as error:
+            settings.add_note(error)
+            raise
+
+    def _run(
+        self,
+        function: Callable[..., Any],
+        owners: tuple[nn.Module, ...],
+        settings: Settings,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         group, stats = self.group, self.stats
         settings = as_torch_says(settings)
         where = self.path or group.name
@@ -129,20 +144,18 @@ class Region:
             output, size = run_reentrant(function, owners, settings, where, args, kwargs)
             stats.take(None, size)
             return output
-        is_listed = group.op_trace or not group.lists_ops
-        if group.table.saves_everything and active_hooks() is None and is_listed:
+        if group.table.saves_everything and active_hooks() is None and stats.calls:  # the first call counts the bytes
             stats.calls += 1
             return function(*args, **kwargs)
         frame = self.frame(function, owners, settings, active_hooks())
         output = frame.run(args, kwargs, is_careful=bool(group.careful))
-        input_bytes = frame.inputs.bytes if frame.is_held else (0, 0)
         if not isinstance(frame, TapedFrame):
             stats.engine = ""
             kept = frame.kept_bytes
-            stats.take(SavedFigures(kept, 0, {NO_RULE: kept}) if kept else None, input_bytes)
+            stats.take(SavedFigures(kept, 0, {NO_RULE: kept}) if kept else None, frame.input_bytes)
             return output
         stats.engine = REPLAY if frame.is_replayed else RERUN
-        stats.take(frame.figures, input_bytes)
+        stats.take(frame.figures, frame.input_bytes)
         if frame.trace is not None:
             check_planned_signature(group.planned, frame.trace, self.path)
             group.op_trace = tuple(frame.trace.rows)

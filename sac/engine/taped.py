@@ -122,6 +122,7 @@ class TapedFrame(Frame):
         for leaf in tape.leaves.values():
             if leaf.tensor is not None:
                 leaf.version = version_of(leaf.tensor)
+        self.input_bytes = self._bytes_of_inputs(handles), 0
         self._pack_outside(handles)
         tape.close()
         self.mode = None
@@ -201,6 +202,13 @@ class TapedFrame(Frame):
             if 2 * sum(handle.value.nbytes for handle in together) <= storage_bytes(together[0].value):
                 for handle in together:
                     handle.hold(cloned(handle.value), KEPT)
+
+    def _bytes_of_inputs(self, handles: list[Handle]) -> int:
+        """Return the bytes of the inputs that handles hold."""
+        roots = {self.tape.roots[value] for value in self._input_leaves.values()}
+        held = [handle for handle in handles if handle.state == EXTERNAL and not self._is_of_parameter(handle)]
+        inputs = (handle.value for handle in held if self.tape.roots[handle.position[0]] in roots)
+        return sum({storage_address(tensor): storage_bytes(tensor) for tensor in inputs}.values())
 
     def _count(self, handles: list[Handle], every: dict[int, Any], hits: dict[int, int]) -> SavedFigures:
         tape = self.tape
