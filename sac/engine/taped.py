@@ -181,13 +181,33 @@ class TapedFrame(Frame):
             starts = dict.fromkeys([*self._schedule.kept, *served, *routed])
             tape.kept = {value: tape.kept[value] for value in starts}
             tape.states = {entry: states for entry, states in tape.states.items() if entry in running}
-        elif self.early_stop:  # a rerun ends before it asks for later results
-            last = max((time for _, _, time in self._wanted), default=0)
-            tape.kept = {value: tensor for value, tensor in tape.kept.items() if tape.makers[value] < last}
+        else:
+            last = max((time for _, _, time in self._wanted), default=0) if self.early_stop else len(tape.sites)
+            asked = self._asked_for(last)  # a rerun ends before it asks for later results
+            tape.kept = {value: tensor for value, tensor in tape.kept.items() if value in asked}
+            tape.states = {}
         needed = {*self._input_leaves.values(), *tape.before, *(self._schedule.leaves if self._schedule else ())}
         for value, leaf in tape.leaves.items():
             if value not in needed and not leaf.is_parameter:
                 leaf.tensor = None
+
+    def _asked_for(self, last: int) -> set[int]:
+        """Return the kept values before entry ``last`` that a rerun needs; cheap ones that only served ops read it makes.
+
+        """
+        tape = self.tape
+        kept = tape.kept
+        asked = {tape.roots[handle.position[0]] for handle in alive(self._handles)}
+        for entry in range(last):
+            site = tape.sites[entry]
+            if not site.is_view and not all(value in kept for value in tape.results(entry)):
+                asked.update(tape.roots[value] for value in tape.reads[entry])
+        return {value for value in kept if tape.makers[value] < last and self._is_asked(value, asked)}
+
+    def _is_asked(self, value: int, asked: set[int]) -> bool:
+        tape, maker = self.tape, self.tape.makers[value]
+        site = tape.sites[maker]
+        return not getattr(site, "is_cheap", False) or site.must_save or maker in tape.states or tape.roots[value] in asked
 
     def _compact(self, handles: list[Handle]) -> None:
         """Copy kept parts of storages of which little else is kept."""
