@@ -22,7 +22,7 @@ from sac.policy.model import Decision
 from sac.recompute.autocast import callers_autocast
 from sac.recompute.op_trace import OpTraceRecorder
 from sac.recompute.table import NO_RULE, CallSite, DecisionTable, decide, gathers, run_op
-from sac.tensors import copy_of, detached, layout_key, same_bytes, storage_address, tensors_of
+from sac.tensors import copy_of, detached, equal, layout_key, same_bytes, storage_address, tensors_of
 from sac.torch_private import HigherOrderOperator
 
 _NO_REPLAY = frozenset({"fsdp", "streams"})  # namespaces of ops whose effect depends on more than tensors
@@ -45,6 +45,7 @@ class TapeMode(RegionMode):
         self.hits: dict[int, int] = {}
         self.verifies = False  # whether checksums of what is kept are taken
         self.facts: dict[Any, Any] = {}  # (path, autograd function) -> what its calls have shown
+        self.last_draw: tuple[int, GeneratorStates] = -1, []  # its entry, the states after it
         self.sums: dict[int, Any] | None = None  # of what will be replayed
         self.probes = False  # whether calls are examined for writes that no op is seen to make
         self.paused = False  # ops of a recomputation that backward asks for before the forward is over
@@ -145,7 +146,7 @@ class TapeMode(RegionMode):
         elif site.traits.is_factory:
             tape.constants.update((value, entry) for value in tape.results(entry) if tape.roots[value] == value)
         if moved := advanced(states):
-            tape.states[entry] = moved
+            self._note_draw(entry, moved)
         if site.has_decision:
             self._decide(site, entry, args, kwargs, out)
         elif self.op_trace is not None:
@@ -235,6 +236,15 @@ class TapeMode(RegionMode):
                 self.tape.generators[id(generator)] = generator, generator.get_state()
         return [(generator, generator.get_state()) for generator in own or default_generators()]
 
+    def _note_draw(self, entry: int, moved: GeneratorStates) -> None:
+        """Note the states of the generators before a draw; nothing is held twice if it follows the last one at once."""
+        tape, (previous, after) = self.tape, self.last_draw
+        tape.states[entry] = moved
+        if len(moved) == len(after) == 1 and moved[0][0] is after[0][0] and equal(moved[0][1], after[0][1]):
+            tape.states[entry] = after
+            tape.follows[entry] = previous
+        self.last_draw = entry, [(generator, generator.get_state()) for generator, _ in moved]
+
     def _decide(self, site: CallSite, entry: int, args: Any, kwargs: Any, out: Any) -> None:
         tape = self.tape
         decision, rule = decide(self, site, args, kwargs, out)
@@ -259,7 +269,7 @@ class TapeMode(RegionMode):
                 tape.argument_sums[entry] = sums_of_arguments(args, is_parameter)
             tape.is_careful = tape.is_careful or site.must_save
             if entry in tape.states:
-                tape.after[entry] = [(generator, generator.get_state()) for generator, _ in tape.states[entry]]
+                tape.after[entry] = self.last_draw[1]
         if self.op_trace is not None:
             self.op_trace.add(site, rule, decision, args, kwargs, out)
 

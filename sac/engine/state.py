@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sac.engine.flags import BackendFlags
 from sac.engine.objects import attributes_of, is_own_object, with_tensor, without_graph
-from sac.engine.rng import advanced, python_random, set_python_random
+from sac.engine.rng import GeneratorStates, advanced, python_random, set_python_random
 from sac.engine.tape import Tape
 from sac.engine.thread_state import Autocast, FunctionModes, leave_function_modes
 from sac.errors import Problem, RegionError
@@ -160,6 +160,10 @@ class ForwardState:
     def holds(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is a parameter or buffer."""
         return any(other is tensor for other, _, _ in self._tensors)
+
+    def default_states(self) -> GeneratorStates:
+        """Return the CPU's default generator with its state at the start, if that is held."""
+        return self._random.states[:1] if self._random is not None else []
 
     def has_drawn(self) -> bool:
         """Return whether a generator has advanced since the forward began."""

@@ -76,6 +76,8 @@ class Tape:
         self.kept_versions: dict[int, int] = {}
         self.rule_of: dict[int, int] = {}  # kept value -> index of its rule
         self.states: dict[int, GeneratorStates] = {}  # entry -> generators that it advances, with states before it
+        self.follows: dict[int, int] = {}  # such an entry -> the one before, if nothing else was drawn between; -1: none
+        self.chained: dict[int, int] = {}  # the same if its states are not held
         self.after: dict[int, GeneratorStates] = {}  # kept entry -> the same after it
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # passed to ops, with states before the first
         self.autocast: dict[int, Any] = {}  # entry of a custom op -> whether its body runs under autocast

@@ -73,6 +73,8 @@ class TapedFrame(Frame):
         self._input_leaves = {index: self.tape.find_input(tensor) for index, tensor in inputs.tensors}
         self._stored_roots = {self.tape.roots[self._input_leaves[index]] for index in inputs.stored}
         self._python = python_random() if self.group.careful is None else None
+        if self.mode is not None:
+            self.mode.last_draw = -1, self.state.default_states()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -181,6 +183,10 @@ class TapedFrame(Frame):
             starts = dict.fromkeys([*self._schedule.kept, *served, *routed])
             tape.kept = {value: tape.kept[value] for value in starts}
             tape.states = {entry: states for entry, states in tape.states.items() if entry in running}
+            tape.chained = {
+                entry: tape.follows[entry] for entry in tape.states if tape.follows.get(entry, -1) in running
+            }
+            tape.states.update((entry, []) for entry in tape.chained)
         else:
             last = max((time for _, _, time in self._wanted), default=0) if self.early_stop else len(tape.sites)
             asked = self._asked_for(last)  # a rerun ends before it asks for later results
@@ -192,9 +198,7 @@ class TapedFrame(Frame):
                 leaf.tensor = None
 
     def _asked_for(self, last: int) -> set[int]:
-        """Return the kept values before entry ``last`` that a rerun needs; cheap ones that only served ops read it makes.
-
-        """
+        """Return the kept values before entry ``last`` that a rerun needs; cheap ones of saved ops alone it makes."""
         tape = self.tape
         kept = tape.kept
         asked = {tape.roots[handle.position[0]] for handle in alive(self._handles)}
@@ -207,7 +211,8 @@ class TapedFrame(Frame):
     def _is_asked(self, value: int, asked: set[int]) -> bool:
         tape, maker = self.tape, self.tape.makers[value]
         site = tape.sites[maker]
-        return not getattr(site, "is_cheap", False) or site.must_save or maker in tape.states or tape.roots[value] in asked
+        is_costly = not getattr(site, "is_cheap", False) or site.must_save or maker in tape.states
+        return is_costly or tape.roots[value] in asked
 
     def _compact(self, handles: list[Handle]) -> None:
         """Copy kept parts of storages of which little else is kept."""
