@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from sac.engine.handles import KEPT, MISSING, Handle
 from sac.engine.inputs import Inputs
 from sac.engine.serve import Served, rerun
-from sac.engine.state import ForwardState
+from sac.engine.state import ForwardState, bound_in
 from sac.engine.tape import Tape
 from sac.engine.untraced import never_compiled
 from sac.errors import Problem, RegionError, SacWarning
@@ -67,7 +67,8 @@ class Frame:
         """Begin the forward; ``outer``: the hooks around the region."""
         self._outer = outer
         self.inputs = inputs = Inputs(args, kwargs)
-        self.state = ForwardState(self.owners, (*args, *kwargs.values()), self.settings, is_careful=is_careful)
+        arguments = (*args, *kwargs.values(), *bound_in(self.function))
+        self.state = ForwardState(self.owners, arguments, self.settings, is_careful=is_careful)
         if self.settings.input_storing is not None:
             inputs.store(self.settings.input_storing, self.where)
         self._begin(inputs)
@@ -195,6 +196,7 @@ class Frame:
     def _drop(self) -> None:
         """Release what recomputations start from."""
         self.inputs.drop()
+        self.state.drop()
 
     def _waiting(self) -> dict[int, Handle]:
         handles = alive(self._handles)

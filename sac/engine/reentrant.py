@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sac.engine.inputs import Inputs
-from sac.engine.state import ForwardState
+from sac.engine.state import ForwardState, bound_in
 from sac.engine.untraced import never_compiled
 from sac.errors import Problem, RegionError
 from sac.region.settings import Settings
@@ -34,7 +34,8 @@ def run_reentrant(
     inputs = Inputs(args, kwargs)
     if settings.input_storing is not None:
         inputs.store(settings.input_storing, where)
-    state = ForwardState(owners, (*args, *kwargs.values()), settings, is_careful=True, copies=True)
+    arguments = (*args, *kwargs.values(), *bound_in(function))
+    state = ForwardState(owners, arguments, settings, is_careful=True, copies=True)
     call = _Call(function, inputs, state, where)
     call.add_note = settings.add_note
     call.arguments = args, kwargs
@@ -134,7 +135,8 @@ class _Node(torch.autograd.Function):
         if wanted:
             torch.autograd.backward([result for result, _ in wanted], [grad for _, grad in wanted])
         if not graph_is_retained():
-            call.inputs.leaves = []
+            call.inputs.drop()
+            call.state.drop()
         return None, *(arrived.get(position) for position in range(len(ctx.needs_input_grad) - 1))
 
 

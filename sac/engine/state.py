@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -12,11 +13,10 @@ from torch import Tensor, nn
 
 from sac.engine.flags import BackendFlags
 from sac.engine.objects import attributes_of, is_own_object, with_tensor, without_graph
-from sac.engine.rng import GeneratorStates, advanced, python_random, set_python_random
+from sac.engine.rng import GeneratorStates, RngSnapshot, advanced, python_random, set_python_random
 from sac.engine.tape import Tape
 from sac.engine.thread_state import Autocast, FunctionModes, leave_function_modes
 from sac.errors import Problem, RegionError
-from sac.region.rng import NamedStates, RngSnapshot
 from sac.region.settings import Settings
 from sac.region.undo import UndoStack
 from sac.tensors import copy_of, describe, is_wrapper, overwrite, storage_address, version_of
@@ -66,6 +66,13 @@ def _held(container: Any) -> Any:
     return held
 
 
+def bound_in(function: Any) -> Iterator[Any]:
+    """Yield the arguments that a partial function holds."""
+    while isinstance(function, partial):
+        yield from (*function.args, *function.keywords.values())
+        function = function.func
+
+
 class ForwardState:
     """The state in which a forward began."""
 
@@ -92,12 +99,10 @@ class ForwardState:
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         self.flags, self._autocast, self.modes = BackendFlags(), Autocast(tensors), FunctionModes()
         self._random: RngSnapshot | None = None
-        self._trackers: list[tuple[Any, NamedStates]] = []
         if settings.preserve_rng_state:
             generators = [value for value in self._held if isinstance(value, torch.Generator)]
-            trackers = {id(value): value for value in self._held if not isinstance(value, torch.Generator)}
-            self._random = RngSnapshot(tensors, settings, generators)
-            self._trackers = [(tracker, NamedStates(tracker, ())) for tracker in trackers.values()]
+            trackers = [value for value in self._held if not isinstance(value, torch.Generator)]
+            self._random = RngSnapshot(tensors, settings, generators, trackers)
         self._copies: list[tuple[Tensor, int, Any]] = []
         if copies:
             buffers = [buffer for module in modules_in(owners) for buffer in module.buffers(recurse=False)]
@@ -130,11 +135,14 @@ class ForwardState:
                 self._held += [item for item in items if _is_random(item)]
             elif _is_random(value):
                 self._held.append(value)
+            elif isinstance(value, partial):
+                self._held += [item for item in bound_in(value) if _is_random(item)]
             if isinstance(value, _CONTAINERS) and hasattr(value, "copy"):
                 self._containers.append((value, _held(value)))
             elif id(value) not in self._seen and is_own_object(value) and hasattr(value, "__dict__"):
                 self._seen.add(id(value))
                 self._tables.append((vars(value), _held(vars(value))))
+                self._held += [item for item in vars(value).values() if _is_random(item)]
 
     def end(self) -> list[Tensor]:
         """Note the versions that parameters and buffers have at the end of the forward; return what it wrote to.
@@ -151,6 +159,11 @@ class ForwardState:
         if written:
             self._tensors = [(tensor, version_of(tensor), needs) for tensor, _, needs in self._tensors]
         return written
+
+    def drop(self) -> None:
+        """Release what only a rerun needs."""
+        self._tables, self._containers, self._held, self._providers = [], [], [], []
+        self._random = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -222,9 +235,6 @@ class ForwardState:
         for generator, state in tape.generators.values() if tape is not None else ():
             stack.callback(generator.set_state, generator.get_state())
             generator.set_state(state)
-        for tracker, states in self._trackers:  # their streams may be those of default generators, which come last
-            stack.callback(NamedStates(tracker, ()).put_on, tracker)
-            states.put_on(tracker)
         if self._random is not None:
             self._random.enter_on(stack)
         for provider, then in self._providers:

@@ -85,7 +85,9 @@ class Tape:
         self.metadata: dict[int, Any] = {}  # kept entry -> shapes and dtypes of its arguments
         self.argument_sums: dict[int, Any] = {}  # kept entry -> their checksums, if the call is verified
         self.fresh: set[int] = set()  # roots of uninitialised memory that no entry has written to
-        self.constants: dict[int, int] = {}  # roots that a factory filled -> its entry (small leaves: -1), until an op reads it
+        self.constants: dict[
+            int, int
+        ] = {}  # roots that a factory filled -> its entry (small leaves: -1), until an op reads it
         self.why_not = ""  # why this call cannot be replayed
         self.has_collectives = False  # other ranks take part in a recomputation
         self.collectives: list[int] = []  # entries

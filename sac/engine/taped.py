@@ -295,7 +295,7 @@ class TapedFrame(Frame):
             for handle in waiting.values():
                 handle.value = None
         self._rerun(waiting, Served(self.tape, self.where))
-        if self._sums and not self.group.verified:
+        if self._sums and not self.group.verified and self.settings.preserve_rng_state:
             self._verify_rerun(waiting)
 
     def _drop(self) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from sac.blocks.applying import apply
+from sac.engine.rng import random_state_kept
 from sac.errors import PlanError, Problem, SacWarning, listing
 from sac.ops.facts import traits_of
 from sac.planner.cost import (
@@ -36,7 +37,6 @@ from sac.planner.cost import (
 from sac.planner.devices import Device, device_at_hand
 from sac.planner.profile import Entry
 from sac.recompute.module_tracker import BareMode
-from sac.region.rng import random_state_kept
 from sac.tensors import last_offset
 from sac.torch_private import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
