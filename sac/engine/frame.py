@@ -83,6 +83,10 @@ class Frame:
         """End the forward."""
         self._end(self.state.end())
         self.is_open = False
+        if any(handle.state == MISSING for handle in alive(self._handles)):
+            self.input_bytes = self.inputs.bytes
+        else:
+            self._drop()
 
     def _begin(self, inputs: Inputs) -> None:
         pass
