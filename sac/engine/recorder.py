@@ -16,13 +16,14 @@ from sac.engine.handles import EXTERNAL, KEPT, Handle
 from sac.engine.rng import GeneratorStates, advanced, default_generators
 from sac.engine.tape import HOLE, Tape, as_refs
 from sac.engine.tracker import RegionMode
+from sac.engine.wrappers import same_memory
 from sac.engine.verify import sums_of_arguments
 from sac.ops.facts import FILLING, FILLING_PARTS
 from sac.policy.model import Decision
 from sac.recompute.autocast import callers_autocast
 from sac.recompute.op_trace import OpTraceRecorder
 from sac.recompute.table import NO_RULE, CallSite, DecisionTable, decide, gathers, run_op
-from sac.tensors import copy_of, detached, equal, layout_key, same_bytes, storage_address, tensors_of
+from sac.tensors import copy_of, detached, equal, is_wrapper, layout_key, same_bytes, storage_address, tensors_of
 from sac.torch_private import HigherOrderOperator
 
 _NO_REPLAY = frozenset({"fsdp", "streams"})  # namespaces of ops whose effect depends on more than tensors
@@ -301,12 +302,17 @@ class TapeMode(RegionMode):
     def same_as(self, tensor: Tensor) -> int:
         """Return the value of a tensor that autograd has made of one on the tape."""
         tape, key = self.tape, layout_key(tensor)
-        address = storage_address(tensor)
+        is_same = same_memory if is_wrapper(tensor) else same_storage
         for value in reversed(range(len(tape.refs))):
             other = tape.refs[value]()
-            if other is not None and storage_address(other) == address and layout_key(other) == key:
+            if other is not None and is_same(other, tensor) and layout_key(other) == key:
                 return value
         return tape.find(tensor)
+
+
+def same_storage(left: Tensor, right: Tensor) -> bool:
+    """Return whether two tensors are in one storage."""
+    return storage_address(left) == storage_address(right)
 
 
 def written_tensors(site: CallSite, args: Any, kwargs: Any) -> list[Tensor]:

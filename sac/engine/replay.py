@@ -15,7 +15,7 @@ from sac.engine.schedule import Schedule, UnobtainableError, schedule_replay
 from sac.engine.tape import HOLE, CannotReplayError, Tape, from_refs
 from sac.outer_hooks import fetch
 from sac.recompute.autocast import as_then
-from sac.tensors import copy_of, is_wrapper, placed_on, tensors_of, version_of
+from sac.tensors import copy_of, is_wrapper, placed_on, same_bytes, tensors_of, version_of
 from sac.torch_private import BelowAutograd, WithoutAutocast
 
 
@@ -127,13 +127,20 @@ def _start(tape: Tape, schedule: Schedule) -> dict[int, Any]:
             raise CannotReplayError(
                 "the data of a parameter that an op read has moved"
             )  # FSDP1 and ZeRO-3 gather it into other memory
-        if value in schedule.copied or tape.is_small(value):
+        if value in schedule.copied or (tape.is_small(value) and _is_changed(tape, value, tensor)):
             root = tape.roots[value]
             if root not in copies:
                 copies[root] = copy_of(tape.before[root][1])
             tensor = placed_on(copies[root], tensor.detach())
         values[value] = tensor
     return values
+
+
+def _is_changed(tape: Tape, value: int, tensor: Tensor) -> bool:
+    """Return whether a small leaf has other contents than in forward; the CPU's may have been written to unseen."""
+    if version_of(tensor) != tape.leaves[value].version:
+        return True
+    return tensor.is_cpu and not same_bytes(tensor.untyped_storage(), tape.before[tape.roots[value]][1])
 
 
 def is_there(tensor: Tensor) -> bool:

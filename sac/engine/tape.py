@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from sac.engine.rng import GeneratorStates
+from sac.engine.wrappers import PART, WRAP, parts_of, wrap_arguments
 from sac.recompute.table import DecisionTable
 from sac.tensors import (
     copy_of,
     detached,
+    inner_tensors,
     is_wrapper,
     same_bytes,
     storage_address,
@@ -76,7 +78,9 @@ class Tape:
         self.kept_versions: dict[int, int] = {}
         self.rule_of: dict[int, int] = {}  # kept value -> index of its rule
         self.states: dict[int, GeneratorStates] = {}  # entry -> generators that it advances, with states before it
-        self.follows: dict[int, int] = {}  # such an entry -> the one before, if nothing else was drawn between; -1: none
+        self.follows: dict[
+            int, int
+        ] = {}  # such an entry -> the one before, if nothing else was drawn between; -1: none
         self.chained: dict[int, int] = {}  # the same if its states are not held
         self.after: dict[int, GeneratorStates] = {}  # kept entry -> the same after it
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # passed to ops, with states before the first
@@ -96,6 +100,10 @@ class Tape:
         self.ends_early = True  # a rerun ends with the last tensor that is missing
         self.input_roots: set[int] = set()
         self.is_careful = False  # there is something of which a forward without a mode takes no notice
+        self.parts: dict[
+            int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]
+        ] = {}  # id of a tensor in a wrapper value
+        self.joined: set[int] = set()  # roots of wrappers that the region has made of other values, and of these
         self.units: dict[int, Any] = {}  # entry -> how to repeat a call of an autograd function
         self.scope: Any = None  # the call of an autograd function that is running
         self._adopted: dict[int, tuple[Tensor, int]] = {}
@@ -119,6 +127,8 @@ class Tape:
         self.refs.append(reference)
         self.roots.append(value if root < 0 else root)
         self.makers.append(maker)
+        if type(tensor) is not Tensor and type(tensor) is not Parameter and is_wrapper(tensor):
+            self.parts.update((id(part), (weakref.ref(part), value, path)) for part, path in parts_of(tensor))
         return value
 
     def add_leaf(self, tensor: Tensor, reader: Any = None) -> int:
@@ -147,6 +157,7 @@ class Tape:
     def close(self) -> None:
         """End the forward: release what only recording needs."""
         self.ids, self.refs, self._reachable, self._owners, self._adopted = {}, [], None, (), {}
+        self.parts = {}
         self.scope = None
 
     def is_list(self, entry: int) -> bool:
@@ -169,10 +180,47 @@ class Tape:
         if (parameter := cast_of(tensor)) is not None:  # autocast had it in its cache
             cast = {"dtype": tensor.dtype}
             return self._add_entry(torch.ops.aten._to_copy.default, self.find(parameter), (), cast, tensor)
+        if self.parts and (part := self._find_part(tensor)) is not None:
+            return part
+        if is_wrapper(tensor) and any(map(self._is_known, inner_tensors(tensor))):
+            return self._add_wrapper(tensor, reader)
         if (base := self._in_same_storage(tensor)) is not None:  # made where no mode sees it: `x.data`
             layout = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
             return self._add_entry(torch.ops.aten.as_strided.default, base, layout, {}, tensor, self.roots[base])
         return self._unknown(tensor, getattr(reader, "op", None))
+
+    def _find_part(self, tensor: Tensor) -> int | None:
+        """Return the value of a tensor that was taken out of a wrapper; add an entry for that."""
+        reference, value, path = self.parts.get(id(tensor), (None, 0, ()))
+        if reference is not None and reference() is tensor:
+            entry = self.append(PART, [HOLE, path], [value], {})
+            return self.add_value(tensor, self.roots[value], entry)
+        if is_wrapper(tensor) or tensor.layout is not torch.strided:
+            return None
+        address = storage_address(tensor)
+        for reference, _, _ in reversed([*self.parts.values()]):
+            part = reference()
+            if part is not None and part.dtype is tensor.dtype and not is_wrapper(part):
+                if storage_address(part) == address and self.known(part) is None:
+                    self.find(part)  # `tensor` is a view of it
+                    break
+        return None
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        """Return whether the tape has a tensor, or a part of it."""
+        if self.known(tensor) is not None or id(tensor) in self.parts:
+            return True
+        if is_wrapper(tensor):
+            return any(map(self._is_known, inner_tensors(tensor)))
+        return self._in_same_storage(tensor) is not None
+
+    def _add_wrapper(self, tensor: Tensor, reader: Any) -> int:
+        """Add an entry that makes a wrapper around known tensors."""
+        reads = [self.find(part, reader) for part in inner_tensors(tensor)]
+        entry = self.append(WRAP, [*wrap_arguments(tensor), *[HOLE] * len(reads)], reads, {})
+        value = self.add_value(tensor, -1, entry)
+        self.joined.update(self.roots[read] for read in (*reads, value))
+        return value
 
     def _unknown(self, tensor: Tensor, reader: Any) -> int:
         """Return the value of a tensor of unknown origin: a leaf, unless the region itself seems to have made it."""
@@ -248,7 +296,7 @@ class Tape:
         self.before[root] = detached(tensor), copy_of(tensor.untyped_storage())
 
     def is_small(self, value: int) -> bool:
-        """Return whether a leaf is read from a copy: it may be written to later, unseen too, and that costs little."""
+        """Return whether there is a copy of a leaf that the region does not write to: it is small."""
         return self.roots[value] in self.before and self.roots[value] not in self.writers
 
     def check_small(self) -> None:
@@ -266,6 +314,8 @@ class Tape:
     def wrote(self, value: int, entry: int) -> None:
         """Record that ``entry`` writes to the storage of ``value``."""
         root = self.roots[value]
+        if root in self.joined and entry not in self.waits:
+            self.fail(f"{self.sites[entry].op} writes to a wrapper that the region made, or to a tensor in one")
         self.fresh.discard(root)
         self.constants.pop(root, None)
         writers = self.writers.setdefault(root, [])
