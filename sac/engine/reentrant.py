@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,24 +43,32 @@ def run_reentrant(
     if not any(tensor.requires_grad for tensor in tensors):
         trains = any(parameter.requires_grad for owner in owners for parameter in owner.parameters())
         tensors.append(torch.empty(0, requires_grad=trains))  # a node needs an input that requires grad
-    results = _Node.apply(call, *tensors)  # type: ignore[no-untyped-call]
-    return tree_unflatten(call.with_tensors(results), call.spec), inputs.bytes
+    outputs = _Node.apply(call, *tensors)  # type: ignore[no-untyped-call]
+    return call.result(outputs), inputs.bytes
+
+
+# Autograd attaches the history of a node's outputs to the tensors themselves. So only tensors that the region made are
+# outputs, and even those are replaced by aliases. An argument, parameter or buffer that is returned is returned as it
+# is, and so is a tensor whose dtype allows no gradient.
 
 
 class _Call:
     arguments: Any = None
-    add_note: Callable[[BaseException], None]
-    spec: Any = None
 
     def __init__(self, function: Callable[..., Any], inputs: Inputs, state: ForwardState, where: str) -> None:
         self.function, self.inputs, self.state, self.where = function, inputs, state, where
         self.indices = [index for index, _ in inputs.tensors]
-        self.leaves: list[Any] = []
+        self._leaves: list[Any] = []  # of the result, until the forward ends
+        self._spec: Any = None
+        self._outputs: dict[int, int] = {}  # index of a leaf -> of the node's output
+        self.places: list[int] = []  # for each output of the node, its index among the leaves
 
-    def with_tensors(self, tensors: Iterable[Tensor]) -> list[Any]:
-        """Return the leaves of the output, with ``tensors`` in their places."""
-        tensors = iter(tensors)
-        return [next(tensors) if leaf is Tensor else leaf for leaf in self.leaves]
+    def result(self, outputs: Sequence[Tensor]) -> Any:
+        """Return the result of the call."""
+        leaves, self._leaves = self._leaves, []
+        for index, output in self._outputs.items():
+            leaves[index] = outputs[output]
+        return tree_unflatten(leaves, self._spec)
 
     def refuse(self, problem: str) -> None:
         """Raise ``RegionError``."""
@@ -70,19 +78,44 @@ class _Call:
         """Run the forward; return the tensors in its result."""
         (args, kwargs), self.arguments = self.arguments, None
         versions = [version_of(tensor) for tensor in tensors]
-        leaves, self.spec = tree_flatten(self.function(*args, **kwargs))
+        self._leaves, self._spec = tree_flatten(self.function(*args, **kwargs))
         for index, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
             if version_of(tensor) != version:
                 self.refuse(
                     f"a reentrant region may not write to an argument, here number {index} ({describe(tensor)})"
                 )
-        self.leaves = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        outputs = self._take_outputs(tensors)
         self.inputs.end(lambda tensor: tensor.detach() if not tensor.is_leaf else tensor)
         self.state.end()
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return outputs
 
-    def run_again(self) -> tuple[list[Tensor], dict[int, Tensor]]:
-        """Run the function again; return the tensors in its result, and a dict for gradients that arrive at inputs."""
+    def _take_outputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Take what the region made out of the leaves of its result; return aliases."""
+        given, roots = {id(tensor) for tensor in tensors}, {id(_root(tensor)) for tensor in tensors}
+        known: dict[int, int] = {}
+        aliases = []
+        for index, leaf in enumerate(self._leaves):
+            if not isinstance(leaf, Tensor) or id(leaf) in given or not self._is_made_here(leaf):
+                continue
+            output = known.setdefault(id(leaf), len(known))
+            if output == len(aliases):
+                alias = leaf.detach()
+                # Autograd refuses writes to this view: they would change the argument, too.
+                aliases.append(alias.view_as(alias) if id(_root(leaf)) in roots else alias)
+                self.places.append(index)
+            self._outputs[index] = output
+        for index in self._outputs:
+            self._leaves[index] = None
+        return aliases
+
+    def _is_made_here(self, leaf: Tensor) -> bool:
+        if not (leaf.is_floating_point() or leaf.is_complex()) or self.state.holds(leaf):
+            return False
+        # A view of a tensor that needs a gradient, made without grad mode, says that it is a leaf that requires grad.
+        return not leaf.requires_grad or not leaf.is_leaf or leaf._is_view()
+
+    def run_again(self) -> tuple[list[Any], dict[int, Tensor]]:
+        """Run the function again; return the outputs, and a dict for gradients that arrive at inputs."""
         self.state.check(None, self.where)
         arrived: dict[int, Tensor] = {}
         with self.state.restored(None), torch.enable_grad():
@@ -98,7 +131,11 @@ class _Call:
             args, kwargs = tree_unflatten(leaves, spec)
             with self.state.modes.entered():
                 output = self.function(*args, **kwargs)
-        return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)], arrived
+        leaves = tree_flatten(output)[0]
+        outputs = [leaves[place] if place < len(leaves) else None for place in self.places]
+        if not all(isinstance(output, Tensor) for output in outputs):
+            self.refuse("it returned other tensors in recomputation than in forward")
+        return outputs, arrived
 
     def check_backward(self) -> None:
         """Raise if this way does not support the running backward."""
@@ -113,10 +150,7 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        results = call.run(tensors)
-        ctx.mark_non_differentiable(*(one for one in results if not (one.is_floating_point() or one.is_complex())))
-        is_input = {id(tensor) for tensor in tensors}
-        return tuple(result.detach() if id(result) in is_input else result for result in results)
+        return tuple(call.run(tensors))
 
     @staticmethod
     @never_compiled
@@ -128,8 +162,6 @@ class _Node(torch.autograd.Function):
         except torch.OutOfMemoryError as error:
             call.add_note(error)
             raise
-        if len(results) != len(grads):
-            call.refuse(f"it returned {len(grads)} tensors in forward and {len(results)} in recomputation")
         pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
         wanted = [(result, grad) for result, grad in pairs if result.requires_grad]
         if wanted:
@@ -138,6 +170,11 @@ class _Node(torch.autograd.Function):
             call.inputs.drop()
             call.state.drop()
         return None, *(arrived.get(position) for position in range(len(ctx.needs_input_grad) - 1))
+
+
+def _root(tensor: Tensor) -> Tensor:
+    base = tensor._base
+    return tensor if base is None else base
 
 
 class _Start(torch.autograd.Function):
