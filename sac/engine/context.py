@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from sac.engine.region import Region, RegionGroup, parts_of_function
+from sac.engine.taped import TapedFrame
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import PackHooks, active_hooks
 from sac.recompute.table import DecisionTable
@@ -94,6 +95,9 @@ class _Forward(AbstractContextManager[None]):
         outer = _hooks_around()
         self._frame = frame = Region(self._group, "").frame(function, owners, settings, outer)
         frame.begin(args, kwargs, outer, is_careful=bool(self._group.careful))
+        whole = frame.mode.whole if isinstance(frame, TapedFrame) and frame.mode is not None else None
+        if whole is not None:
+            whole.count_hooks = 2  # those of torch too
         self._stack.enter_context(frame.recording())
 
     def __exit__(self, *error: Any) -> None:

@@ -171,7 +171,8 @@ class Region:
     ) -> Frame:
         """Return the frame that runs one call: recorded if rules decide on ops, or if the group is careful."""
         group, table, where = self.group, self.group.table, self.path or self.group.name
-        is_asked = table.decides_on_ops or table.saves_everything or settings.engine == REPLAY
+        is_asked = table.decides_on_ops or table.matches_modules or table.saves_everything
+        is_asked = is_asked or settings.engine == REPLAY
         if not is_asked and group.careful is False:
             return Frame(function, owners, settings, where, group)
         # Hooks around the region must be passed the same tensors if they run it again.

@@ -119,7 +119,7 @@ class TapedFrame(Frame):
             self._schedule_replay()
         self._release()
         self._compact(handles)
-        self.figures = self._count(handles, every, mode.hits)
+        self.figures = self._count(handles, every, {**mode.hits, **(mode.whole.hits if mode.whole is not None else {})})
         tape.kept_versions = {value: version_of(tensor) for value, tensor in tape.kept.items()}
         for leaf in tape.leaves.values():
             if leaf.tensor is not None:
@@ -212,7 +212,7 @@ class TapedFrame(Frame):
         tape, maker = self.tape, self.tape.makers[value]
         site = tape.sites[maker]
         is_costly = not getattr(site, "is_cheap", False) or site.must_save or maker in tape.states
-        return is_costly or tape.roots[value] in asked
+        return site.may_save and (is_costly or tape.roots[value] in asked)  # results of whole modules are not served
 
     def _compact(self, handles: list[Handle]) -> None:
         """Copy kept parts of storages of which little else is kept."""

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from sac.engine.whole import WholeModules
 from sac.recompute.table import DecisionTable
 from sac.torch_private import CAN_SKIP_DYNAMO, TorchDispatchMode, skip_dynamo
 
@@ -89,6 +90,11 @@ class TrackedForward:
         mode = _ACTIVE.mode
         if mode is None:
             return original(*args, **kwargs)
+        if (whole := mode.whole) is not None:
+            if whole.is_inside:
+                return original(*args, **kwargs)
+            if (rule := whole.rule_of(self.path)) is not None:
+                return whole.run(mode, self.path, rule, original, args, kwargs)
         outer = mode.path, mode.sites
         mode.path, mode.sites = self.path, mode.table.sites_of(self.path)
         try:
@@ -125,10 +131,13 @@ class RegionMode(BareMode):
     def __init__(self, table: DecisionTable) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.table = table
+        self.whole = WholeModules(table) if table.matches_modules else None
         self.path = ""
         self.sites = table.sites_of("")
 
     def __enter__(self) -> Any:
+        if self.whole is not None:
+            self.whole.begin()
         super().__enter__()  # type: ignore[no-untyped-call]
         self._outer, _ACTIVE.mode = _ACTIVE.mode, self
         return self
