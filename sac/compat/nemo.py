@@ -33,8 +33,7 @@ from sac.blocks.paths import Node, children_of, root_node
 from sac.blocks.stacks import is_callable
 from sac.compat.fsdp import policy_of_contexts
 from sac.config import family_policy
-from sac.engine.entry import BackendFlags, attention_choice
-from sac.engine.entry import FULL
+from sac.engine.entry import FULL, BackendFlags, attention_choice
 from sac.errors import ConfigError, ModelError, Problem, SacWarning
 from sac.policy.model import Policy
 from sac.region.undo import UndoStack

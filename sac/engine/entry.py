@@ -17,9 +17,11 @@ if TYPE_CHECKING or not IS_NEW:
     from sac.recompute.regions import FULL, FULL_TABLE, Region, RegionGroup, run_as_region, run_modules
     from sac.recompute.torch_checkpoint import checkpoint_contexts, run_in_eager, run_traced
     from sac.region.ambient import BackendFlags, attention_choice
+    from sac.region.fp8_state import check_fp8
 else:
     from sac.engine.compiled import checkpoint_contexts, run_in_eager, run_traced
     from sac.engine.flags import BackendFlags, attention_choice
+    from sac.engine.fp8 import check_fp8
     from sac.engine.region import FULL, FULL_TABLE, Region, RegionGroup, run_as_region, run_modules
     from sac.engine.tracker import BareMode, TrackedForward, class_forward, takes_module, traced_forward
 
@@ -33,6 +35,7 @@ __all__ = [
     "RegionGroup",
     "TrackedForward",
     "attention_choice",
+    "check_fp8",
     "checkpoint_contexts",
     "class_forward",
     "run_as_region",

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from sac.engine.fp8 import REASON, Fp8Function, for_fp8, keeps_fp8_state
 from sac.engine.frame import Frame
 from sac.engine.functions import install
 from sac.engine.reentrant import run_reentrant
@@ -140,6 +141,9 @@ class Region:
         owners += tuple(argument for argument in args if isinstance(argument, nn.Module))
         if not stats.calls and any(is_lazy(parameter) for owner in owners for parameter in owner.parameters()):
             return function(*args, **kwargs)  # this call makes the parameters
+        if keeps_fp8_state(owners):
+            group.give_up(REASON, where)
+            function, settings = Fp8Function(function, where), for_fp8(settings)
         if settings.use_reentrant:
             output, size = run_reentrant(function, owners, settings, where, args, kwargs)
             stats.take(None, size)

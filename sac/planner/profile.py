@@ -187,7 +187,9 @@ class RegionProfile:
         return [step[0] for step in schedule.steps], schedule.kept, ()
 
 
-def _old_schedule(profile: RegionProfile, kept: Collection[int], needs: Sequence[Need]) -> tuple[list[int], list[int], Any]:
+def _old_schedule(
+    profile: RegionProfile, kept: Collection[int], needs: Sequence[Need]
+) -> tuple[list[int], list[int], Any]:
     """Do the same for the old engine; goes with the old folders."""
     from sac.recompute.schedule import Wanted, schedule_replay
     from sac.recompute.tape import BareTape

@@ -83,6 +83,10 @@ class FP8GlobalStateManager:
         return cls.quantization_state.fp8_enabled
 
     @classmethod
+    def get_fp8_recipe(cls) -> Recipe:
+        return cls.recipe()
+
+    @classmethod
     def recipe(cls) -> Recipe:
         return cls.quantization_state.fp8_recipe or Recipe()
 
@@ -329,7 +333,12 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 @pytest.fixture
 def fp8_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the model be the library that is loaded."""
-    monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(FP8GlobalStateManager=FP8GlobalStateManager))
+    library = SimpleNamespace(FP8GlobalStateManager=FP8GlobalStateManager, autocast=autocast)
+    monkeypatch.setitem(sys.modules, MODULE, library)
+    contexts = SimpleNamespace(
+        get_activation_recompute_contexts=lambda: (recompute_flags(False), recompute_flags(True))
+    )
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.distributed", contexts)
     FP8GlobalStateManager.reset()
     yield
     FP8GlobalStateManager.reset()
