@@ -44,6 +44,8 @@ def install() -> None:
 
 def _called(cls: Any, *args: Any) -> Any:
     mode = active_mode()
+    if cls.__module__.startswith("torch.distributed."):  # only ops, and wrappers around their results
+        return apply_function(cls, *args)
     if mode is None or not mode.takes_functions or mode.paused or mode.tape.scope is not None or transform_is_active():
         return apply_function(cls, *args)
     return FunctionCall(mode, cls, args).run()
@@ -233,7 +235,10 @@ class FunctionCall:
         for value in range(self.first_value, last):  # tensors that live on and that nothing can give again
             tensor = tape.refs[value]()
             if tensor is not None and roots[value] in scope.bad and tape.known(tensor) == value:
-                tape.fresh.add(roots[value])
+                if tape.parts.get(id(tensor), (None, 0))[1] >= last:  # to be taken out of a result of the unit
+                    del tape.ids[id(tensor)]
+                else:
+                    tape.fresh.add(roots[value])
         for handle in handles.values():
             mode.decide_on(handle, handle.value)
         if inner:

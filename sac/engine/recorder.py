@@ -16,8 +16,8 @@ from sac.engine.handles import EXTERNAL, KEPT, Handle
 from sac.engine.rng import GeneratorStates, advanced, default_generators
 from sac.engine.tape import HOLE, Tape, as_refs
 from sac.engine.tracker import RegionMode
-from sac.engine.wrappers import same_memory
 from sac.engine.verify import sums_of_arguments
+from sac.engine.wrappers import same_memory
 from sac.ops.facts import FILLING, FILLING_PARTS
 from sac.policy.model import Decision
 from sac.recompute.autocast import callers_autocast

@@ -200,10 +200,10 @@ class Tape:
         address = storage_address(tensor)
         for reference, _, _ in reversed([*self.parts.values()]):
             part = reference()
-            if part is not None and part.dtype is tensor.dtype and not is_wrapper(part):
-                if storage_address(part) == address and self.known(part) is None:
-                    self.find(part)  # `tensor` is a view of it
-                    break
+            is_plain = part is not None and part.dtype is tensor.dtype and not is_wrapper(part)
+            if is_plain and storage_address(part) == address and self.known(part) is None:
+                self.find(part)  # `tensor` is a view of it
+                break
         return None
 
     def _is_known(self, tensor: Tensor) -> bool:
@@ -302,10 +302,11 @@ class Tape:
     def check_small(self) -> None:
         """Fail if something that is no op has written to a small leaf, as NumPy can do, during the forward."""
         for root, (tensor, contents) in self.before.items():
-            if root not in self.writers and contents.device.type == "cpu":
-                if not same_bytes(tensor.untyped_storage(), contents):
-                    self.is_careful = True
-                    self.fail("something that is no op writes to a tensor from outside")
+            if root in self.writers or contents.device.type != "cpu":
+                continue
+            if not same_bytes(tensor.untyped_storage(), contents):
+                self.is_careful = True
+                self.fail("something that is no op writes to a tensor from outside")
 
     def is_written(self, value: int) -> bool:
         """Return whether an op writes to the storage of ``value``, other than a collective that ends late."""
