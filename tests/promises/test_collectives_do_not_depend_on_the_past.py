@@ -76,7 +76,7 @@ def sent_in_backward(place: str, recorded: bool) -> list[int]:
     counts = []
     for _ in range(CALLS):
         if IS_NEW:
-            region.group.careful = region.group.careful or (recorded and dist.get_rank() == 1)
+            region.group.careful = True if recorded and dist.get_rank() == 1 else region.group.careful
         else:
             region.evidence.needs_recorder = recorded and dist.get_rank() == 1
         loss = model(torch.randn(3, 4)).square().sum()
