@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from sac.engine.inputs import Inputs
+from sac.engine.objects import attributes_of, is_own_object
 from sac.engine.state import ForwardState, bound_in
 from sac.engine.untraced import never_compiled
 from sac.errors import Problem, RegionError
+from sac.outer_hooks import PackHooks, active_hooks, pack_with_outer_hooks
 from sac.region.settings import Settings
-from sac.tensors import describe, version_of
-from sac.torch_private import graph_is_retained, is_for_every_leaf, tree_flatten, tree_unflatten
+from sac.tensors import describe, metadata, version_of
+from sac.torch_private import graph_is_retained, is_for_every_leaf, tree_flatten, tree_leaves, tree_unflatten
 
 _OTHER_MODE = "pass use_reentrant=False"
 
@@ -27,7 +32,9 @@ def run_reentrant(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, tuple[int, int]]:
-    """Run ``function`` as one node of the graph; return its result, and the bytes of the inputs.
+    """Run ``function`` as one node of the graph, which needs an argument that requires a gradient.
+
+    Return its result, and the bytes of the inputs.
 
     Grad mode is off, so it is unknown which results depend on a trained tensor: each that can have a gradient counts.
     """
@@ -36,13 +43,10 @@ def run_reentrant(
         inputs.store(settings.input_storing, where)
     arguments = (*args, *kwargs.values(), *bound_in(function))
     state = ForwardState(owners, arguments, settings, is_careful=True, copies=True)
-    call = _Call(function, inputs, state, where)
+    call = _Call(function, inputs, state, where, checks=settings.checks_metadata)
     call.add_note = settings.add_note
     call.arguments = args, kwargs
     tensors = [tensor for _, tensor in inputs.tensors]
-    if not any(tensor.requires_grad for tensor in tensors):
-        trains = any(parameter.requires_grad for owner in owners for parameter in owner.parameters())
-        tensors.append(torch.empty(0, requires_grad=trains))  # a node needs an input that requires grad
     outputs = _Node.apply(call, *tensors)  # type: ignore[no-untyped-call]
     return call.result(outputs), inputs.bytes
 
@@ -55,12 +59,17 @@ def run_reentrant(
 class _Call:
     arguments: Any = None
 
-    def __init__(self, function: Callable[..., Any], inputs: Inputs, state: ForwardState, where: str) -> None:
+    def __init__(
+        self, function: Callable[..., Any], inputs: Inputs, state: ForwardState, where: str, *, checks: bool
+    ) -> None:
+        self._checks = checks
         self.function, self.inputs, self.state, self.where = function, inputs, state, where
         self.indices = [index for index, _ in inputs.tensors]
         self._leaves: list[Any] = []  # of the result, until the forward ends
         self._spec: Any = None
         self._outputs: dict[int, int] = {}  # index of a leaf -> of the node's output
+        self._lock = threading.RLock()  # of reruns: two threads may go through one graph
+        self._is_dropped = False
         self.places: list[int] = []  # for each output of the node, its index among the leaves
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
@@ -70,9 +79,9 @@ class _Call:
             leaves[index] = outputs[output]
         return tree_unflatten(leaves, self._spec)
 
-    def refuse(self, problem: str) -> None:
+    def refuse(self, problem: str, fix: str = "") -> None:
         """Raise ``RegionError``."""
-        raise RegionError(Problem(self.where, problem, fix=_OTHER_MODE))
+        raise RegionError(Problem(self.where, problem, fix=f"{fix}, or {_OTHER_MODE}" if fix else _OTHER_MODE))
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run the forward; return the tensors in its result."""
@@ -84,17 +93,28 @@ class _Call:
                 self.refuse(
                     f"a reentrant region may not write to an argument, here number {index} ({describe(tensor)})"
                 )
-        outputs = self._take_outputs(tensors)
-        self.inputs.end(lambda tensor: tensor.detach() if not tensor.is_leaf else tensor)
+        known, after = {id(tensor) for tensor in tensors}, tree_leaves((args, kwargs))
+        for leaf in after:
+            if _has_gradients(leaf) and id(leaf) not in known:
+                problem = (
+                    "the region put a tensor into a container that it was given, and autograd does not see it there"
+                )
+                self.refuse(problem, fix="return the tensor")
+        outputs = self._take_outputs(tensors, {id(leaf) for leaf in after})
+        self.inputs.end(partial(_held, hooks=active_hooks()))
         self.state.end()
         return outputs
 
-    def _take_outputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Take what the region made out of the leaves of its result; return aliases."""
-        given, roots = {id(tensor) for tensor in tensors}, {id(_root(tensor)) for tensor in tensors}
+    def _take_outputs(self, tensors: Sequence[Tensor], given: set[int]) -> list[Tensor]:
+        """Take what the region made out of the leaves of its result; return aliases. ``given``: ids of arguments."""
+        roots = {id(_root(tensor)) for tensor in tensors}
         known: dict[int, int] = {}
-        aliases = []
+        aliases: list[Tensor] = []
         for index, leaf in enumerate(self._leaves):
+            if is_own_object(leaf) and id(leaf) not in given and any(map(_has_gradients, attributes_of(leaf).values())):
+                name = type(leaf).__qualname__
+                problem = f"the region returned a {name}, and autograd does not see the tensors that it holds"
+                self.refuse(problem, fix="return tuples, lists, dicts or what is registered as a pytree")
             if not isinstance(leaf, Tensor) or id(leaf) in given or not self._is_made_here(leaf):
                 continue
             output = known.setdefault(id(leaf), len(known))
@@ -109,16 +129,21 @@ class _Call:
         return aliases
 
     def _is_made_here(self, leaf: Tensor) -> bool:
-        if not (leaf.is_floating_point() or leaf.is_complex()) or self.state.holds(leaf):
+        if not _has_gradients(leaf) or self.state.holds(leaf):
             return False
         # A view of a tensor that needs a gradient, made without grad mode, says that it is a leaf that requires grad.
         return not leaf.requires_grad or not leaf.is_leaf or leaf._is_view()
 
     def run_again(self) -> tuple[list[Any], dict[int, Tensor]]:
         """Run the function again; return the outputs, and a dict for gradients that arrive at inputs."""
+        if self._is_dropped:
+            problem = "backward came here again after this region's memory had been freed"
+            raise RegionError(
+                Problem(self.where, problem, fix="pass retain_graph=True to the backward call before this one")
+            )
         self.state.check(None, self.where)
         arrived: dict[int, Tensor] = {}
-        with self.state.restored(None), torch.enable_grad():
+        with self._lock, self.state.restored(None), torch.enable_grad():
             args, kwargs = self.inputs.again(self.where, written=False)
             leaves, spec = tree_flatten((args, kwargs))
             starts: dict[int, Tensor] = {}  # one tensor in several places is one tensor again
@@ -132,15 +157,33 @@ class _Call:
             with self.state.modes.entered():
                 output = self.function(*args, **kwargs)
         leaves = tree_flatten(output)[0]
-        outputs = [leaves[place] if place < len(leaves) else None for place in self.places]
-        if not all(isinstance(output, Tensor) for output in outputs):
-            self.refuse("it returned other tensors in recomputation than in forward")
-        return outputs, arrived
+        return [leaves[place] if place < len(leaves) else None for place in self.places], arrived
+
+    def paired(self, outputs: Sequence[Any], grads: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
+        """Return the recomputed outputs that have a history, with the gradients that came in for them."""
+        pairs = []
+        for index, output, grad in zip(self.places, outputs, grads, strict=True):
+            if grad is None:
+                continue
+            if not isinstance(output, Tensor) or (self._checks and metadata(output) != metadata(grad)):
+                now = f"{describe(output)} on {output.device}" if isinstance(output, Tensor) else "not a tensor"
+                then = f"{describe(grad)} on {grad.device}"
+                self.refuse(f"result {index} was {then} in forward and is {now} in recomputation")
+            if output.requires_grad:
+                pairs.append((output, grad))
+        return pairs
+
+    def drop(self) -> None:
+        """Release what a rerun needs."""
+        self._is_dropped = True
+        self.inputs.drop()
+        self.state.drop()
 
     def check_backward(self) -> None:
         """Raise if this way does not support the running backward."""
         if not is_for_every_leaf():
-            self.refuse("neither torch.autograd.grad nor backward(inputs=...) can go through a reentrant region")
+            problem = "neither torch.autograd.grad nor backward(inputs=...) can go through a reentrant region"
+            self.refuse(problem, fix="call backward() without inputs")
         if torch.is_grad_enabled():
             self.refuse("a reentrant region has no double backward (this one was called with create_graph=True)")
 
@@ -158,18 +201,44 @@ class _Node(torch.autograd.Function):
         call: _Call = ctx.call
         call.check_backward()
         try:
-            results, arrived = call.run_again()
+            outputs, arrived = call.run_again()
         except torch.OutOfMemoryError as error:
             call.add_note(error)
             raise
-        pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
-        wanted = [(result, grad) for result, grad in pairs if result.requires_grad]
-        if wanted:
-            torch.autograd.backward([result for result, _ in wanted], [grad for _, grad in wanted])
+        pairs = call.paired(outputs, grads)
+        del outputs
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
         if not graph_is_retained():
-            call.inputs.drop()
-            call.state.drop()
+            call.drop()
         return None, *(arrived.get(position) for position in range(len(ctx.needs_input_grad) - 1))
+
+
+def can_be_reentrant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an argument requires a gradient, as a node needs, and the node sees all that do."""
+    leaves = [*args, *kwargs.values()]
+    if any(isinstance(leaf, (list, tuple, dict)) for leaf in leaves):
+        leaves = tree_leaves((args, kwargs))
+    for leaf in leaves:
+        if is_own_object(leaf) and any(map(_needs_grad, attributes_of(leaf).values())):
+            return False
+    return any(map(_needs_grad, leaves))
+
+
+def _needs_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _has_gradients(value: Any) -> bool:
+    """Return whether a value can have a gradient, by its dtype."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _held(tensor: Tensor, hooks: PackHooks | None) -> Any:
+    """Return what to hold of an input: without its graph, and packed by the hooks around the region."""
+    if type(tensor) is Parameter:
+        return tensor
+    return pack_with_outer_hooks(tensor if tensor.is_leaf else tensor.detach(), hooks)
 
 
 def _root(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from sac.engine.fp8 import REASON, Fp8Function, for_fp8, keeps_fp8_state
 from sac.engine.frame import Frame
 from sac.engine.functions import install
-from sac.engine.reentrant import run_reentrant
+from sac.engine.reentrant import can_be_reentrant, run_reentrant
 from sac.engine.schedule import Schedule
 from sac.engine.taped import TapedFrame
 from sac.engine.untraced import count_compiled
@@ -144,7 +144,7 @@ class Region:
         if keeps_fp8_state(owners):
             group.give_up(REASON, where)
             function, settings = Fp8Function(function, where), for_fp8(settings)
-        if settings.use_reentrant:
+        if settings.use_reentrant and can_be_reentrant(args, kwargs):
             output, size = run_reentrant(function, owners, settings, where, args, kwargs)
             stats.take(None, size)
             return output
