@@ -19,7 +19,7 @@ from sac.region.settings import RERUN, Settings
 
 _MODULES = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")  # newer and older
 _CONTEXTS = "transformer_engine.pytorch.distributed"
-_METAS = ("fp8_meta", "_fp8_metas")  # attributes with the state of a module, and of an op of `te.ops`
+FP8_METAS = frozenset({"fp8_meta", "_fp8_metas"})  # attributes with the state of a module, and of an op of `te.ops`
 REASON = "its modules keep FP8 state (TransformerEngine); while FP8 is on, it runs to its end"
 _UNKNOWN = (
     "FP8 is on around the region, and its scales and histories are not put back for recomputation: this version of "
@@ -45,7 +45,7 @@ def _contexts() -> Any:
 
 def check_fp8(where: str) -> None:
     """Raise ``ConfigError`` if FP8 is on in a version of TransformerEngine without the contexts."""
-    if _is_on() and _contexts() is None:
+    if _is_on() and (_contexts() is None or not hasattr(_library().FP8GlobalStateManager, "get_fp8_recipe")):
         raise ConfigError(Problem(where, _UNKNOWN, fix=_FIX))
 
 
@@ -53,7 +53,7 @@ def keeps_fp8_state(owners: Iterable[nn.Module]) -> bool:
     """Return whether any of these modules is one of TransformerEngine's that can run in FP8."""
     if _library() is None:
         return False
-    return any(name in vars(module) for owner in owners for module in owner.modules() for name in _METAS)
+    return any(not FP8_METAS.isdisjoint(vars(module)) for owner in owners for module in owner.modules())
 
 
 def for_fp8(settings: Settings) -> Settings:
@@ -69,7 +69,9 @@ class Fp8Function:
         library = _library()
         manager = library.FP8GlobalStateManager
         self._function, self._is_on = function, _is_on()
-        self._recipe = manager.get_fp8_recipe() if self._is_on else None
+        self._recipe, self._group = None, None
+        if self._is_on:
+            self._recipe, self._group = manager.get_fp8_recipe(), manager.get_fp8_group()
         self._library = library
         self._contexts: list[AbstractContextManager[Any]] = [*_contexts()()] if self._is_on else []
 
@@ -80,8 +82,10 @@ class Fp8Function:
         if len(self._contexts) == 2:
             with self._contexts.pop(0):
                 return self._function(*args, **kwargs)
-        library, recipe = self._library, self._recipe
-        is_newer = hasattr(library, "autocast")
-        autocast = library.autocast(True, recipe=recipe) if is_newer else library.fp8_autocast(True, fp8_recipe=recipe)
+        library, recipe, group = self._library, self._recipe, self._group
+        if hasattr(library, "autocast"):
+            autocast = library.autocast(True, recipe=recipe, amax_reduction_group=group)
+        else:
+            autocast = library.fp8_autocast(True, fp8_recipe=recipe, fp8_group=group)
         with self._contexts[0], autocast:
             return self._function(*args, **kwargs)

@@ -142,6 +142,7 @@ class Region:
         if not stats.calls and any(is_lazy(parameter) for owner in owners for parameter in owner.parameters()):
             return function(*args, **kwargs)  # this call makes the parameters
         if keeps_fp8_state(owners):
+            group.warns = settings.engine == REPLAY
             group.give_up(REASON, where)
             function, settings = Fp8Function(function, where), for_fp8(settings)
         if settings.use_reentrant and can_be_reentrant(args, kwargs):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sac.engine.flags import BackendFlags
+from sac.engine.fp8 import FP8_METAS
 from sac.engine.objects import attributes_of, is_own_object, with_tensor, without_graph
 from sac.engine.rng import GeneratorStates, RngSnapshot, advanced, python_random, set_python_random
 from sac.engine.tape import Tape
@@ -115,8 +116,9 @@ class ForwardState:
     def _note_module(self, module: nn.Module) -> None:
         """Note attributes, parameters and buffers of a module, and what its attributes hold."""
         table = module.__dict__
-        has_own = len(table) > len(_NOT_OURS)
-        self._tables.append((table, _held(table) if has_own else table.copy()))
+        has_own = len(table) > len(_NOT_OURS) and FP8_METAS.isdisjoint(table)  # TransformerEngine restores its own
+        if has_own or len(table) <= len(_NOT_OURS):
+            self._tables.append((table, _held(table) if has_own else table.copy()))
         for name in ("_parameters", "_buffers"):
             if tensors := table[name]:
                 self._tables.append((tensors, tensors.copy()))
