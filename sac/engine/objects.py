@@ -11,6 +11,7 @@ from collections import deque
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sac.tensors import detached
@@ -20,6 +21,7 @@ from sac.tensors import detached
 
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _LIBRARIES = frozenset({"torch", "sac", "builtins", "numpy", *sys.stdlib_module_names})
+PLAIN = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device})
 _MOST_LEVELS = 5  # of objects and containers inside of an argument
 
 
@@ -38,14 +40,45 @@ class StandIn:
         return self._tensor.requires_grad_() if original is None else original
 
 
+class _CopyWithoutGraph:
+    """A container or an object that holds tensors with a graph, held as a copy without it."""
+
+    __slots__ = ("_copy",)
+
+    def __init__(self, value: Any) -> None:
+        self._copy = copied(value, {})
+
+    def tensor(self) -> Any:
+        """Return a copy for one rerun."""
+        return copied(self._copy, {})
+
+
 def without_graph(value: Any) -> Any:
-    """Return what to hold of a value: a stand-in if it is a tensor with a graph."""
-    return StandIn(value) if isinstance(value, Tensor) and value.grad_fn is not None else value
+    """Return what to hold of a value: a stand-in if it is a tensor with a graph, or holds one."""
+    if isinstance(value, Tensor):
+        return StandIn(value) if value.grad_fn is not None else value
+    return _CopyWithoutGraph(value) if _reaches_graph(value, 2) else value
+
+
+def _reaches_graph(value: Any, levels: int) -> bool:
+    if isinstance(value, Tensor):
+        return value.requires_grad and value.grad_fn is not None
+    if levels == 0:
+        return False
+    if isinstance(value, (list, tuple, deque)):
+        parts: Any = value
+    elif isinstance(value, dict):
+        parts = value.values()
+    elif is_own_object(value):
+        parts = vars(value).values()
+    else:
+        return False
+    return any(_reaches_graph(part, levels - 1) for part in parts if type(part) not in PLAIN)
 
 
 def with_tensor(value: Any) -> Any:
-    """Return the value that ``without_graph`` was given."""
-    return value.tensor() if type(value) is StandIn else value
+    """Return the value that ``without_graph`` was given, or a copy of it."""
+    return value.tensor() if type(value) in (StandIn, _CopyWithoutGraph) else value
 
 
 def is_own_object(value: Any) -> bool:

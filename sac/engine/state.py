@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sac.engine.flags import BackendFlags
 from sac.engine.fp8 import FP8_METAS
-from sac.engine.objects import attributes_of, is_own_object, with_tensor, without_graph
+from sac.engine.objects import PLAIN, attributes_of, is_own_object, with_tensor, without_graph
 from sac.engine.rng import GeneratorStates, RngSnapshot, advanced, python_random, set_python_random
 from sac.engine.tape import Tape
 from sac.engine.thread_state import Autocast, FunctionModes, leave_function_modes
@@ -30,7 +30,6 @@ from sac.torch_private import keep_graphs_in_order_of_making, set_version_counte
 
 _NOT_OURS = frozenset(vars(nn.Module()))  # the tables of a module
 _CONTAINERS = (list, dict, set)
-_PLAIN = (int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device)
 _SMALL = 1 << 16  # statistics and counters
 _GONE = object()
 
@@ -40,7 +39,7 @@ def _is_random(value: Any) -> bool:
     if isinstance(value, torch.Generator):
         return True
     cls = type(value)
-    return cls not in _PLAIN and hasattr(cls, "get_states") and hasattr(cls, "set_states")
+    return cls not in PLAIN and hasattr(cls, "get_states") and hasattr(cls, "set_states")
 
 
 def modules_in(owners: Sequence[nn.Module]) -> list[nn.Module]:
@@ -53,18 +52,6 @@ def modules_in(owners: Sequence[nn.Module]) -> list[nn.Module]:
             modules[id(module)] = module
             waiting.extend(child for child in module._modules.values() if child is not None)
     return list(modules.values())
-
-
-def _held(container: Any) -> Any:
-    """Return a copy of a dict, list or set with stand-ins for tensors that have a graph."""
-    held = container.copy()
-    if isinstance(held, dict):
-        for key, value in held.items():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                held[key] = without_graph(value)
-    elif isinstance(held, list) and any(isinstance(value, Tensor) for value in held):
-        held[:] = map(without_graph, held)
-    return held
 
 
 def bound_in(function: Any) -> Iterator[Any]:
@@ -116,21 +103,29 @@ class ForwardState:
     def _note_module(self, module: nn.Module) -> None:
         """Note attributes, parameters and buffers of a module, and what its attributes hold."""
         table = module.__dict__
+        held = table.copy()
         has_own = len(table) > len(_NOT_OURS) and FP8_METAS.isdisjoint(table)  # TransformerEngine restores its own
         if has_own or len(table) <= len(_NOT_OURS):
-            self._tables.append((table, _held(table) if has_own else table.copy()))
+            self._tables.append((table, held))
         for name in ("_parameters", "_buffers"):
             if tensors := table[name]:
                 self._tables.append((tensors, tensors.copy()))
                 there = (tensor for tensor in tensors.values() if tensor is not None)
                 self._tensors += [(tensor, version_of(tensor), tensor.requires_grad) for tensor in there]
         if has_own:
-            self._note_values([table[name] for name in table.keys() - _NOT_OURS])
+            self._note_values(table, held, table.keys() - _NOT_OURS)
 
-    def _note_values(self, values: Iterable[Any]) -> None:
-        """Note containers with their items, objects with their attributes, generators and trackers."""
-        for value in values:
-            if type(value) in _PLAIN or isinstance(value, (Tensor, nn.Module)):
+    def _note_values(self, table: dict[str, Any], held: dict[str, Any], names: Iterable[str]) -> None:
+        """Note containers with their items, objects with their attributes, generators and trackers.
+
+        What holds tensors with a graph is replaced in ``held``, the copy of ``table``.
+        """
+        for name in names:
+            value = table[name]
+            if type(value) in PLAIN or isinstance(value, nn.Module):
+                continue
+            held[name] = without_graph(value)
+            if isinstance(value, Tensor):
                 continue
             if isinstance(value, (list, tuple, dict)):
                 items = value.values() if isinstance(value, dict) else value
@@ -139,11 +134,13 @@ class ForwardState:
                 self._held.append(value)
             elif isinstance(value, partial):
                 self._held += [item for item in bound_in(value) if _is_random(item)]
+            if held[name] is not value:
+                continue
             if isinstance(value, _CONTAINERS) and hasattr(value, "copy"):
-                self._containers.append((value, _held(value)))
+                self._containers.append((value, value.copy()))
             elif id(value) not in self._seen and is_own_object(value) and hasattr(value, "__dict__"):
                 self._seen.add(id(value))
-                self._tables.append((vars(value), _held(vars(value))))
+                self._tables.append((vars(value), vars(value).copy()))
                 self._held += [item for item in vars(value).values() if _is_random(item)]
 
     def end(self) -> list[Tensor]:
