@@ -47,6 +47,7 @@ class Frame:
         self.function, self.owners, self.settings, self.where = function, owners, settings, where
         self.group = group
         self.early_stop = settings.early_stop
+        self.is_dual = False  # whether it is called with dual tensors
         self.is_open = True  # the forward has not ended
         self.input_bytes = 0, 0  # of inputs that this call keeps, and those of them in host memory
         self.kept_bytes = 0  # if the activations of this call are kept after all
@@ -209,7 +210,15 @@ class Frame:
     def _recompute(self, waiting: dict[int, Handle]) -> None:
         self._rerun(waiting, None)
 
+    def refuse_tangents(self) -> None:
+        """Raise: a rerun computes no tangents."""
+        found = "it is called with dual tensors (forward-mode differentiation), and its Python runs again in backward"
+        fix = "set `engine: replay`, or compute the Jacobian-vector product under torch.no_grad()"
+        raise RegionError(Problem(self.where, found, fix=fix))
+
     def _rerun(self, waiting: dict[int, Handle], mode: Served | None) -> None:
+        if self.is_dual:
+            self.refuse_tangents()
         self.state.check(self.tape, self.where)
         with self.state.restored(self.tape):
             args, kwargs = self.inputs.again(self.where, written=self.tape is not None and bool(self.tape.before))

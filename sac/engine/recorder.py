@@ -219,7 +219,7 @@ class TapeMode(RegionMode):
             tape.before[root] = tensor, copy_of(tensor.untyped_storage())
             return True
         tensor = next((t for v, r in enumerate(tape.roots) if r == root and (t := tape.refs[v]()) is not None), None)
-        if tensor is None or type(tensor) is not Tensor or tensor.is_meta:
+        if tensor is None or type(tensor) is not Tensor or tensor.is_meta or tensor._is_zerotensor():  # without memory
             return True
         site, key = tape.sites[entry], (tape.sites[entry], entry)
         known: bool | None = None if tensor.is_cpu else self.facts.get(key)

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.nn.parameter import is_lazy
 
 from sac.engine.fp8 import REASON, Fp8Function, for_fp8, keeps_fp8_state
@@ -21,7 +22,7 @@ from sac.engine.reentrant import can_be_reentrant, run_reentrant
 from sac.engine.schedule import Schedule
 from sac.engine.taped import TapedFrame
 from sac.engine.untraced import count_compiled
-from sac.errors import Problem, SacWarning
+from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import PackHooks, active_hooks
 from sac.policy.model import PlannedRegion, Policy
 from sac.recompute.op_trace import (
@@ -34,6 +35,7 @@ from sac.recompute.op_trace import (
 )
 from sac.recompute.table import NO_RULE, DecisionTable, rebuild_table
 from sac.region.settings import REPLAY, RERUN, Settings, as_torch_says
+from sac.torch_private import NO_TASK, current_graph_task_id, forward_ad_level, transform_is_active
 
 install()
 FULL = Policy(name="full", source="full")
@@ -149,10 +151,17 @@ class Region:
             output, size = run_reentrant(function, owners, settings, where, args, kwargs)
             stats.take(None, size)
             return output
-        if group.table.saves_everything and active_hooks() is None and stats.calls:  # the first call counts the bytes
+        table = group.table
+        if (
+            table.saves_everything and not table.offloads and active_hooks() is None and stats.calls
+        ):  # the first call counts the bytes
             stats.calls += 1
             return function(*args, **kwargs)
+        refuse_transforms(where)
         frame = self.frame(function, owners, settings, active_hooks())
+        frame.is_dual = forward_ad_level() >= 0 and any(map(has_tangent, (*args, *kwargs.values())))
+        if frame.is_dual and not (isinstance(frame, TapedFrame) and frame.is_replayed):
+            frame.refuse_tangents()
         output = frame.run(args, kwargs, is_careful=bool(group.careful))
         if not isinstance(frame, TapedFrame):
             stats.engine = ""
@@ -161,6 +170,7 @@ class Region:
             return output
         stats.engine = REPLAY if frame.is_replayed else RERUN
         stats.take(frame.figures, frame.input_bytes)
+        stats.offloads = frame.offloads
         if frame.trace is not None:
             check_planned_signature(group.planned, frame.trace, self.path)
             group.op_trace = tuple(frame.trace.rows)
@@ -186,6 +196,26 @@ class Region:
         trace = OpTraceRecorder() if group.lists_ops and not group.op_trace else None
         group.warns = settings.engine == REPLAY
         return TapedFrame(function, owners, settings, where, group, trace=trace, replays=replays)
+
+
+def refuse_transforms(where: str) -> None:
+    """Raise ``RegionError`` if the region is called inside ``vmap``, ``grad`` or another transform.
+
+    Tensors of transforms have no storage, and their graph accepts no hooks. A region that runs in a recomputation is
+    outside of the transforms, although backward may be batched.
+    """
+    if transform_is_active() and current_graph_task_id() == NO_TASK:
+        found = (
+            "it is called inside a transform of torch.func (grad, vjp, vmap, jvp, ...), whose tensors cannot be kept"
+        )
+        fix = "call sac.remove(model) before the transform, or torch.autograd instead of torch.func; "
+        fix += "torch.func.functional_call by itself is fine"
+        raise RegionError(Problem(where, found, fix=fix))
+
+
+def has_tangent(value: Any) -> bool:
+    """Return whether a value is a dual tensor of the innermost level of forward-mode differentiation."""
+    return isinstance(value, Tensor) and unpack_dual(value).tangent is not None
 
 
 def run_modules(

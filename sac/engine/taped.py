@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from sac.checksums import checksum, find_different
 from sac.engine.frame import Frame, alive
 from sac.engine.handles import EXTERNAL, KEPT, MISSING, OTHER, OTHER_FIX, WRITTEN, Handle
 from sac.engine.inputs import Inputs
+from sac.engine.offload import offload
 from sac.engine.recorder import TapeMode
 from sac.engine.replay import ChangedError, replay
 from sac.engine.rng import python_random, same_python_random
@@ -28,6 +29,8 @@ from sac.outer_hooks import fetch, pack_with_outer_hooks
 from sac.recompute.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
 from sac.recompute.table import site_name
 from sac.region.settings import ALWAYS, NEVER
+from sac.stores.backward_order import CallNode
+from sac.stores.offload import OffloadUse
 from sac.tensors import cloned, describe, storage_address, storage_bytes, tensor_parts, version_of
 
 _EARLIER = "earlier contents of a tensor from outside are needed"
@@ -62,6 +65,8 @@ class TapedFrame(Frame):
         self._schedule: Schedule | None = None
         self._wanted: list[tuple[int, int, int]] = []
         self.figures: SavedFigures | None = None
+        self._call = CallNode() if group.table.offloads else None
+        self.offloads: Mapping[int, OffloadUse] = {}
 
     def _new_tape(self) -> Tape:
         return Tape(self.group.table, self.owners)
@@ -124,6 +129,9 @@ class TapedFrame(Frame):
         for leaf in tape.leaves.values():
             if leaf.tensor is not None:
                 leaf.version = version_of(leaf.tensor)
+        del every
+        if self._call is not None:
+            self.offloads = offload(tape, handles, self.settings, self._call, is_packed=self._outer is not None)
         self.input_bytes = self._bytes_of_inputs(handles), 0
         self._pack_outside(handles)
         tape.close()
