@@ -21,11 +21,11 @@ from sac.torch_private import forward_ad_level
 class _Held(SavedTensor):
     """What a handle or the tape holds, as the transfers know it. ``put``: has the owner hold something else."""
 
-    __slots__ = ("put", "value", "version", "watched")
+    __slots__ = ("put", "value", "watched")
 
-    def __init__(self, tensor: Tensor, version: int, put: Callable[[Any], None]) -> None:
+    def __init__(self, tensor: Tensor, put: Callable[[Any], None]) -> None:
         self.value: Any = tensor
-        self.watched, self.version, self.put = tensor, version, put
+        self.watched, self.put = None, put
 
     def exchange(self, held: Any) -> None:
         """Have the owner hold ``held``."""
@@ -40,14 +40,14 @@ def offload(
     work = Offloading(settings.transfers, tape.table.offloads)
     rules = {tape.roots[value]: rule for value, rule in tape.rule_of.items()}
     for handle in handles:
-        if handle.state == KEPT and isinstance(handle.value, Tensor):
+        held = handle.value
+        # Backward has to see that one was written to since.
+        if handle.state == KEPT and isinstance(held, Tensor) and version_of(held) == handle.version:
             rule = rules.get(tape.roots[handle.position[0]], NO_RULE)
-            work.look_at(_Held(handle.value, handle.version, _putter(handle)), rule)
+            work.look_at(_Held(held, _putter(handle)), rule)
     for value, tensor in tape.kept.items():
         if isinstance(tensor, Tensor):
-            put = _keeper(tape, value)
-            work.look_at(_Held(tensor, version_of(tensor), put), tape.rule_of.get(value, NO_RULE))
-    del handles
+            work.look_at(_Held(tensor, _keeper(tape, value)), tape.rule_of.get(value, NO_RULE))
     work.start(call, held=HOOKS if is_packed else TANGENTS if forward_ad_level() >= 0 else "")
     return work.figures
 
