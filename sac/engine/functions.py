@@ -22,6 +22,7 @@ from sac.engine.handles import Handle
 from sac.engine.rng import GeneratorStates, advanced, default_generators, set_states, states_of
 from sac.engine.tape import CannotReplayError, Tape, as_refs, from_refs
 from sac.engine.tracker import active_mode, without_mode
+from sac.outer_hooks import fetch
 from sac.tensors import copy_of, detached, is_wrapper, placed_on, storage_address, tensors_of
 from sac.torch_private import (
     SingleLevelFunction,
@@ -521,7 +522,7 @@ class _Serving(TorchDispatchMode):
             if entry is not None:
                 tape = self.tape
                 set_states(tape.after.get(entry, []))
-                results = [detached(tape.kept[value]) for value in tape.results(entry)]
+                results = [detached(fetch(tape.kept[value])) for value in tape.results(entry)]
                 is_single = tape.counts.get(entry, 1) == 1 and not tape.is_list(entry)
                 return results[0] if is_single else tuple(results)
         return func(*args, **(kwargs or {}))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from sac.checksums import checksum, find_different
 from sac.engine.frame import Frame, alive
@@ -76,6 +77,11 @@ class TapedFrame(Frame):
 
     def _begin(self, inputs: Inputs) -> None:
         self._input_leaves = {index: self.tape.find_input(tensor) for index, tensor in inputs.tensors}
+        if self.is_dual:  # ops read tangents, which are no arguments
+            tangents = (unpack_dual(tensor).tangent for _, tensor in inputs.tensors)
+            for tangent in tangents:
+                if tangent is not None:
+                    self.tape.add_leaf(tangent)
         self._stored_roots = {self.tape.roots[self._input_leaves[index]] for index in inputs.stored}
         self._python = python_random() if self.group.careful is None else None
         if self.mode is not None:
