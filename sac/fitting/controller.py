@@ -115,7 +115,7 @@ class FittedForward(RegionForward):
             raise
         finally:
             if region is not None:
-                frame, region.frame, region.after_op = region.frame, None, None
+                frame, region.last_frame, region.after_op = region.last_frame, None, None
         observation.leave(output, frame)
         return output
 

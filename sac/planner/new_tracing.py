@@ -20,7 +20,7 @@ from sac.engine.tape import Tape
 from sac.engine.taped import TapedFrame
 from sac.errors import PlanError, Problem
 from sac.ops.names import op_name
-from sac.outer_hooks import active_hooks
+from sac.outer_hooks import PackHooks, active_hooks
 from sac.planner.cost import is_causal, moved_bytes
 from sac.planner.profile import Entry, Need, RegionProfile
 from sac.policy.model import Decision, Policy, Rule
@@ -293,11 +293,11 @@ class ProfiledRegion(Region):
     """A region that is recomputed in full, and profiled: ``profile`` is what its policy may save.
 
     If its calls differ in size, the profile has the largest sizes. ``after_op`` is called with the number of each entry
-    of a call's tape whose op has run. ``frame``: that of the last call.
+    of a call's tape whose op has run. ``last_frame``: that of the last call.
     """
 
     after_op: Callable[[int], None] | None = None
-    frame: weakref.ref[TapedFrame] | None = None
+    last_frame: weakref.ref[TapedFrame] | None = None
 
     def __init__(self, block: Block, group: RegionGroup) -> None:
         super().__init__(group, block.path)
@@ -321,9 +321,14 @@ class ProfiledRegion(Region):
         except CannotProfile as error:
             self._refuse(str(error))
 
-    def _frame(
-        self, function: Callable[..., Any], owners: tuple[nn.Module, ...], settings: Settings, where: str
+    def frame(
+        self,
+        function: Callable[..., Any],
+        owners: tuple[nn.Module, ...],
+        settings: Settings,
+        outer: PackHooks | None,
     ) -> TapedFrame:
+        """See ``Region.frame``."""
         frame = _ProfilingFrame(
             function,
             owners,
@@ -334,7 +339,7 @@ class ProfiledRegion(Region):
             is_thrifty=True,
             after_op=self.after_op,
         )
-        self.frame = weakref.ref(frame)
+        self.last_frame = weakref.ref(frame)
         return frame
 
     def _take(self, profile: RegionProfile) -> None:

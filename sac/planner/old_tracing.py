@@ -298,11 +298,11 @@ class ProfiledRegion(Region):
     """A region that is recomputed in full, and profiled: ``profile`` is what its policy may save.
 
     If its calls differ in size, the profile has the largest sizes. ``after_op`` is called with the number of each entry
-    of a call's tape whose op has run. ``frame``: that of the last call.
+    of a call's tape whose op has run. ``last_frame``: that of the last call.
     """
 
     after_op: Callable[[int], None] | None = None
-    frame: weakref.ref[ReplayFrame] | None = None
+    last_frame: weakref.ref[ReplayFrame] | None = None
 
     def __init__(self, block: Block, group: RegionGroup) -> None:
         super().__init__(group, block.path)
@@ -319,7 +319,7 @@ class ProfiledRegion(Region):
         frame = ReplayFrame(
             call.function, self.path, recorder, call.owners, call.settings, give_up=self._refuse, given_up=str
         )
-        self.frame = weakref.ref(frame)
+        self.last_frame = weakref.ref(frame)
         return frame, recorder
 
     def _refuse(self, reason: str) -> None:

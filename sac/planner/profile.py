@@ -84,6 +84,11 @@ class BareTape:
         for entry in entries:
             for root in entry.writes:
                 self.writers.setdefault(root, []).append(entry.number)
+        self.collectives = [entry.number for entry in entries if entry.is_collective]
+        self.waits = {entry.number for entry in entries if entry.is_collective and entry.is_view}
+        self.unit_of: dict[int, int] = {}
+        self.chained: dict[int, int] = {}
+        self.sites, self.ends_early = entries, True
         self.kept: Collection[int] = ()
         self.before = range(len(roots))  # roots with a copy from before the first write, if they are leaves: all
 
