@@ -58,6 +58,7 @@ def run_reentrant(
 
 class _Call:
     arguments: Any = None
+    add_note: Callable[[BaseException], None]  # to an out-of-memory error
 
     def __init__(
         self, function: Callable[..., Any], inputs: Inputs, state: ForwardState, where: str, *, checks: bool
