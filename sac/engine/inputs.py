@@ -108,10 +108,9 @@ class Inputs:
                 raise RegionError(Problem(where, found, fix=WRITTEN))
             if index in self._same:
                 leaves[index] = leaves[self._same[index]]
-            elif type(tensor) is StoredInput:
-                leaves[index] = tensor.fetch().requires_grad_(requires_grad)
             elif type(tensor) is not Parameter:
-                leaves[index] = again = fetch(tensor).detach().requires_grad_(requires_grad)
+                again = tensor.fetch() if type(tensor) is StoredInput else fetch(tensor)
+                leaves[index] = again = again.detach().requires_grad_(requires_grad)
                 if written and requires_grad and not is_leaf:
                     with torch.enable_grad():
                         leaves[index] = NotLeaf.apply(again)  # type: ignore[no-untyped-call]
