@@ -56,13 +56,29 @@ class _CopyWithoutGraph:
 def without_graph(value: Any) -> Any:
     """Return what to hold of a value: a stand-in if it is a tensor with a graph, or holds one."""
     if isinstance(value, Tensor):
-        return StandIn(value) if value.grad_fn is not None else value
+        return StandIn(value) if has_graph(value) else value
     return _CopyWithoutGraph(value) if _reaches_graph(value, 2) else value
+
+
+def has_graph(tensor: Tensor) -> bool:
+    """Return whether a tensor has a graph."""
+    return tensor.requires_grad and not is_stale(tensor) and tensor.grad_fn is not None
+
+
+def is_stale(value: Any) -> bool:
+    """Return whether a value is a view that cannot be used, as FSDP1 leaves them behind for parameters."""
+    if not (isinstance(value, Tensor) and value.requires_grad and value._is_view()):
+        return False
+    try:
+        value.grad_fn  # noqa: B018
+        return False
+    except RuntimeError:  # its base has been written to
+        return True
 
 
 def _reaches_graph(value: Any, levels: int) -> bool:
     if isinstance(value, Tensor):
-        return value.requires_grad and value.grad_fn is not None
+        return has_graph(value)
     if levels == 0:
         return False
     if isinstance(value, (list, tuple, deque)):
@@ -118,7 +134,7 @@ def copied(value: Any, copies: dict[int, Any], level: int = 0) -> Any:
     ``copies``: id -> the copy of what occurs more than once. The copy of a tensor with a graph is without it.
     """
     if isinstance(value, Tensor):
-        return value if value.grad_fn is None else detached(value).requires_grad_()
+        return detached(value).requires_grad_() if has_graph(value) else value
     if id(value) in copies:
         return copies[id(value)]
     if level == _MOST_LEVELS:

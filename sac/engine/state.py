@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sac.engine.flags import BackendFlags
 from sac.engine.fp8 import FP8_METAS
-from sac.engine.objects import PLAIN, attributes_of, is_own_object, with_tensor, without_graph
+from sac.engine.objects import PLAIN, attributes_of, is_own_object, is_stale, with_tensor, without_graph
 from sac.engine.rng import GeneratorStates, RngSnapshot, advanced, python_random, set_python_random
 from sac.engine.tape import Tape
 from sac.engine.thread_state import Autocast, FunctionModes, leave_function_modes
@@ -270,7 +270,7 @@ def _set_items(table: dict[Any, Any], then: dict[Any, Any]) -> None:
 
 def _is_sharded(value: Any) -> bool:
     # FSDP2 exchanges a sharded parameter for a gathered one on its own, also inside of a region.
-    return isinstance(value, Tensor) and is_wrapper(value)
+    return isinstance(value, Tensor) and (is_wrapper(value) or is_stale(value))
 
 
 def _set_contents(container: Any, then: Any) -> None:
