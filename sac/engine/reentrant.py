@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -108,7 +109,8 @@ class _Call:
 
     def _take_outputs(self, tensors: Sequence[Tensor], given: set[int]) -> list[Tensor]:
         """Take what the region made out of the leaves of its result; return aliases. ``given``: ids of arguments."""
-        roots = {id(_root(tensor)) for tensor in tensors}
+        roots = Counter(id(_root(tensor)) for tensor in tensors)
+        roots.update({id(leaf): id(_root(leaf)) for leaf in self._leaves if _has_gradients(leaf)}.values())
         known: dict[int, int] = {}
         aliases: list[Tensor] = []
         for index, leaf in enumerate(self._leaves):
@@ -121,8 +123,8 @@ class _Call:
             output = known.setdefault(id(leaf), len(known))
             if output == len(aliases):
                 alias = leaf.detach()
-                # Autograd refuses writes to this view: they would change the argument, too.
-                aliases.append(alias.view_as(alias) if id(_root(leaf)) in roots else alias)
+                # Autograd refuses writes to this view: they would change an argument or another result, too.
+                aliases.append(alias.view_as(alias) if roots[id(_root(leaf))] > 1 else alias)
                 self.places.append(index)
             self._outputs[index] = output
         for index in self._outputs:
