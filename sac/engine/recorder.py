@@ -45,6 +45,7 @@ class TapeMode(RegionMode):
         self.alternations: MutableMapping[int, int] = defaultdict(int)
         self.hits: dict[int, int] = {}
         self.verifies = False  # whether checksums of what is kept are taken
+        self.compares_arguments = False  # whether those of the arguments of calls whose results are kept are taken too
         self.facts: dict[Any, Any] = {}  # (path, autograd function) -> what its calls have shown
         self.last_draw: tuple[int, GeneratorStates] = -1, []  # its entry, the states after it
         self.sums: dict[int, Any] | None = None  # of what will be replayed
@@ -264,7 +265,7 @@ class TapeMode(RegionMode):
             tape.metadata[entry] = metadata_of(args)
             if self.verifies and type(out) is Tensor and not site.is_collective:
                 tape.sums[entry] = sums_of(out)
-            if self.verifies and not (site.is_collective or site.must_save):
+            if self.compares_arguments and not (site.is_collective or site.must_save):
                 roots = [tape.roots[value] for value in tape.reads[entry]]
                 is_parameter = [root in tape.leaves and tape.leaves[root].is_parameter for root in roots]
                 tape.argument_sums[entry] = sums_of_arguments(args, is_parameter)

@@ -54,14 +54,15 @@ class TapedFrame(Frame):
         table = group.table
         self._is_full = not (table.decides_on_ops or table.saves_everything or table.matches_modules)
         verify = self.settings.verify
-        verifies = verify != NEVER and not group.verified
-        verifies = verifies or (verify == ALWAYS and self._replays)
+        is_new = verify != NEVER and not group.verified
+        verifies = verify == ALWAYS or is_new
         self.mode: TapeMode | None = self._new_mode()
         self.mode.verifies = verifies
         self.mode.facts, self.mode.probes = group.functions, verify != NEVER
         self.mode.takes_functions = self._replays
         self._sums: dict[int, Any] = {}  # checksums of what autograd saved, by handle
-        if verifies:
+        self.mode.compares_arguments = is_new
+        if is_new or (verifies and self._replays):
             self.mode.sums = self._sums
         self._schedule: Schedule | None = None
         self._wanted: list[tuple[int, int, int]] = []
