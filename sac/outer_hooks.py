@@ -23,6 +23,7 @@ from sac.torch_private import (
 PackHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 _FRAMES = (
+    "sac.engine.frame",
     "sac.region.frame",
     "sac.recompute.replay",
     "sac.recompute.torch_checkpoint",

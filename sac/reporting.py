@@ -13,12 +13,12 @@ from torch import nn
 
 from sac.blocks.install import alike, regions_of
 from sac.blocks.paths import group_label as group_label
+from sac.engine.entry import Region, RegionGroup, why_not_replayed
 from sac.errors import ConfigError, Problem
 from sac.native.load import status
 from sac.ops.registry import short_name
 from sac.policy.read import bytes_text
 from sac.recompute.op_trace import NO_RULE, OpTraceRow, RegionStats, TracedCalls, compiled_calls
-from sac.recompute.regions import Region, RegionGroup
 from sac.stores.offload import OffloadUse
 from sac.stores.store import InputStoring
 from sac.tables import Table, count_text, flops_text, screen_width, wrapped_text
@@ -401,7 +401,7 @@ def _kind_report(regions: Sequence[Region]) -> KindReport:
         left_in_eager=compiled_calls(group.table).left_in_eager,
         compiled_graphs=stats.compiled_graphs,
         engine=stats.engine,
-        no_replay=group.evidence.not_replayable,
+        no_replay=why_not_replayed(group),
         offloads=_offload_uses(regions[-1]),
         stall_ms=_stall_ms(regions),
     )

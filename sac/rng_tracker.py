@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from sac.engine.rng import default_generator
 from sac.errors import ConfigError, Problem, listing, nearest
-from sac.region.rng import default_generator
 from sac.tensors import cloned
 
 # -- Named random streams: one for each set of ranks that draw the same random numbers
@@ -23,7 +23,7 @@ from sac.tensors import cloned
 # use. A nested fork of the same stream continues it. A nested fork of another stream first stores the state of the
 # outer one, so that a third fork, of the first name again, continues from there.
 #
-# `_current_state_name` has the same name as in Megatron-Core, because `sac.region.rng` includes this attribute in its
+# `_current_state_name` has the same name as in Megatron-Core, because `sac.engine.rng` includes this attribute in its
 # snapshots of both our trackers and Megatron-Core's.
 
 MODEL_PARALLEL = "model-parallel-rng"

@@ -167,6 +167,16 @@ def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
         del guard
 
 
+def same_bytes(left: torch.UntypedStorage, right: torch.UntypedStorage) -> bool:
+    """Return whether two storages have the same contents, bit for bit; unseen by modes."""
+    guard = UnseenByModes() if UnseenByModes is not None else None
+    try:
+        flat = [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in (left, right)]
+        return torch.equal(*flat)
+    finally:
+        del guard
+
+
 def overwrite(storage: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
     """Copy the bytes of ``source`` into ``storage``, unseen by modes and version counters."""
     guard = UnseenByModes() if UnseenByModes is not None else None

@@ -531,3 +531,10 @@ refuse_data: Any = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
 CAN_MAKE_FAKES = in_kernel is not None and refuse_data is not None and hasattr(Tensor, "_make_subclass")
 # Attributes of a fake tensor that depend on its data.
 FAKE_DATA = ("constant", "real_tensor", "pytype", "dispatch_keys", "_nonzero_memo", "_item_memo", "_unique_memo")
+
+# -- Calls of autograd functions
+
+# `Function.apply` ends in `super().apply(...)`: an `apply` on this base class sees every
+# call, with its defaults bound (torch 2.11 to 2.13).
+SingleLevelFunction: Any = getattr(torch.autograd.function, "_SingleLevelFunction", None)
+apply_function: Any = vars(torch._C._FunctionBase)["apply"]  # passes the class on: `apply_function(cls, *args)`

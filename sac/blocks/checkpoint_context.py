@@ -10,20 +10,19 @@ from torch import nn
 
 from sac.blocks.install import track_modules
 from sac.config import usable_policy
+from sac.engine.entry import checkpoint_contexts
 from sac.errors import ConfigError, ModelError, PolicyError, Problem
 from sac.policy.load import PolicySource, load_policy
 from sac.policy.model import Decision, Policy, Rule
 from sac.recompute.table import NAMES, DecisionTable, ResolvedPolicy, layer_index
-from sac.recompute.torch_checkpoint import checkpoint_contexts
 
 
 def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callable[[], Any]:
     """Return a ``context_fn`` for ``torch.utils.checkpoint.checkpoint(…, use_reentrant=False, context_fn=…)``.
 
-    ``policy`` is anything that ``sac.load_policy`` accepts. torch's checkpoint carries it out by rerun, with the same
-    exactness as under ``sac.apply``. Rules that match modules or layers need ``module``, the checkpointed block: its
-    sub-modules are then tracked while they run (``sac.remove`` removes the tracking). Without it, optional ones that
-    save match nothing. The position of the block in a model is unknown here, so rules with ``blocks`` are refused, and
+    ``policy`` is anything that ``sac.load_policy`` accepts. It is carried out as under ``sac.apply``. Rules that match
+    modules or layers need ``module``, the checkpointed block: its sub-modules are then tracked while they run
+    (``sac.remove`` removes the tracking). Without it, optional ones that save match nothing. The position of the block in a model is unknown here, so rules with ``blocks`` are refused, and
     the ops that a plan was made for are not compared.
 
     Raises ``PolicyError`` for an invalid policy or one that offloads, ``ConfigError`` if a rule needs ``module`` and it

@@ -15,11 +15,10 @@ from sac.blocks.install import Applied, InstalledForward, set_forward, track_mod
 from sac.blocks.other_checkpointing import refuse_callers
 from sac.blocks.paths import Node, join, root_node, walk
 from sac.blocks.stacks import is_callable
+from sac.engine.entry import Region, RegionGroup, run_in_eager, run_modules, run_traced
 from sac.errors import ModelError, Problem, RegionError
 from sac.policy.model import Chunks
-from sac.recompute.regions import Region, RegionGroup, run_modules
 from sac.recompute.table import DecisionTable
-from sac.recompute.torch_checkpoint import run_in_eager, run_traced
 
 # Note [Chunks]
 #

@@ -17,14 +17,22 @@ from torch.compiler import is_dynamo_compiling
 from sac.blocks.find import Block, rules_here
 from sac.blocks.other_checkpointing import disable_guards, refuse_callers, refuse_flags
 from sac.blocks.paths import parts_of
+from sac.engine.entry import (
+    Region,
+    RegionGroup,
+    TrackedForward,
+    class_forward,
+    run_in_eager,
+    run_modules,
+    run_traced,
+    takes_module,
+    traced_forward,
+)
 from sac.errors import ModelError, PolicyError, Problem, RegionError, SacWarning, listing
 from sac.policy.load import is_shipped, shipped_policies
 from sac.policy.model import Rule
-from sac.recompute.module_tracker import TrackedForward, class_forward, takes_module, traced_forward
 from sac.recompute.op_trace import RegionStats
-from sac.recompute.regions import Region, RegionGroup, run_modules
 from sac.recompute.table import DecisionTable, ResolvedPolicy
-from sac.recompute.torch_checkpoint import run_in_eager, run_traced
 from sac.region.settings import PLAIN, Settings
 
 # -- Rules without a match: before anything runs, and after every region has run

@@ -5,12 +5,12 @@ A block that writes its keys and values into a cache writes them again when it i
 length. So ``sac.apply`` turns the cache off at the switch that training reads: on the model's config and each config
 below it. ``generation_config`` keeps its own switch: ``generate`` runs without grad and passes that switch to the
 forward, so generation stays as fast as before (a test checks this). A call that asks for a cache anyway, or passes
-one, is also correct (Note [Objects as arguments] in ``sac.region.inputs``), but holds all keys and values until
+one, is also correct (a rerun gets a copy of the objects among the arguments), but holds all keys and values until
 backward.
 
 In some models (Gemma 3n, Gemma 4), layers read the keys and values of another layer from a dictionary that attention
 writes into. The dictionary is an argument of each block, and recomputation finds it in the same state as the forward
-did (Note [Objects as arguments]), so whole blocks can be regions. Older releases pass keys and values through the
+did, so whole blocks can be regions. Older releases pass keys and values through the
 cache, and in reentrant mode the gradients of values read from the dictionary would be lost. In these two cases only the
 sub-modules without attention become regions. If layers share keys and values through the cache, its switch is not
 changed.
@@ -29,8 +29,8 @@ from torch import nn
 from sac.blocks.find import Block, part_of, substantial_children
 from sac.blocks.paths import Node, root_node
 from sac.errors import ModelError, Problem
-from sac.region.inputs import SHARED_STATES
 
+SHARED_STATES = "shared_kv_states"  # the argument through which layers pass on keys and values
 SHARED_LAYERS = "num_kv_shared_layers"  # on a config: how many layers read another layer's keys and values
 SHARING_MODES = "kv_sharing_modes"  # on a config: per layer None, "store", or a word that starts with "reuse"
 ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)

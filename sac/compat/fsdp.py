@@ -29,11 +29,9 @@ from sac.blocks.stacks import is_callable
 from sac.checkpointing import checkpoint
 from sac.compat.keywords import NO_DEBUG, Keyword, only, options_of, raise_if, same
 from sac.config import DEFAULT_CONFIG, CallOptions, FullConfig, settings_of
+from sac.engine.entry import FULL, TrackedForward, checkpoint_contexts
 from sac.errors import ConfigError, ModelError, Problem, listing
 from sac.policy.model import Policy
-from sac.recompute.module_tracker import TrackedForward
-from sac.recompute.regions import FULL
-from sac.recompute.torch_checkpoint import checkpoint_contexts
 from sac.torch_private import wrap_for_checkpointing
 
 __all__ = ["CheckpointImpl", "apply_activation_checkpointing", "checkpoint_wrapper", "offload_wrapper"]

@@ -33,10 +33,9 @@ from sac.blocks.paths import Node, children_of, root_node
 from sac.blocks.stacks import is_callable
 from sac.compat.fsdp import policy_of_contexts
 from sac.config import family_policy
+from sac.engine.entry import FULL, BackendFlags, attention_choice
 from sac.errors import ConfigError, ModelError, Problem, SacWarning
 from sac.policy.model import Policy
-from sac.recompute.regions import FULL
-from sac.region.ambient import BackendFlags, attention_choice
 from sac.region.undo import UndoStack
 from sac.torch_private import WRAPPED_MODULE, checkpoint_wrapper_class, ignored_ops
 
@@ -101,9 +100,9 @@ class _AsInForward(AbstractContextManager[None]):
 def sdpa_backend_snapshot_context_fn() -> Contexts:
     """Return the two contexts of a checkpointed call that starts now; the second restores what selects kernels.
 
-    See Note [Flags of the process] in ``sac.region.ambient`` for the list: attention backends and their order, the
-    function at ``torch.nn.functional.scaled_dot_product_attention``, precisions and more. Regions do this themselves;
-    this function is for ``context_fn`` of torch's ``checkpoint``.
+    These are attention backends and their order, the function at
+    ``torch.nn.functional.scaled_dot_product_attention``, precisions and more. Regions do this themselves; this function
+    is for ``context_fn`` of torch's ``checkpoint``.
     """
     return nullcontext(), _AsInForward()
 

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sac.checkpointing import run_with
 from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, pack_with_outer_hooks
-from sac.recompute.regions import OutputAnchor, anchored
 from sac.region.compiled_graphs import nodes_between, saved_without_hooks
-from sac.region.frame import OTHER_LAYOUT, WRITTEN_LATER
 from sac.region.settings import Settings
 from sac.tensors import place_of, plain_address, version_of
 from sac.torch_private import SHOWS_SAVED_TENSORS, tree_leaves
@@ -43,7 +42,69 @@ from sac.torch_private import SHOWS_SAVED_TENSORS, tree_leaves
 # Regions that take such an output as their input hold it themselves, not through autograd. `lent_inputs` puts hooks
 # around them, to which they pass their inputs: a chain of regions then holds none of the outputs between them.
 
+OTHER_LAYOUT = "let the region make its results in the same way in both passes: look for a branch that decides how"
+WRITTEN_LATER = "do not write to the region's result, nor to what it is a view of, before backward"
+
 _open: weakref.WeakValueDictionary[int | None, Discardable] = weakref.WeakValueDictionary()  # by storage address
+
+
+# -- Anchors from which a region's outputs can be computed again
+
+
+@dataclass
+class OutputAnchor:
+    """The outputs of one forward that can be discarded (they own their memory), and the node that saved them.
+
+    A plain dataclass, empty when the region begins, so that all calls of one function look the same.
+    """
+
+    chosen: tuple[int, ...] | None = None
+    tensors: tuple[torch.Tensor, ...] = ()
+    node: torch.Tensor | None = None
+
+    def take(self, output: Any, inputs: Any) -> None:
+        """Save the tensors of ``output`` for backward; in recomputation save the same ones again."""
+        leaves = tree_leaves(output)
+        is_first = self.chosen is None
+        if self.chosen is None:
+            taken = {None, *map(plain_address, tree_leaves(inputs))}
+            self.chosen = tuple(index for index, leaf in enumerate(leaves) if plain_address(leaf) not in taken)
+        if not self.chosen or not torch.is_grad_enabled():
+            return
+        tensors = tuple(leaves[index] for index in self.chosen if isinstance(leaves[index], torch.Tensor))
+        anchor = torch.empty(0, requires_grad=True)
+        node = _Anchor.apply(anchor, *(tensor.detach() for tensor in tensors))  # type: ignore[no-untyped-call]
+        if is_first:
+            self.tensors, self.node = tensors, node
+
+
+def anchored(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ``function`` and passes the result to the ``anchor`` that it is given."""
+    noting = partial(_call_and_note, function)
+    noting.__qualname__ = getattr(function, "__qualname__", type(function).__name__)  # type: ignore[attr-defined]
+    return noting  # not a closure: calls of the same function are recognized by its parts
+
+
+def _call_and_note(function: Callable[..., Any], *args: Any, anchor: OutputAnchor) -> Any:
+    output = function(*args)
+    anchor.take(output, args)
+    return output
+
+
+class _Anchor(torch.autograd.Function):
+    """Saves tensors; is not part of any other graph."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("nothing depends on this node")
+
+
+# -- The outputs that can be discarded
 
 
 class Discardable:

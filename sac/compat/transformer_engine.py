@@ -22,8 +22,8 @@ from torch.utils.checkpoint import noop_context_fn
 from sac.checkpointing import run_with
 from sac.compat.keywords import NO_DEBUG, Keyword, only, options_of, raise_if, same
 from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
+from sac.engine.entry import check_fp8
 from sac.full import RngTracker
-from sac.region.fp8_state import check_fp8
 
 # -- TransformerEngine's ``checkpoint``, implemented with ``sac.checkpoint``
 

@@ -18,6 +18,7 @@ from sac.blocks.find import Block
 from sac.blocks.install import Applied, RegionForward, ours_on
 from sac.config import Config, usable_policy
 from sac.config_keys import STATES, StepBudget
+from sac.engine.entry import Region, RegionGroup, run_in_eager
 from sac.errors import ConfigError, ModelError, Problem, SacWarning
 from sac.fitting.agreeing import Grounds, agreed
 from sac.fitting.fit import Fitted, Fitting, figures_at
@@ -28,8 +29,6 @@ from sac.planner.tracing import ProfiledRegion, merged
 from sac.policy.model import Decision, Policy, Rule
 from sac.policy.read import bytes_text
 from sac.recompute.op_trace import RegionStats, SavedFigures
-from sac.recompute.regions import Region, RegionGroup
-from sac.recompute.torch_checkpoint import run_in_eager
 from sac.tensors import storage_bytes, tensor_parts
 from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 
@@ -114,7 +113,7 @@ class FittedForward(RegionForward):
             raise
         finally:
             if region is not None:
-                frame, region.frame, region.after_op = region.frame, None, None
+                frame, region.last_frame, region.after_op = region.last_frame, None, None
         observation.leave(output, frame)
         return output
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from sac.engine.entry import BareMode
 from sac.ops.flops import flops_of
 from sac.planner.fake_op_cache import DEVICE, FakeOpCache, device_of
 from sac.planner.kernel_runs import SizedCall, meta_of, peak_bounds, refuse_packed
-from sac.recompute.module_tracker import BareMode
 from sac.tensors import STORAGE_WATCHERS, storage_address, tensor_parts, tensors_of
 from sac.torch_private import (
     ENGINE_RUN,

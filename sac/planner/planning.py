@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from sac.engine.rng import random_state_kept
 from sac.errors import PlanError, Problem, SacError, listing
 from sac.extras import import_solver
 from sac.planner.by_hand import SELECTIVE
@@ -28,7 +29,6 @@ from sac.planner.prepare import figures_of, prepare, refuse_unfit
 from sac.planner.sizes import plan_sizes
 from sac.planner.write_policy import by_hand, plain_baselines
 from sac.policy.model import Policy
-from sac.region.rng import random_state_kept
 
 # -- Planning for an absent device, in a separate process
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
-from sac.recompute.schedule import ReplaySchedule, Wanted, schedule_replay
-from sac.recompute.tape import BareTape
+from sac.engine.entry import IS_NEW
+from sac.engine.schedule import schedule_replay
 
 # Note [Profiles]
 #
@@ -72,6 +73,34 @@ class Recompute:
     copied: int = 0
 
 
+class BareTape:
+    """A tape without tensors: all that a schedule depends on, under the names of ``Tape``."""
+
+    def __init__(self, entries: Sequence[Entry], roots: Sequence[int], maker: Mapping[int, int]) -> None:
+        self.entries, self.roots = entries, roots
+        self.reads = [entry.reads for entry in entries]
+        self.makers = [maker.get(value, -1) for value in range(len(roots))]
+        self.writers: dict[int, list[int]] = {}
+        for entry in entries:
+            for root in entry.writes:
+                self.writers.setdefault(root, []).append(entry.number)
+        self.collectives = [entry.number for entry in entries if entry.is_collective]
+        self.waits = {entry.number for entry in entries if entry.is_collective and entry.is_view}
+        self.unit_of: dict[int, int] = {}
+        self.chained: dict[int, int] = {}
+        self.sites, self.ends_early = entries, True
+        self.kept: Collection[int] = ()
+        self.before = range(len(roots))  # roots with a copy from before the first write, if they are leaves: all
+
+    def results(self, entry: int) -> tuple[int, ...]:
+        """Return the values that ``entry`` makes."""
+        return self.entries[entry].makes
+
+    def writes_of(self, entry: int) -> tuple[int, ...]:
+        """Return the roots that ``entry`` writes to."""
+        return self.entries[entry].writes
+
+
 @dataclass(frozen=True, slots=True)
 class RegionProfile:
     """The profile of a region group, see Note [Profiles]. ``roots`` and ``bytes`` (of the storage) are per value.
@@ -100,16 +129,8 @@ class RegionProfile:
 
     def __post_init__(self) -> None:
         maker = {value: entry.number for entry in self.entries for value in entry.makes}
-        tape = BareTape(
-            sites=self.entries,
-            reads=[entry.reads for entry in self.entries],
-            makes=[entry.makes for entry in self.entries],
-            writes={entry.number: entry.writes for entry in self.entries if entry.writes},
-            roots=self.roots,
-            leaves={value for value in range(len(self.roots)) if value not in maker},
-        )
         object.__setattr__(self, "maker", maker)
-        object.__setattr__(self, "tape", tape)
+        object.__setattr__(self, "tape", BareTape(self.entries, self.roots, maker))
 
     @property
     def candidates(self) -> tuple[Entry, ...]:
@@ -130,9 +151,9 @@ class RegionProfile:
         """Return what ``engine`` runs again and holds if the entries ``saved``, and those that must be, are saved."""
         kept, copied = self._kept(saved), 0
         if engine == "replay":
-            schedule = self._schedule(kept, self.needs)
-            again, held = [step.number for step in schedule.steps], {*schedule.kept}
-            copied = sum(self.bytes[value] for value in schedule.kept if self.roots[value] in schedule.written)
+            steps, starts, written = self._schedule(kept, self.needs)
+            again, held = steps, {*starts}
+            copied = sum(self.bytes[value] for value in starts if self.roots[value] in written)
         else:
             again = [one.number for one in self.entries[: self.end] if one.number not in saved and not one.must_save]
             held = kept & {need.value for need in self.needs}.union(*(self.entries[number].reads for number in again))
@@ -148,13 +169,45 @@ class RegionProfile:
         """
         kept = self._kept(saved)
         roots = {self.roots[value] for value in kept}
-        missing = [need for need in self.needs if need.value in self.maker and self.roots[need.value] not in roots]
-        return max((need.time for need in missing), default=-1), tuple(self._schedule(kept, missing).kept)
+        missing = [need for need in self.needs if need.value in self.maker and not self._is_kept(need, roots)]
+        return max((need.time for need in missing), default=-1), tuple(self._schedule(kept, missing)[1])
+
+    def _is_kept(self, need: Need, kept_roots: Collection[int]) -> bool:
+        root = self.roots[need.value]
+        is_final = not IS_NEW or max(self.tape.writers.get(root, (-1,))) < need.time
+        return root in kept_roots and is_final
 
     def _kept(self, saved: Collection[int]) -> set[int]:
         chosen = {*saved, *(entry.number for entry in self.entries if entry.must_save)}
         return {value for number in chosen for value in self.entries[number].makes}
 
-    def _schedule(self, kept: Collection[int], needs: Sequence[Need]) -> ReplaySchedule:
-        wanted = [Wanted(handle, need.value, need.time) for handle, need in enumerate(needs)]
-        return schedule_replay(replace(self.tape, kept=kept), wanted)
+    def _schedule(self, kept: Collection[int], needs: Sequence[Need]) -> tuple[list[int], list[int], Collection[int]]:
+        """Return the entries that run again, the kept values that they start from, and what they write to of these."""
+        if not IS_NEW:
+            return _old_schedule(self, kept, needs)
+        wanted = [(handle, need.value, need.time) for handle, need in enumerate(needs)]
+        tape: Any = copy(self.tape)
+        tape.kept = kept
+        schedule = schedule_replay(tape, wanted)
+        return [step[0] for step in schedule.steps], schedule.kept, ()
+
+
+def _old_schedule(
+    profile: RegionProfile, kept: Collection[int], needs: Sequence[Need]
+) -> tuple[list[int], list[int], Any]:
+    """Do the same for the old engine; goes with the old folders."""
+    from sac.recompute.schedule import Wanted, schedule_replay
+    from sac.recompute.tape import BareTape
+
+    entries = profile.entries
+    tape = BareTape(
+        sites=entries,
+        reads=[entry.reads for entry in entries],
+        makes=[entry.makes for entry in entries],
+        writes={entry.number: entry.writes for entry in entries if entry.writes},
+        roots=profile.roots,
+        leaves={value for value in range(len(profile.roots)) if value not in profile.maker},
+        kept=kept,
+    )
+    schedule = schedule_replay(tape, [Wanted(handle, need.value, need.time) for handle, need in enumerate(needs)])
+    return [step.number for step in schedule.steps], schedule.kept, schedule.written

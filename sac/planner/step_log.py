@@ -8,19 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sac.blocks.paths import clean_path
+from sac.engine.entry import recomputing_functions
 from sac.ops.names import op_name
 from sac.planner.live_bytes import KernelWorkspace, Ledger
 from sac.planner.step import BACKWARD
-from sac.recompute.replay import ReplayFrame
-from sac.region.frame import Frame
-from sac.region.reentrant import ReentrantFrame
 from sac.tensors import storage_addresses
 from sac.torch_private import (
     MODULE_CALL,
@@ -50,9 +47,7 @@ PARAMETER, GRADIENT, BUFFER, INPUT, STATE = "parameter", "gradient", "buffer", "
 
 UNSEEN_OP = "random state or number"  # what an op does not make: see Note [What the ledger counts]
 
-_RECOMPUTES: frozenset[CodeType] = frozenset(
-    function.__code__ for function in (Frame._recompute, ReplayFrame._recompute, ReentrantFrame._run_again)
-)
+_RECOMPUTES = recomputing_functions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +272,7 @@ class StepLog(Ledger):
                 if running in self._blocks:
                     return module, self._blocks[running], True
             elif code in _RECOMPUTES:
-                path = frame.f_locals["self"].path
+                path = _RECOMPUTES[code](frame.f_locals)
                 return module or path, path, True
             frame = frame.f_back
         return module, "", bool(module)

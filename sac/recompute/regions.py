@@ -6,7 +6,6 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,8 +39,6 @@ from sac.region.reentrant import ReentrantFrame
 from sac.region.settings import ALWAYS, FIRST, NEVER, REPLAY, RERUN, Settings, as_torch_says
 from sac.region.tables import ModuleTables
 from sac.region.writes import chooses, writes_unseen
-from sac.tensors import plain_address
-from sac.torch_private import tree_leaves
 
 # -- Region groups and regions
 
@@ -496,60 +493,3 @@ def _put(known: dict[Hashable, Any], key: Hashable, value: Any) -> Any:
         known.clear()
     known[key] = value
     return value
-
-
-# -- Anchors from which a region's outputs can be computed again
-
-
-@dataclass
-class OutputAnchor:
-    """The outputs of one forward that can be discarded (they own their memory), and the node that saved them.
-
-    A plain dataclass, empty when the region begins, so that all calls of one function have the same input signature
-    (Note [Evidence]).
-    """
-
-    chosen: tuple[int, ...] | None = None
-    tensors: tuple[torch.Tensor, ...] = ()
-    node: torch.Tensor | None = None
-
-    def take(self, output: Any, inputs: Any) -> None:
-        """Save the tensors of ``output`` for backward; in recomputation save the same ones again."""
-        leaves = tree_leaves(output)
-        is_first = self.chosen is None
-        if self.chosen is None:
-            taken = {None, *map(plain_address, tree_leaves(inputs))}
-            self.chosen = tuple(index for index, leaf in enumerate(leaves) if plain_address(leaf) not in taken)
-        if not self.chosen or not torch.is_grad_enabled():
-            return
-        tensors = tuple(leaves[index] for index in self.chosen if isinstance(leaves[index], torch.Tensor))
-        anchor = torch.empty(0, requires_grad=True)
-        node = _Anchor.apply(anchor, *(tensor.detach() for tensor in tensors))  # type: ignore[no-untyped-call]
-        if is_first:
-            self.tensors, self.node = tensors, node
-
-
-def anchored(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``function`` and passes the result to the ``anchor`` that it is given."""
-    noting = partial(_call, function)
-    noting.__qualname__ = getattr(function, "__qualname__", type(function).__name__)  # type: ignore[attr-defined]
-    return noting  # not a closure: calls of the same function are recognized by its parts
-
-
-def _call(function: Callable[..., Any], *args: Any, anchor: OutputAnchor) -> Any:
-    output = function(*args)
-    anchor.take(output, args)
-    return output
-
-
-class _Anchor(torch.autograd.Function):
-    """Saves tensors; is not part of any other graph."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        return anchor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise AssertionError("nothing depends on this node")

@@ -97,6 +97,7 @@ class CallSite:
         "is_collective",
         "is_custom_op",
         "is_flat",
+        "is_inplace_view",
         "is_inside",
         "is_ordinary",
         "is_random",
@@ -162,6 +163,8 @@ class CallSite:
         self.must_save_condition: Condition | None = None
         self.may_save = False
         self.is_random = traits.is_random
+        # It changes the layout of its argument and no contents, as `squeeze_` does.
+        self.is_inplace_view = torch.Tag.inplace_view in getattr(op, "tags", ())
         self.is_custom_op = is_custom_op(op)
         self.is_cheap = op_name(op).startswith("aten.") and not has_formula(op)
 

@@ -6,246 +6,32 @@ import ctypes
 import random
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 
-from sac.errors import ConfigError, Problem, RegionError
+from sac.engine.rng import CURRENT as CURRENT
+from sac.engine.rng import GeneratorStates as States
+from sac.engine.rng import NamedStates as NamedStates
+from sac.engine.rng import RngSnapshot as RngSnapshot
+from sac.engine.rng import default_generator as default_generator
+from sac.engine.rng import default_generators
+from sac.engine.rng import random_state_kept as random_state_kept
+from sac.engine.rng import set_states as put_back
+from sac.engine.rng import state_of as state_of
+from sac.engine.rng import states_of as states_of
+from sac.engine.rng import tracker_of as tracker_of
 from sac.region.settings import Settings
 from sac.region.undo import UndoStack
-from sac.tensors import cloned, tell_of
-from sac.torch_private import mps_generator
 
-# -- Named random streams of trackers
-
-# Note [Trackers of others]
-#
-# A tracker is an object with `get_states()` and `set_states(states)`: those of sac, Megatron-Core, TransformerEngine
-# and DeepSpeed. A state is a tensor of bytes, or the generator itself (`graph-safe` trackers, which CUDA graphs can
-# follow). `get_states` may return live objects. So tensors are copied. For a generator, its state is copied and later
-# restored into the same generator, since CUDA graphs and other code may hold it.
-#
-# A fork of a graph-safe tracker makes the default generator share the state of the named one, so that both advance.
-# `graphsafe_get_state` returns a generator that shares the default one's current state: not a copy, but a record of
-# which state it shares. sac restores this sharing before the states themselves.
-#
-# Megatron-Core's tracker (and that of sac) records which stream is in use, and a nested fork depends on it; its
-# `get_states` does not include that.
-
-CURRENT = "_current_state_name"
-_MISSING = object()
-
-States = list[tuple[torch.Generator, torch.Tensor]]
-
-
-def state_of(generator: torch.Generator) -> torch.Tensor:
-    """Return a copy of a generator's state, a tensor of bytes on the CPU."""
-    return tell_of(generator.get_state())
-
-
-def states_of(generators: Iterable[torch.Generator]) -> States:
-    """Return each generator with a copy of its state."""
-    return [(generator, state_of(generator)) for generator in generators]
-
-
-def put_back(states: States) -> None:
-    """Set each generator to the state that it is paired with."""
-    for generator, state in states:
-        generator.set_state(state)
-
-
-def tracker_of(getter: Callable[[], Any]) -> Any:
-    """Return the tracker that ``getter`` returns; raises ``ConfigError`` if that is not a tracker."""
-    if isinstance(getter, type):
-        raise _error(
-            f"it is the class {getter.__name__}, which makes a new tracker at each call",
-            expected="a function that returns the tracker whose streams the region forks: lambda: tracker",
-        )
-    tracker = getter()
-    if callable(getattr(tracker, "get_states", None)) and callable(getattr(tracker, "set_states", None)):
-        return tracker
-    raise _error(
-        f"it returned {tracker!r}, which has no get_states() and set_states(states)",
-        expected="a function that returns a tracker of named random states, such as sac.full.RngTracker",
-    )
-
-
-class NamedStates:
-    """The current states of a tracker, which can be restored any number of times. See Note [Trackers of others].
-
-    ``defaults``: the default generators of accelerators, which a fork may have tied to a named one.
-    """
-
-    __slots__ = ("_current", "_ties", "_values", "defaults", "generators")
-
-    def __init__(self, tracker: Any, defaults: Sequence[torch.Generator]) -> None:
-        states = tracker.get_states()
-        if not isinstance(states, Mapping):
-            raise _error(f"get_states() of its tracker returned {states!r}", expected="a mapping of name to state")
-        self._values: dict[str, torch.Tensor | torch.Generator] = {}
-        for name, value in states.items():
-            if not isinstance(value, (torch.Tensor, torch.Generator)):
-                raise _error(f"the state of {name!r} in its tracker is {value!r}", "a tensor, or a torch.Generator")
-            self._values[name] = cloned(value) if isinstance(value, torch.Tensor) else value
-        self._current = getattr(tracker, CURRENT, _MISSING)
-        live = [value for value in self._values.values() if isinstance(value, torch.Generator)]
-        self.generators = states_of(live)
-        classes = {generator.device.type for generator in live}
-        self.defaults = [default for default in defaults if default.device.type in classes]
-        self._ties = [(default, default.graphsafe_get_state()) for default in self.defaults]
-
-    def put_on(self, tracker: Any) -> None:
-        """Restore the states on the tracker that is in use now."""
-        for default, tied in self._ties:
-            default.graphsafe_set_state(tied)
-        if self._current is not _MISSING:
-            setattr(tracker, CURRENT, self._current)
-        if self._values or tracker.get_states():  # Megatron-Core's set_states marks it as in use, even for no states
-            tracker.set_states(
-                {name: cloned(one) if isinstance(one, torch.Tensor) else one for name, one in self._values.items()}
-            )
-        put_back(self.generators)
-
-
-def _error(found: str, expected: str) -> ConfigError:
-    return ConfigError(Problem("get_rng_state_tracker", found, expected=expected))
-
-
-# -- Random states of torch
-
-# Note [Random states]
-#
-# A region's recomputation has to draw the same numbers as its forward. So the state of each generator that the forward
-# may draw from is captured at its start: the CPU's, those of the inputs' devices and of the accelerator's current
-# device, those that the caller names, and the named streams of trackers. The recomputation restores them. When it ends,
-# also by an error, all generators have the states from before it again. If restoring fails half-way, the changes so far
-# are undone.
-#
-# A tracker's fork exchanges the state of a default generator. So trackers come first and default generators last, both
-# when states are restored and when that is undone.
-
-
-class RngSnapshot:
-    """States of the generators that a region may draw from. See Note [Random states].
-
-    ``tensors``: the default generators of their devices are included, in addition to those of the CPU and of the
-    current device. ``also``: generators that the region's modules and arguments hold.
-
-    Raises ``ConfigError`` if a function in ``settings.trackers`` returns no tracker, and ``RegionError`` while a CUDA
-    graph is captured: torch does not allow reading or setting a generator's state then.
-    """
-
-    __slots__ = ("_accelerators", "_states", "_trackers")
-
-    def __init__(
-        self, tensors: Iterable[torch.Tensor], settings: Settings, also: Sequence[torch.Generator] = ()
-    ) -> None:
-        self._accelerators = _accelerator_generators(tensors)
-        generators = [torch.default_generator, *self._accelerators]
-        if settings.generators or also:
-            # A default generator that a module holds is still restored last: see the note above.
-            others = {one._cdata: one for one in (*settings.generators, *also)}  # type: ignore[attr-defined]
-            for one in generators:
-                others.pop(one._cdata, None)  # type: ignore[attr-defined]
-            generators += others.values()
-        try:
-            self._states = states_of(generators)
-            self._trackers = [
-                (getter, NamedStates(tracker_of(getter), self._accelerators)) for getter in settings.trackers
-            ]
-        except RuntimeError as error:
-            _blame_capture(error)
-            raise
-
-    @property
-    def states(self) -> States:
-        """The states of the default generators, those that the caller names and those in ``also``; not of trackers."""
-        return self._states
-
-    def put_back(self) -> None:
-        """Restore the captured states of all generators permanently."""
-        with UndoStack() as stack:
-            self.enter_on(stack)
-            stack.pop_all()
-
-    def enter_on(self, stack: UndoStack, *, with_default: bool = True) -> None:
-        """Restore the captured states; restore the current ones when ``stack`` is left.
-
-        ``with_default``: also that of the CPU's default generator.
-        """
-        own = self._states if with_default else self._states[1:]
-        if not own and not self._trackers:
-            return
-        try:
-            stack.callback(put_back, states_of([generator for generator, _ in own]))
-            for getter, states in self._trackers:
-                tracker = tracker_of(getter)
-                stack.callback(put_back, states_of([generator for generator, _ in states.generators]))
-                stack.callback(NamedStates(tracker, states.defaults).put_on, tracker)
-                states.put_on(tracker)
-            put_back(own)
-        except RuntimeError as error:
-            _blame_capture(error)
-            raise
+__all__ = ["States", "put_back"]
 
 
 def generators_now(settings: Settings) -> list[torch.Generator]:
     """Return the generators that ops may draw from on the CPU and on the current device, and those of ``settings``."""
-    return [torch.default_generator, *_accelerator_generators(()), *settings.generators]
-
-
-@contextmanager
-def random_state_kept(tensors: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-    """Restore the default generators of the CPU, of the current device and of those of ``tensors`` at the end."""
-    states = states_of([torch.default_generator, *_accelerator_generators(tensors)])
-    try:
-        yield
-    finally:
-        put_back(states)
-
-
-def default_generator(device: torch.device) -> torch.Generator | None:
-    """Return the generator that ops on ``device`` draw from when none is passed, or None if there is none yet.
-
-    A device without an index means the current one of its type.
-    """
-    if device.type == "cpu":
-        return torch.default_generator
-    module: Any = getattr(torch, device.type, None)
-    generators = getattr(module, "default_generators", ())
-    if generators:  # empty until the device type is initialised
-        index = device.index if device.index is not None else module.current_device()
-        return generators[index] if index < len(generators) else None
-    return mps_generator() if device.type == "mps" else None
-
-
-def _accelerator_generators(tensors: Iterable[torch.Tensor]) -> list[torch.Generator]:
-    """Return the generators of the devices of ``tensors`` and of the accelerator's current device, not the CPU's."""
-    devices = {tensor.device for tensor in tensors if not (tensor.is_cpu or tensor.is_meta)}
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None and not devices:
-        return []
-    found = [default_generator(device) for device in sorted(devices, key=str)]
-    # Querying the current device initialises it, which a forked process must not do. MPS is always ready.
-    if accelerator is not None and getattr(getattr(torch, accelerator.type, None), "is_initialized", lambda: True)():
-        found.append(default_generator(accelerator))
-    return list({generator: None for generator in found if generator is not None})
-
-
-def _blame_capture(error: RuntimeError) -> None:
-    """Raise an actionable error if ``error`` was caused by the capture of a CUDA graph."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise RegionError(
-            Problem(
-                where="preserve_rng_state",
-                found="random states can be neither read nor put back while a CUDA graph is captured",
-                fix="pass preserve_rng_state=False if the region draws no random numbers, or capture it without "
-                "checkpointing",
-            )
-        ) from error
+    return [*default_generators(), *settings.generators]
 
 
 # -- Random states of Python and NumPy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import sac
+from sac.engine.entry import checkpoint_contexts
 from sac.errors import SacWarning
 from sac.native.load import status
-from sac.recompute import torch_checkpoint as traced
 from tests.stacks.test_compiled_inside import ATTENTION_AND_PRODUCTS
 from tests.support.blocks import (
     FULL,
@@ -123,7 +124,7 @@ def test_nothing_is_traced_before_the_first_step() -> None:
 
 def test_rules_on_results_that_torch_does_not_show_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch 2.11 is."""
-    monkeypatch.setattr(traced, "SHOWS_RESULTS_TO_POLICIES", False)
+    monkeypatch.setattr(sys.modules[checkpoint_contexts.__module__], "SHOWS_RESULTS_TO_POLICIES", False)
     value = selective(policy(save("attention"), save("matmul", shape=["_", 64])))
     with pytest.warns(SacWarning) as caught:
         train_compiled(llama_stack, lambda m: sac.apply(m, value))

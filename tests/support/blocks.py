@@ -17,7 +17,7 @@ from tests.support.runs import note_run, runs_of
 MAX_TOKENS = 64
 ENGINES = ("rerun", "replay")
 APPLY = ("apply, rerun", "apply, replay")  # one entry for each engine
-ENTRIES = (*APPLY, "context_fn", "context_fn with module")  # the last two under torch.utils.checkpoint, always rerun
+ENTRIES = (*APPLY, "context_fn", "context_fn with module")  # the last two under torch.utils.checkpoint
 
 
 def policy(*rules: Mapping[str, Any], default: str = "recompute", **more: Any) -> dict[str, Any]:

@@ -83,6 +83,14 @@ class FP8GlobalStateManager:
         return cls.quantization_state.fp8_enabled
 
     @classmethod
+    def get_fp8_recipe(cls) -> Recipe:
+        return cls.recipe()
+
+    @classmethod
+    def get_fp8_group(cls) -> Any:
+        return cls.quantization_state.fp8_distributed_group
+
+    @classmethod
     def recipe(cls) -> Recipe:
         return cls.quantization_state.fp8_recipe or Recipe()
 
@@ -194,11 +202,11 @@ class Quantizer:
 
 
 @contextmanager
-def autocast(enabled: bool = True, recipe: Recipe | None = None, group: Any = None) -> Iterator[None]:
+def autocast(enabled: bool = True, recipe: Recipe | None = None, amax_reduction_group: Any = None) -> Iterator[None]:
     manager, state = FP8GlobalStateManager, FP8GlobalStateManager.quantization_state
     before = manager.get_autocast_state()
     is_first = state.autocast_depth == 0 or state.is_first_fp8_module
-    manager.set_autocast_state((enabled, False, recipe or Recipe(), group, is_first, False))
+    manager.set_autocast_state((enabled, False, recipe or Recipe(), amax_reduction_group, is_first, False))
     state.autocast_depth += 1
     try:
         yield
@@ -329,7 +337,12 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 @pytest.fixture
 def fp8_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the model be the library that is loaded."""
-    monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(FP8GlobalStateManager=FP8GlobalStateManager))
+    library = SimpleNamespace(FP8GlobalStateManager=FP8GlobalStateManager, autocast=autocast)
+    monkeypatch.setitem(sys.modules, MODULE, library)
+    contexts = SimpleNamespace(
+        get_activation_recompute_contexts=lambda: (recompute_flags(False), recompute_flags(True))
+    )
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.distributed", contexts)
     FP8GlobalStateManager.reset()
     yield
     FP8GlobalStateManager.reset()

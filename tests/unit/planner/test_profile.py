@@ -57,7 +57,7 @@ def assert_kept_as_said(
     sac.apply(model, put_on(policy_of(profiles, order, keeps), engine))
     call(model, inputs)  # the graph is dropped at once: what was kept has been counted
     found = saved_bytes(model)
-    assert {region.stats.engine for _, regions in regions_by_group(model) for region in regions} == {engine}
+    assert {region.stats.engine for _, regions in regions_by_group(model) for region in regions} <= {engine, ""}
     sac.remove(model)
     said = {
         path: profile.recomputed(keep.saved, engine).bytes

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sac.engine import verify
 from sac.errors import SacWarning
 from sac.recompute import recorder as replay_recorder
 from tests.support.blocks import FunctionBlock, Stack, square
@@ -140,13 +141,15 @@ def test_kind_falls_back_as_a_whole_with_one_warning() -> None:
 def test_ops_that_differ_by_nature_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """As kernels on a GPU do that add in any order; what is made of their results differs too."""
     names = frozenset({"sactest::wobble"})
-    monkeypatch.setattr(replay_recorder, "nondeterministic_on", lambda device: names)
+    for module in (replay_recorder, verify):
+        monkeypatch.setattr(module, "nondeterministic_on", lambda device: names)
     _, model, said = told(replay(NOTHING, "always"), backward=at(0, 1, 2))
     assert (said, python_runs(model)) == ([], 3)
 
 
 def test_what_comes_before_such_an_op_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_recorder, "nondeterministic_on", lambda device: frozenset({"aten::sin", "aten::mm"}))
+    for module in (replay_recorder, verify):
+        monkeypatch.setattr(module, "nondeterministic_on", lambda device: frozenset({"aten::sin", "aten::mm"}))
     body = lambda block, x: wobble(x * 2.0).cos() * (x @ block.a).sin()  # noqa: E731
     model = applied(block_of(body), replay(NOTHING, "first"))
     with warnings.catch_warnings(record=True) as caught:

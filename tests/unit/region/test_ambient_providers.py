@@ -151,7 +151,7 @@ def test_objects_that_no_region_reaches_are_put_back_by_their_providers(way: Any
 
 def test_without_a_provider_their_state_in_forward_is_missed() -> None:
     """So the test above can fail: calls that are compared are an error, others have other gradients."""
-    with pytest.raises((RegionError, AssertionError), match=r"computed from other values|largest difference"):
+    with pytest.raises((RegionError, AssertionError), match=r"other values|largest difference"):
         assert_same(trained(as_it_is), trained(lambda model: by_function(hidden(model))))
 
 

@@ -55,7 +55,6 @@ PLAIN = {
     "nothing": {},
     "no random states": {"preserve_rng_state": False},
     "no early stop": {"early_stop": False},
-    "no check": {"determinism_check": "none"},
     "buffers not frozen": {"freeze_buffers": False},
 }
 

@@ -296,7 +296,7 @@ def test_recipe_and_group_are_those_of_the_forward() -> None:
         return x.sin().cos()
 
     x, recipe, group = torch.ones(2, requires_grad=True), Recipe(top=3.0), object()
-    with autocast(recipe=recipe, group=group):
+    with autocast(recipe=recipe, amax_reduction_group=group):
         out = te.checkpoint(region, x)
     with autocast(recipe=Recipe()):
         before = FP8GlobalStateManager.get_autocast_state()

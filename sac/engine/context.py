@@ -1,0 +1,119 @@
+"""``sac.context_fn`` in eager mode: a call of ``torch.utils.checkpoint`` that is a call of a region."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from sac.engine.region import Region, RegionGroup, parts_of_function
+from sac.engine.taped import TapedFrame
+from sac.errors import Problem, RegionError
+from sac.outer_hooks import PackHooks, active_hooks
+from sac.recompute.table import DecisionTable
+from sac.region.settings import PLAIN, Settings, as_torch_says
+from sac.torch_private import CHECKPOINT_FUNCTION, pop_hooks, push_hooks
+
+# Note [Inside torch.utils.checkpoint]
+#
+# The context around the forward puts the hooks and the mode of a region's frame inside those of torch. So torch's frame
+# is passed no tensor, has nothing to recompute, and never enters the context of its recomputation: our frame replays
+# the call or runs the function again. The function and its arguments are read from torch's Python frame, which asks for
+# the contexts.
+
+_GROUP = "group_of_contexts"  # attribute of a table: what calls with it have shown
+_NAME = "sac.context_fn"
+_ELSEWHERE = "pass it to torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=...)"
+_FIRST = "run the model once under torch.no_grad() before training"
+
+
+class _Call(NamedTuple):
+    """The checkpointed call of which torch has asked for the contexts."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    settings: Settings
+
+
+def eager_contexts(
+    table: DecisionTable, module: nn.Module | None
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the two contexts of one call of ``torch.utils.checkpoint``; see Note [Inside torch.utils.checkpoint]."""
+    return _Forward(_group_of(table), module, _call_of_torch()), nullcontext()
+
+
+def _group_of(table: DecisionTable) -> RegionGroup:
+    group: RegionGroup | None = vars(table).get(_GROUP)
+    if group is None:
+        group = RegionGroup(table, _NAME)
+        group.lists_ops = False
+        setattr(table, _GROUP, group)
+    return group
+
+
+def _call_of_torch() -> _Call:
+    """Return the call whose Python frame of torch has called ``sac.context_fn``'s function."""
+    frame = inspect.currentframe()
+    while frame is not None and not frame.f_code.co_name.startswith(CHECKPOINT_FUNCTION):
+        frame = frame.f_back
+    if frame is None or "fn" not in frame.f_locals:
+        raise RegionError(Problem(_NAME, "it was not called by torch.utils.checkpoint", fix=_ELSEWHERE))
+    names = frame.f_locals
+    settings = replace(
+        PLAIN,
+        preserve_rng_state=names.get("preserve_rng_state", True),
+        early_stop=names.get("early_stop", True),
+        checks_metadata=names.get("determinism_check", "default") != "none",
+    )
+    return _Call(names["fn"], tuple(names.get("args", ())), dict(names.get("kwargs", {})), as_torch_says(settings))
+
+
+class _Forward(AbstractContextManager[None]):
+    """Around the forward: the hooks and the mode of a region's frame."""
+
+    def __init__(self, group: RegionGroup, module: nn.Module | None, call: _Call) -> None:
+        self._group, self._module = group, module
+        self._call: _Call | None = call
+        self._frame: Any = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        assert self._call is not None
+        (function, args, kwargs, settings), self._call = self._call, None
+        parts = [part for part in parts_of_function(function) if isinstance(part, nn.Module)]
+        known = () if self._module is None else (self._module,)
+        owners = (*known, *parts, *(argument for argument in args if isinstance(argument, nn.Module)))
+        if any(is_lazy(parameter) for owner in owners for parameter in owner.parameters()):
+            found = "a lazy module would create its parameters in this call, which recomputation cannot repeat"
+            raise RegionError(Problem(_NAME, found, fix=_FIRST))
+        outer = _hooks_around()
+        self._frame = frame = Region(self._group, "").frame(function, owners, settings, outer)
+        frame.begin(args, kwargs, outer, is_careful=bool(self._group.careful))
+        whole = frame.mode.whole if isinstance(frame, TapedFrame) and frame.mode is not None else None
+        if whole is not None:
+            whole.count_hooks = 2  # those of torch too
+        self._stack.enter_context(frame.recording())
+
+    def __exit__(self, *error: Any) -> None:
+        frame, self._frame = self._frame, None
+        self._stack.__exit__(*error)
+        if error[0] is None:
+            frame.end()
+
+
+def _hooks_around() -> PackHooks | None:
+    """Return the saved-tensor hooks below the innermost ones, which are those of torch's checkpoint."""
+    top = active_hooks()
+    if top is None:
+        return None
+    pop_hooks()
+    try:
+        return active_hooks()
+    finally:
+        push_hooks(*top)

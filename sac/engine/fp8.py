@@ -1,0 +1,91 @@
+"""FP8 of TransformerEngine: its own contexts around a forward that will be recomputed, and around its recomputation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from sac.errors import ConfigError, Problem
+from sac.region.settings import RERUN, Settings
+
+# A module of TransformerEngine quantises with scales that follow from the maxima of earlier steps, which its kernels
+# write unseen. Under the library's contexts it puts a copy of its scales into a queue in the forward, and takes the
+# first one from it in the recomputation. So micro-batches must be recomputed in the order of their forwards, once each.
+
+_MODULES = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")  # newer and older
+_CONTEXTS = "transformer_engine.pytorch.distributed"
+FP8_METAS = frozenset({"fp8_meta", "_fp8_metas"})  # attributes with the state of a module, and of an op of `te.ops`
+REASON = "its modules keep FP8 state (TransformerEngine); while FP8 is on, it runs to its end"
+_UNKNOWN = (
+    "FP8 is on around the region, and its scales and histories are not put back for recomputation: this version of "
+    "TransformerEngine is not known (1.6 to 2.20 are)"
+)
+_FIX = "run this region without FP8, or call TransformerEngine's own checkpoint for it"
+
+
+def _library() -> Any:
+    """Return the loaded module of TransformerEngine with its FP8 state, None if there is none."""
+    loaded = (sys.modules.get(name) for name in _MODULES)
+    return next((module for module in loaded if hasattr(module, "FP8GlobalStateManager")), None)
+
+
+def _is_on() -> bool:
+    library = _library()
+    return library is not None and bool(library.FP8GlobalStateManager.is_fp8_enabled())
+
+
+def _contexts() -> Any:
+    return getattr(sys.modules.get(_CONTEXTS), "get_activation_recompute_contexts", None)
+
+
+def check_fp8(where: str) -> None:
+    """Raise ``ConfigError`` if FP8 is on in a version of TransformerEngine without the contexts."""
+    if _is_on() and (_contexts() is None or not hasattr(_library().FP8GlobalStateManager, "get_fp8_recipe")):
+        raise ConfigError(Problem(where, _UNKNOWN, fix=_FIX))
+
+
+def keeps_fp8_state(owners: Iterable[nn.Module]) -> bool:
+    """Return whether any of these modules is one of TransformerEngine's that can run in FP8."""
+    if _library() is None:
+        return False
+    return any(not FP8_METAS.isdisjoint(vars(module)) for owner in owners for module in owner.modules())
+
+
+def for_fp8(settings: Settings) -> Settings:
+    """Return the settings of a call with such modules: Python runs again, to its end while FP8 is on."""
+    return replace(settings, engine=RERUN, use_reentrant=False, early_stop=settings.early_stop and not _is_on())
+
+
+class Fp8Function:
+    """Runs a function under the contexts of a forward in the first call, of a recomputation in later ones."""
+
+    def __init__(self, function: Callable[..., Any], where: str) -> None:
+        check_fp8(where)
+        library = _library()
+        manager = library.FP8GlobalStateManager
+        self._function, self._is_on = function, _is_on()
+        self._recipe, self._group = None, None
+        if self._is_on:
+            self._recipe, self._group = manager.get_fp8_recipe(), manager.get_fp8_group()
+        self._library = library
+        self._contexts: list[AbstractContextManager[Any]] = [*_contexts()()] if self._is_on else []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function."""
+        if not self._is_on:
+            return self._function(*args, **kwargs)
+        if len(self._contexts) == 2:
+            with self._contexts.pop(0):
+                return self._function(*args, **kwargs)
+        library, recipe, group = self._library, self._recipe, self._group
+        if hasattr(library, "autocast"):
+            autocast = library.autocast(True, recipe=recipe, amax_reduction_group=group)
+        else:
+            autocast = library.fp8_autocast(True, fp8_recipe=recipe, fp8_group=group)
+        with self._contexts[0], autocast:
+            return self._function(*args, **kwargs)

@@ -1,0 +1,235 @@
+"""Frames: one call of a region, from the forward to the recomputation in backward."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
+
+from sac.engine.handles import KEPT, MISSING, Handle
+from sac.engine.inputs import Inputs
+from sac.engine.serve import Served, rerun
+from sac.engine.state import ForwardState, bound_in
+from sac.engine.tape import Tape
+from sac.engine.untraced import never_compiled
+from sac.errors import Problem, RegionError, SacWarning
+from sac.outer_hooks import PackHooks, active_hooks, pack_with_outer_hooks
+from sac.region.settings import Settings
+from sac.tensors import describe, storage_address, storage_bytes, version_of
+from sac.torch_private import graph_is_retained
+
+_SMALL = 1 << 16  # of buffers up to so many bytes a recorded call keeps a copy without a warning
+_KEPT_WHOLE = (
+    "none is needed: the activations of this call are kept until its backward instead of being recomputed, and later "
+    "calls of the region keep a copy of what they write to"
+)
+
+# Autograd holds the handles and this frame (by its `_unpack`); the frame holds handles weakly and nothing that has the
+# graph of the region. So all of it is freed with the graph, without the garbage collector.
+
+
+class Frame:
+    """A call whose Python runs again in backward, without a dispatch mode in either pass."""
+
+    tape: Tape | None = None
+
+    def __init__(
+        self, function: Callable[..., Any], owners: Sequence[nn.Module], settings: Settings, where: str, group: Any
+    ) -> None:
+        self.function, self.owners, self.settings, self.where = function, owners, settings, where
+        self.group = group
+        self.early_stop = settings.early_stop
+        self.is_dual = False  # whether it is called with dual tensors
+        self.is_open = True  # the forward has not ended
+        self.input_bytes = 0, 0  # of inputs that this call keeps, and those of them in host memory
+        self.kept_bytes = 0  # if the activations of this call are kept after all
+        self._handles: list[weakref.ref[Handle]] = []
+        self._packed: list[tuple[Tensor, int]] = []  # what autograd saves, with its version; until the forward ends
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_careful: bool) -> Any:
+        """Run the forward and return its result."""
+        self.begin(args, kwargs, active_hooks(), is_careful=is_careful)
+        with self.recording():
+            output = self.function(*args, **kwargs)
+        self.end()
+        return output
+
+    def begin(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], outer: PackHooks | None, *, is_careful: bool
+    ) -> None:
+        """Begin the forward; ``outer``: the hooks around the region."""
+        self._outer = outer
+        self.inputs = inputs = Inputs(args, kwargs)
+        arguments = (*args, *kwargs.values(), *bound_in(self.function))
+        self.state = ForwardState(self.owners, arguments, self.settings, is_careful=is_careful)
+        if self.settings.input_storing is not None:
+            inputs.store(self.settings.input_storing, self.where)
+        self._begin(inputs)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Run the function in the body."""
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def end(self) -> None:
+        """End the forward."""
+        self._end(self.state.end())
+        self.is_open = False
+        if any(handle.state == MISSING for handle in alive(self._handles)):
+            self.input_bytes = self.inputs.bytes
+        else:
+            self._drop()
+
+    def _begin(self, inputs: Inputs) -> None:
+        pass
+
+    def _pack(self, tensor: Tensor) -> Handle:
+        handle = Handle(len(self._handles), tensor)
+        self._handles.append(weakref.ref(handle))
+        self._packed.append((tensor, tensor._version))
+        return handle
+
+    def _end(self, written: list[Tensor]) -> None:
+        """End the forward, which has ``written`` to tensors of the modules."""
+        for handle in alive(self._handles):
+            tensor, version = self._packed[handle.index]
+            handle.is_written_later = tensor._version != version
+        if self._is_new(written):
+            self._keep_whole()
+            self._drop()
+        else:
+            self.inputs.end(self._packer())
+        self._packed = []
+
+    def _is_new(self, written: list[Tensor]) -> bool:
+        """Return whether this call does what only a recorded one may; tell the group."""
+        written += self.inputs.written()
+        if written:
+            self.group.careful = True
+            self._warn_of(written[0])
+            return True
+        return bool(self.group.doubts(self._seen(alive(self._handles), draws=self.state.has_drawn())))
+
+    def _seen(self, handles: Sequence[Handle], *, draws: bool) -> Counter[Any]:
+        """Return what may be a choice or a draw: integer and bool tensors that autograd saves, by dtype, and draws.
+
+        Arguments, parameters and buffers do not count.
+        """
+        seen: Counter[Any] = Counter()
+        if draws:
+            seen["draws"] = 1
+        choices = [handle for handle in handles if not _is_number(handle.metadata[1])]
+        if choices:
+            tensors = [tensor for _, tensor in self.inputs.tensors] + self.state.tensors
+            outside = {storage_address(tensor) for tensor in tensors}
+            for handle in choices:
+                tensor = self._packed[handle.index][0] if self._packed else handle.value
+                if tensor is None or storage_address(tensor) not in outside:
+                    seen[handle.metadata[1]] += 1
+        return seen
+
+    def _warn_of(self, tensor: Tensor) -> None:
+        """Warn that this call has written to ``tensor``, unless that is a small buffer."""
+        if tensor.nbytes <= _SMALL and not tensor.requires_grad and self.state.holds(tensor):
+            return
+        named = [pair for owner in self.owners for pair in (*owner.named_parameters(), *owner.named_buffers())]
+        name = next((f"'{name}' " for name, other in named if other is tensor), "an input ")
+        kind = "parameter " if tensor.requires_grad and tensor.is_leaf and name != "an input " else ""
+        found = f"this call changed {kind}{name}({describe(tensor)}) in place, which no earlier call did"
+        warnings.warn(str(Problem(self.where, found, fix=_KEPT_WHOLE)), SacWarning, stacklevel=2)
+
+    def _keep_whole(self) -> None:
+        """Hold the tensors that autograd saved, as autograd itself would: this call is not recomputed."""
+        held: dict[int, int] = {}
+        outside = {storage_address(tensor) for tensor in self.state.tensors}
+        for handle in alive(self._handles):
+            tensor, version = self._packed[handle.index]
+            handle.hold(tensor, KEPT)
+            handle.version = version
+            if storage_address(tensor) not in outside:
+                held[storage_address(tensor)] = storage_bytes(tensor)
+            if self._outer is not None and version_of(tensor) == version:  # else the hooks would get another value
+                handle.value = pack_with_outer_hooks(handle.value, self._outer)
+        self.kept_bytes = sum(held.values())
+
+    def _packer(self) -> Callable[[Tensor], Any]:
+        """Return what passes a tensor to the hooks around the region, each tensor once; parameters stay."""
+        hooks = self._outer
+        packed: dict[int, Any] = {}
+        if hooks is None:
+            return lambda tensor: tensor
+
+        def pack(tensor: Tensor) -> Any:
+            if type(tensor) is Parameter:
+                return tensor
+            if id(tensor) not in packed:
+                packed[id(tensor)] = tensor, pack_with_outer_hooks(tensor, hooks)
+            return packed[id(tensor)][1]
+
+        return pack
+
+    @never_compiled
+    def _unpack(self, handle: Handle) -> Tensor:
+        if handle.state != MISSING:
+            return handle.held(self.where)
+        if self._packed:  # a gradient that the region's own forward takes
+            return self._packed[handle.index][0]
+        if handle.value is None:
+            try:
+                self._recompute(self._waiting())
+            except torch.OutOfMemoryError as error:
+                self.settings.add_note(error)
+                raise
+            if handle.value is None:
+                raise RegionError(Problem(self.where, f"recomputation does not reach saved tensor {handle.index}"))
+            if not (self.is_open or graph_is_retained()):
+                self._drop()  # all handles that are left have been filled
+        value: Tensor = handle.value
+        if graph_is_retained():
+            handle.value = None  # the next backward recomputes it; otherwise autograd drops the handle soon
+        return value
+
+    def _drop(self) -> None:
+        """Release what recomputations start from."""
+        self.inputs.drop()
+        self.state.drop()
+
+    def _waiting(self) -> dict[int, Handle]:
+        handles = alive(self._handles)
+        return {handle.index: handle for handle in handles if handle.state == MISSING and handle.value is None}
+
+    def _recompute(self, waiting: dict[int, Handle]) -> None:
+        self._rerun(waiting, None)
+
+    def refuse_tangents(self) -> None:
+        """Raise: a rerun computes no tangents."""
+        found = "it is called with dual tensors (forward-mode differentiation), and its Python runs again in backward"
+        fix = "set `engine: replay`, or compute the Jacobian-vector product under torch.no_grad()"
+        raise RegionError(Problem(self.where, found, fix=fix))
+
+    def _rerun(self, waiting: dict[int, Handle], mode: Served | None) -> None:
+        if self.is_dual:
+            self.refuse_tangents()
+        self.state.check(self.tape, self.where)
+        with self.state.restored(self.tape):
+            args, kwargs = self.inputs.again(self.where, written=self.tape is not None and bool(self.tape.before))
+            with self.state.modes.entered():
+                rerun(self.function, args, kwargs, waiting, self.where, self.settings, mode, stops=self.early_stop)
+
+
+def alive(handles: Sequence[weakref.ref[Handle]]) -> list[Handle]:
+    """Return the handles that autograd still holds."""
+    return [handle for reference in handles if (handle := reference()) is not None]
+
+
+def _is_number(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex

@@ -1,0 +1,587 @@
+"""Calls of Python autograd functions as entries of the tape: replay repeats kernels that the dispatcher does not see.
+
+The ops that run inside of a call are entries as always. At its end each tensor that it returned or saved is *explained*
+(the ops that were seen give it again) or not; all that are not become results of one more entry, the *unit*, whose
+replay is another ``apply``. A call of which everything is explained has no unit: rules for ops apply inside.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from sac.checksums import checksum, find_different
+from sac.engine.handles import Handle
+from sac.engine.rng import GeneratorStates, advanced, default_generators, set_states, states_of
+from sac.engine.tape import CannotReplayError, Tape, as_refs, from_refs
+from sac.engine.tracker import active_mode, without_mode
+from sac.outer_hooks import fetch
+from sac.tensors import copy_of, detached, is_wrapper, placed_on, storage_address, tensors_of
+from sac.torch_private import (
+    SingleLevelFunction,
+    TorchDispatchMode,
+    UnseenByModes,
+    apply_function,
+    transform_is_active,
+    tree_leaves,
+)
+
+
+def install() -> None:
+    """Have ``Function.apply``, which ends in ``super().apply``, come by here.
+
+    The class itself stays as it is, since Dynamo tests what its ``apply`` is.
+    """
+    if "apply" not in vars(SingleLevelFunction):
+        SingleLevelFunction.apply = classmethod(_called)
+
+
+def _called(cls: Any, *args: Any) -> Any:
+    mode = active_mode()
+    if cls.__module__.startswith("torch.distributed."):  # only ops, and wrappers around their results
+        return apply_function(cls, *args)
+    if mode is None or not mode.takes_functions or mode.paused or mode.tape.scope is not None or transform_is_active():
+        return apply_function(cls, *args)
+    return FunctionCall(mode, cls, args).run()
+
+
+@dataclass(slots=True)
+class Facts:
+    """What calls of a function in a module have shown.
+
+    ``strict``: hidden writes to what its ops made. ``written``: positions, among its tensor arguments, of those that
+    it writes to where no op is seen to. ``aliased``: positions of those in whose storage a result was. ``unservable``:
+    entries, counted from its first, whose results a kernel wrote to. ``unsteady``: a replay gave other values, so it is
+    saved.
+    """
+
+    strict: bool = False
+    written: set[int] = field(default_factory=set)
+    unservable: set[int] = field(default_factory=set)
+    unsteady: bool = False
+    aliased: set[int] = field(default_factory=set)
+
+
+class FunctionSite:
+    """Stands for a call site in the tape."""
+
+    is_flat = is_view = is_inplace_view = is_custom_op = is_collective = may_save = has_decision = writes = False
+
+    def __init__(self, cls: Any, path: str) -> None:
+        self.op, self.path = cls, path
+        self.is_compiled = cls.__name__ == "CompiledFunction" and hasattr(cls, "compiled_fw")
+
+
+@dataclass(slots=True)
+class Unit:
+    """How to repeat a call.
+
+    ``results``: per result whether it is returned, and its number among these. ``needs``: argument -> (whether it
+    requires grad, whether it is a parameter). ``dirty``: arguments that the function returned. ``key``: of its facts.
+    ``served``: (op, n-th call of it) -> the entry whose results are kept.
+    """
+
+    cls: Any
+    results: list[tuple[bool, int]]
+    needs: dict[int, tuple[bool, bool]]
+    dirty: set[int]
+    grad: bool
+    autocast: dict[str, dict[str, Any]]
+    key: Any
+    served: dict[tuple[int, int], int] = field(default_factory=dict)
+
+
+class Scope:
+    """A call that is running: what its ops have left in each storage, if that is examined (``sums``).
+
+    ``strict``: why nothing that was made inside is explained. ``opaque``: roots of unknown origin. ``saved``: weak
+    references to the handles, since graphs made and used inside are gone at the end. ``hidden``: addresses of storages
+    that a kernel has written to. ``bad``: roots made inside that entries do not give again.
+    """
+
+    def __init__(self, first: int, sums: dict[int, Any] | None) -> None:
+        self.first, self.sums = first, sums
+        self.strict = ""
+        self.opaque: set[int] = set()
+        self.saved: list[weakref.ref[Handle]] = []
+        self.hidden: set[int] = set()
+        self.bad: set[int] = set()
+
+    def look(self, tensors: Iterable[Tensor]) -> None:
+        """Notice storages that have changed since an op left them."""
+        assert self.sums is not None
+        for tensor in tensors:
+            address = storage_address(tensor)
+            then = self.sums.get(address)
+            if then is not None and address not in self.hidden and find_different([(then, _sum(tensor))]):
+                self.hidden.add(address)
+
+    def note(self, tensors: Iterable[Tensor], *, is_fresh: bool = False) -> None:
+        """Note what an op has left; nothing if its memory is uninitialised, since then a kernel is expected."""
+        assert self.sums is not None
+        for tensor in tensors:
+            address = storage_address(tensor)
+            if address not in self.sums:
+                self.hidden.discard(address)
+            self.sums[address] = None if is_fresh else _sum(tensor)
+
+
+@dataclass(slots=True)
+class _Result:
+    """A tensor that a call returned (``is_returned``) or saved; ``number``: among those."""
+
+    is_returned: bool
+    number: int
+    tensor: Tensor
+    value: int
+
+
+class FunctionCall:
+    """One call of an autograd function under the recorder."""
+
+    def __init__(self, mode: Any, cls: Any, args: Any) -> None:
+        self.mode, self.cls, self.args = mode, cls, args
+        self.tape = tape = mode.tape
+        self.key = mode.path, cls
+        site = mode.sites.get(id(cls))
+        if site is None or site.op is not cls:
+            site = mode.sites[id(cls)] = FunctionSite(cls, mode.path)
+        self.site = site
+        self.reads: list[int] = []
+        self.template = as_refs(args, tape.find, self.reads)
+        self.arguments = tensors_of(args)
+        self.facts: Facts | None = mode.facts.get(self.key)
+        self.copies: dict[int, Any] = {}  # root -> an argument, its contents before the call
+
+    def run(self) -> Any:
+        """Run the function; add a unit to the tape if there are results that its ops do not explain."""
+        mode, tape = self.mode, self.tape
+        examines = mode.probes and (self.facts is None or mode.verifies) and not self.site.is_compiled
+        self.scope = scope = Scope(len(tape.sites), {} if examines else None)
+        if examines:
+            self._examine_arguments()
+        elif self.facts is not None:
+            for position in self.facts.written:
+                if position < len(self.reads):
+                    tape.will_write(self.reads[position])
+        scope.strict = self._why_strict(examines)
+        self.grad, self.autocast, self.states = torch.is_grad_enabled(), autocast_states(), _states()
+        self.first_value = len(tape.roots)
+        self.needs = {
+            value: (tensor.requires_grad, value in tape.leaves and tape.leaves[value].is_parameter)
+            for value, tensor in zip(self.reads, self.arguments, strict=True)
+        }
+        tape.scope = scope
+        try:
+            out = apply_function(self.cls, *self.args)
+            self._end(out)
+        finally:
+            tape.scope = None
+        if examines and self.facts is None:
+            mode.facts.setdefault(self.key, Facts())
+        return out
+
+    def _examine_arguments(self) -> None:
+        """Note what is in the arguments, and copy those from outside to which the call might write."""
+        tape = self.tape
+        for value, tensor in zip(self.reads, self.arguments, strict=True):
+            root = tape.roots[value]
+            is_outside = tape.makers[root] < 0 and not tape.leaves[root].is_parameter
+            is_plain = not is_wrapper(tensor) and tensor.layout is torch.strided
+            if is_outside and is_plain and root not in tape.before and root not in self.copies:
+                self.copies[root] = detached(tensor), _copied(tensor)
+            if not (tensor.is_leaf and tensor.requires_grad):
+                self.scope.note([tensor], is_fresh=root in tape.fresh)
+
+    def _why_strict(self, examines: bool) -> str:
+        if self.site.is_compiled:
+            return "compiled"
+        if self.facts is None:
+            return "" if examines else "not examined"
+        return "a kernel writes to what an op made" if self.facts.strict else ""
+
+    def _end(self, out: Any) -> None:
+        """Decide what is explained; add the unit."""
+        tape, scope, mode = self.tape, self.scope, self.mode
+        handles = {number: handle for number, reference in enumerate(scope.saved) if (handle := reference())}
+        results = self._results(out, handles)
+        roots, makers = tape.roots, tape.makers
+        positions = {roots[value]: position for position, value in reversed([*enumerate(self.reads)])}
+        aliased = {positions[roots[one.value]] for one in results if one.is_returned and roots[one.value] in positions}
+        written = self._written(results, positions, aliased)
+        inside = range(scope.first, len(tape.sites))
+        writing = (entry for entry in inside if tape.sites[entry].writes)
+        op_written = {root for entry in writing for root in tape.writes_of(entry) if makers[root] < scope.first}
+        op_written -= scope.opaque
+        wanted = _unexplained(tape, scope, results)
+        is_unit = bool(wanted or written)
+        sends = bool(tape.collectives) and tape.collectives[-1] >= scope.first
+        if is_unit and (op_written or written or sends) and not scope.strict:
+            scope.strict = "writes to arguments, or communicates"  # and must do so once
+            wanted = _unexplained(tape, scope, results)
+        inner = [value for value in range(self.first_value, len(roots)) if value in tape.kept]
+        last = len(roots)
+        if is_unit:
+            last, served = self._add_unit(results, handles, wanted, written, op_written, positions, aliased, inner)
+            inner = [value for value in inner if makers[value] not in served]
+        tape.fresh.difference_update([root for root in tape.fresh if root >= self.first_value])
+        tape.constants = {root: entry for root, entry in tape.constants.items() if root < self.first_value}
+        for value in range(self.first_value, last):  # tensors that live on and that nothing can give again
+            tensor = tape.refs[value]()
+            if tensor is not None and roots[value] in scope.bad and tape.known(tensor) == value:
+                if tape.parts.get(id(tensor), (None, 0))[1] >= last:  # to be taken out of a result of the unit
+                    del tape.ids[id(tensor)]
+                else:
+                    tape.fresh.add(roots[value])
+        for handle in handles.values():
+            mode.decide_on(handle, handle.value)
+        if inner:
+            explained = [one.value for one in results if roots[one.value] not in wanted]
+            _drop_kept(tape, inner, explained, scope.first)
+
+    def _results(self, out: Any, handles: dict[int, Handle]) -> list[_Result]:
+        results = []
+        for number, tensor in enumerate(_returned(out)):
+            value = self.tape.known(tensor)
+            results.append(_Result(True, number, tensor, self.mode.same_as(tensor) if value is None else value))
+        return results + [_Result(False, number, one.value, one.position[0]) for number, one in handles.items()]
+
+    def _written(self, results: list[_Result], positions: dict[int, int], aliased: set[int]) -> set[int]:
+        """Return the positions of the arguments that were written to where no op is seen to."""
+        tape, scope, facts = self.tape, self.scope, self.facts
+        written: set[int] = set()
+        if scope.sums is not None:
+            written = self._examined(results, positions, aliased)
+        elif facts is not None:
+            written = {position for position in facts.written if position < len(self.reads)}
+            if facts.strict:
+                written |= aliased - facts.aliased
+        elif not self.site.is_compiled:
+            written = set(aliased)
+        # An argument that was uninitialised memory: the call fills it
+        written |= {position for position, value in enumerate(self.reads) if tape.roots[value] in tape.fresh}
+        for position in written:
+            root = tape.roots[self.reads[position]]
+            if tape.makers[root] < 0 and root not in tape.before and root not in tape.writers:
+                name = self.cls.__name__
+                tape.why_not = tape.why_not or f"{name} writes to a tensor from outside where no op is seen to"
+        return written
+
+    def _examined(self, results: list[_Result], positions: dict[int, int], aliased: set[int]) -> set[int]:
+        """Look once more at results and arguments; note the facts, and return what was written to."""
+        tape, scope = self.tape, self.scope
+        scope.look(one.tensor for one in results)
+        scope.look(self.arguments)
+        at = {storage_address(tensor): position for position, tensor in reversed([*enumerate(self.arguments)])}
+        written = {at[address] for address in scope.hidden if address in at}
+        facts = self.mode.facts.setdefault(self.key, Facts())
+        facts.aliased |= aliased
+        facts.written |= written
+        facts.strict = facts.strict or bool(scope.hidden)
+        if scope.hidden:
+            scope.strict = scope.strict or "hidden writes"
+        fresh = {place for place, value in enumerate(self.reads) if tape.roots[value] in tape.fresh & positions.keys()}
+        for position in written | fresh:
+            root = tape.roots[self.reads[position]]
+            if root in self.copies:
+                tape.before[root], tape.is_careful = self.copies[root], True
+        return written
+
+    def _add_unit(
+        self,
+        results: list[_Result],
+        handles: dict[int, Handle],
+        wanted: set[int],
+        written: set[int],
+        op_written: set[int],
+        positions: dict[int, int],
+        aliased: set[int],
+        inner: list[int],
+    ) -> tuple[int, set[int]]:
+        """Append the unit; return its first value, and the inner entries that are served when it runs again."""
+        tape, roots = self.tape, self.tape.roots
+        unit = len(tape.sites)
+        tape.append(self.site, self.template, [*self.reads, *self._read_inside(unit)], {})
+        tape.unit_of.update((entry, unit) for entry in tape.collectives if entry >= self.scope.first)
+        served, saves = self._what_to_keep(unit, inner, [(one.tensor, roots[one.value]) for one in results], wanted)
+        rule = tape.rule_of[inner[0]] if inner else -1
+        new_values: dict[int, int] = {}
+        new_roots: dict[int, int] = {}
+        described = []
+        for result in results:
+            root = roots[result.value]
+            if root not in wanted:
+                if not result.is_returned and root in positions and positions[root] in written:
+                    handles[result.number].position = result.value, unit + 1
+                continue
+            if result.value not in new_values:
+                new = new_values[result.value] = tape.add_value(result.tensor, new_roots.get(root, -1), unit)
+                new_roots.setdefault(root, new)
+                described.append((result.is_returned, result.number))
+                if saves or (served and root in tape.kept_roots):
+                    tape.kept[new] = detached(result.tensor)
+                    tape.kept_roots.add(roots[new])
+                    tape.rule_of[new] = rule
+            if not result.is_returned:
+                handles[result.number].position = new_values[result.value], unit + 1
+        if len(described) != 1:
+            tape.counts[unit] = len(described)
+        self._move_writes(unit, written, op_written, positions)
+        if moved := advanced(self.states):
+            tape.states[unit] = moved
+        returned = [one.tensor for one in results if one.is_returned] if aliased else []
+        dirty = {
+            self.reads[position]
+            for position, tensor in enumerate(self.arguments)
+            if any(tensor is other for other in returned)
+        }
+        tape.units[unit] = Unit(self.cls, described, self.needs, dirty, self.grad, self.autocast, self.key, served)
+        return tape.firsts[unit], set(served.values())
+
+    def _read_inside(self, unit: int) -> list[int]:
+        """Return the values from outside that ops of the call read and that are no arguments."""
+        tape, first, first_value = self.tape, self.scope.first, self.first_value
+        read = {value for entry in range(first, unit) for value in tape.reads[entry]}
+        outside = {
+            value
+            for value in read
+            if (value < first_value and tape.makers[tape.roots[value]] < first)
+            or (value in tape.leaves and value >= first_value)
+        }
+        return sorted(value for value in outside.difference(self.reads) if tape.roots[value] not in self.scope.opaque)
+
+    def _what_to_keep(
+        self, unit: int, inner: list[int], results: list[tuple[Tensor, int]], wanted: set[int]
+    ) -> tuple[dict[tuple[int, int], int], bool]:
+        """Return what is served when the function runs again, and whether its own results are saved instead."""
+        tape, scope = self.tape, self.scope
+        facts: Facts | None = self.mode.facts.get(self.key)
+        if scope.sums is not None and facts is not None:
+            hidden = (value for value in inner if storage_address(tape.kept[value]) in scope.hidden)
+            facts.unservable |= {tape.makers[value] - scope.first for value in hidden}
+        if facts is not None and facts.unsteady:
+            return {}, True
+        unservable = facts.unservable if facts is not None else set()
+        return _cheaper(tape, inner, scope.first, unit, unservable, [one for one in results if one[1] in wanted])
+
+    def _move_writes(self, unit: int, written: set[int], op_written: set[int], positions: dict[int, int]) -> None:
+        """Make the unit the writer of what the call has written to, in place of its ops."""
+        tape = self.tape
+        for root in op_written:
+            tape.writers[root] = [entry for entry in tape.writers[root] if entry < self.scope.first]
+            position = positions.get(root)
+            tape.wrote(self.reads[position] if position is not None else root, unit)
+        for position in written:
+            tape.wrote(self.reads[position], unit)
+
+
+def autocast_states() -> dict[str, dict[str, Any]]:
+    """Return the arguments of ``torch.autocast``, by device, that restore its state."""
+    devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
+    cache = torch.is_autocast_cache_enabled()
+    return {
+        device: {
+            "enabled": torch.is_autocast_enabled(device),
+            "dtype": torch.get_autocast_dtype(device),
+            "cache_enabled": cache,
+        }
+        for device in devices
+    }
+
+
+def _states() -> GeneratorStates:
+    return states_of(default_generators())
+
+
+def _sum(tensor: Tensor) -> Any:
+    if is_wrapper(tensor) or tensor.layout is not torch.strided:
+        return ()
+    guard = UnseenByModes()
+    try:
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return checksum(flat.set_(tensor.untyped_storage()))
+    finally:
+        del guard
+
+
+def _copied(tensor: Tensor) -> Any:
+    guard = UnseenByModes()
+    try:
+        return copy_of(tensor.untyped_storage())
+    finally:
+        del guard
+
+
+def _returned(out: Any) -> list[Tensor]:
+    if isinstance(out, Tensor):
+        return [out]
+    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+
+
+def _unexplained(tape: Tape, scope: Scope, results: list[_Result]) -> set[int]:
+    """Return the roots, of those made inside, of which the entries do not give the results again."""
+    roots, makers, bad = tape.roots, tape.makers, set(scope.opaque)
+    fresh: set[int] = set()
+    for entry in range(scope.first, len(tape.sites)):
+        site = tape.sites[entry]
+        new = [roots[value] for value in tape.results(entry) if roots[value] == value]
+        writes = tape.writes_of(entry)
+        is_bad = bool(scope.strict) and not site.is_view
+        if not (is_bad or site.is_view or site.traits.is_factory):
+            read = {roots[value] for value in tape.reads[entry]}
+            is_bad = bool(read & bad or (read & fresh).difference(writes))
+        fresh.difference_update(writes)
+        if is_bad:
+            bad.update(new)
+            bad.update(root for root in writes if makers[root] >= scope.first)
+        elif site.traits.is_uninitialised:
+            fresh.update(new)
+    scope.bad = bad | fresh
+    return {roots[one.value] for one in results} & scope.bad
+
+
+def _cheaper(
+    tape: Tape, inner: list[int], first: int, unit: int, unservable: set[int], results: list[tuple[Tensor, int]]
+) -> tuple[dict[tuple[int, int], int], bool]:
+    """Decide how to keep from running the ops again that the policy saves.
+
+    Their results are kept, and served when the function runs again; or the function's own results are kept. Return what
+    is served, and whether the latter is cheaper in bytes.
+    """
+    if not inner:
+        return {}, False
+    calls: dict[int, int] = {}
+    served: dict[tuple[int, int], int] = {}
+    cost, kept = 0, set(inner)
+    for entry in range(first, unit):
+        op = id(tape.sites[entry].op)
+        number = calls[op] = calls.get(op, -1) + 1
+        values = tape.results(entry)
+        is_kept = all(value in kept and tape.roots[value] not in tape.writers for value in values)
+        if values and is_kept and entry - first not in unservable:
+            served[op, number] = entry
+            plain = [tape.kept[value] for value in values if type(tape.kept[value]) is Tensor]
+            cost += sum(tensor.untyped_storage().nbytes() for tensor in plain)
+    own = {root: tensor.untyped_storage().nbytes() for tensor, root in results if not is_wrapper(tensor)}
+    if not served or sum(own.values()) <= cost:
+        return {}, True
+    return served, False
+
+
+def _drop_kept(tape: Tape, inner: list[int], waiting: list[int], first: int) -> None:
+    """Drop kept values inside of a call that no explained result needs."""
+    needed: set[int] = set()
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        if value in seen or tape.makers[value] < first:
+            continue
+        seen.add(value)
+        if value in tape.kept:
+            needed.add(value)
+            continue
+        for entry in (tape.makers[value], *tape.writers.get(tape.roots[value], ())):
+            if first <= entry < len(tape.reads):
+                waiting += tape.reads[entry]
+    for value in inner:
+        if value not in needed:
+            del tape.kept[value]
+            tape.kept_roots.discard(tape.roots[value])
+
+
+# -- Replay
+
+
+class _Serving(TorchDispatchMode):
+    """Serves results of ops inside of a function that runs again."""
+
+    def __init__(self, tape: Tape, unit: Unit) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape, self.served = tape, unit.served
+        self.calls: dict[int, int] = {}
+        self.ops = {op for op, _ in unit.served}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled function inside may be used under this mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op, or return what it returned in forward."""
+        op = id(func)
+        if op in self.ops:
+            number = self.calls[op] = self.calls.get(op, -1) + 1
+            entry = self.served.get((op, number))
+            if entry is not None:
+                tape = self.tape
+                set_states(tape.after.get(entry, []))
+                results = [detached(fetch(tape.kept[value])) for value in tape.results(entry)]
+                is_single = tape.counts.get(entry, 1) == 1 and not tape.is_list(entry)
+                return results[0] if is_single else tuple(results)
+        return func(*args, **(kwargs or {}))
+
+
+class NotLeaf(torch.autograd.Function):
+    """Gives a tensor in the same storage that is no leaf, so that a region or function may write to it again."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        """Return the tensor on the same storage."""
+        return placed_on(tensor.untyped_storage(), tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Never called: no backward runs through a recomputation."""
+        raise AssertionError("no backward runs through a recomputation")
+
+
+def run_unit(tape: Tape, entry: int, values: dict[int, Any]) -> None:
+    """Run ``apply`` again and take its results; its graph is dropped at once."""
+    unit: Unit = tape.units[entry]
+    wanted = {number for is_returned, number in unit.results if not is_returned}
+    saved: dict[int, Tensor] = {}
+    count = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal count
+        held = detached(tensor)  # an output would hold itself
+        if count in wanted:
+            saved[count] = held
+        count += 1
+        return held
+
+    with ExitStack() as stack:
+        stack.enter_context(without_mode())
+        for device, then in unit.autocast.items():
+            stack.enter_context(torch.autocast(device, **then))
+        set_states(tape.states.get(entry, []))
+        stack.enter_context(torch.set_grad_enabled(unit.grad))
+        stack.enter_context(saved_tensors_hooks(pack, lambda held: held))
+        arguments = from_refs(tape.args[entry], _arguments(unit, values))
+        stack.enter_context(_Serving(tape, unit) if unit.served else nullcontext())
+        returned = dict(enumerate(_returned(apply_function(unit.cls, *arguments))))
+    for value, (is_returned, number) in zip(tape.results(entry), unit.results, strict=True):
+        results = returned if is_returned else saved
+        if number not in results:
+            raise CannotReplayError(f"{unit.cls.__name__} returns or saves fewer tensors than in forward")
+        values[value] = detached(results[number])
+
+
+def _arguments(unit: Unit, values: dict[int, Any]) -> dict[int, Any]:
+    """Return the tensor arguments of a unit, which require grad as those of the forward."""
+    arguments = {}
+    for value, (requires_grad, is_parameter) in unit.needs.items():
+        argument = values[value]
+        if not is_parameter or argument.requires_grad is not requires_grad:
+            argument = argument.detach().requires_grad_(requires_grad)
+            if requires_grad and value in unit.dirty:
+                argument = apply_function(NotLeaf, argument)
+        arguments[value] = argument
+    return arguments

@@ -1,0 +1,121 @@
+"""The arguments of a region call until backward, also in an input store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from sac.engine.functions import NotLeaf
+from sac.engine.handles import WRITTEN
+from sac.engine.objects import copied, is_own_object
+from sac.errors import Problem, RegionError
+from sac.outer_hooks import fetch
+from sac.stores.backward_order import CallNode
+from sac.stores.store import InputStoring, StoredInput
+from sac.tensors import describe, storage_address, storage_bytes, version_of
+from sac.torch_private import tree_flatten, tree_unflatten
+
+
+class _Copy:
+    """An object among the arguments as it was when the forward began."""
+
+    __slots__ = ("_copy",)
+
+    def __init__(self, value: Any) -> None:
+        self._copy = copied(value, {})
+
+    def again(self) -> Any:
+        """Return a copy for one rerun."""
+        return copied(self._copy, {})
+
+
+class Inputs:
+    """The arguments of a call until backward. ``bytes``: that they keep, and those of them in host memory."""
+
+    bytes: tuple[int, int] = (0, 0)
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.leaves: list[Any]
+        self._spec: Any
+        if any(isinstance(argument, (list, tuple, dict)) for argument in (*args, *kwargs.values())):
+            self.leaves, self._spec = tree_flatten((args, kwargs))
+        else:
+            self.leaves, self._spec = [*args, *kwargs.values()], (len(args), [*kwargs])
+        self.tensors = [(index, leaf) for index, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        self._before = [version_of(tensor) for _, tensor in self.tensors]
+        for index, leaf in enumerate(self.leaves):
+            if is_own_object(leaf):  # a cache, to which a rerun would add again
+                self.leaves[index] = _Copy(leaf)
+        self._versions: list[tuple[int, int, bool, bool]] = []
+        firsts: dict[int, int] = {}
+        for index, tensor in self.tensors:
+            firsts.setdefault(id(tensor), index)
+        # One tensor in several places is one tensor again.
+        self._same = {index: firsts[id(tensor)] for index, tensor in self.tensors if firsts[id(tensor)] != index}
+        self._stored: dict[int, StoredInput] = {}
+
+    @property
+    def stored(self) -> Iterable[int]:
+        """The indices of the inputs that are in a store."""
+        return self._stored.keys()
+
+    def store(self, storing: InputStoring, where: str) -> None:
+        """Copy the chosen inputs to their store before the forward."""
+        call, leaves = CallNode(), [*self.leaves]
+        for index in storing.choose(leaves):
+            name = partial("argument {}".format, index)
+            self._stored[index] = StoredInput(leaves[index], storing.store, call, (where, index), name)
+
+    def written(self) -> list[Tensor]:
+        """Return the tensors that have been written to since the forward began."""
+        pairs = zip(self.tensors, self._before, strict=True)
+        return [tensor for (_, tensor), version in pairs if version_of(tensor) != version]
+
+    def drop(self) -> None:
+        """Hold nothing any more."""
+        self.leaves, self.tensors, self._stored = [], [], {}
+
+    def end(self, packed: Callable[[Tensor], Any]) -> None:
+        """Hold the tensors as ``packed`` returns them."""
+        self._versions = [
+            (index, version_of(tensor), tensor.requires_grad, tensor.is_leaf) for index, tensor in self.tensors
+        ]
+        for index, tensor in self.tensors:
+            stored = self._stored.get(index)
+            if stored is None:
+                self.leaves[index] = packed(tensor)
+            else:
+                stored.close(None)
+                self.leaves[index] = stored
+        held = [tensor for index, tensor in self.tensors if type(tensor) is Tensor and index not in self._stored]
+        sizes = [stored.bytes() for stored in self._stored.values()]
+        here = sum({storage_address(tensor): storage_bytes(tensor) for tensor in held}.values())
+        self.bytes = here + sum(size for size, _ in sizes), sum(size for _, size in sizes)
+        self.tensors = []
+
+    def again(self, where: str, *, written: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments for a rerun; ``written``: the region writes to inputs, whose contents are put back."""
+        leaves = [leaf.again() if type(leaf) is _Copy else leaf for leaf in self.leaves]
+        for index, version, requires_grad, is_leaf in self._versions:
+            tensor = leaves[index]
+            if isinstance(tensor, Tensor) and version_of(tensor) != version:
+                found = f"its input {index} ({describe(tensor)}) was changed in place after the forward"
+                raise RegionError(Problem(where, found, fix=WRITTEN))
+            if index in self._same:
+                leaves[index] = leaves[self._same[index]]
+            elif type(tensor) is not Parameter:
+                again = tensor.fetch() if type(tensor) is StoredInput else fetch(tensor)
+                leaves[index] = again = again.detach().requires_grad_(requires_grad)
+                if written and requires_grad and not is_leaf:
+                    with torch.enable_grad():
+                        leaves[index] = NotLeaf.apply(again)  # type: ignore[no-untyped-call]
+        if isinstance(self._spec, tuple):
+            count, names = self._spec
+            return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        return args, kwargs

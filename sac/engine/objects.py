@@ -1,0 +1,169 @@
+"""Objects of user classes that modules or arguments hold, without the graphs of the tensors in them."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import types
+import weakref
+from collections import deque
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sac.tensors import detached
+
+# A graph is no object of Python's garbage collector. A frame that held a tensor with the region's own history (a layer
+# that keeps its last result, a cache) would be held by that history, for ever. So frames hold stand-ins.
+
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_LIBRARIES = frozenset({"torch", "sac", "builtins", "numpy", *sys.stdlib_module_names})
+PLAIN = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device})
+_MOST_LEVELS = 5  # of objects and containers inside of an argument
+
+
+class StandIn:
+    """A tensor with a graph, held without it."""
+
+    __slots__ = ("_reference", "_tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._reference = weakref.ref(tensor)
+        self._tensor = detached(tensor)
+
+    def tensor(self) -> Tensor:
+        """Return the tensor if it is still there, otherwise one with its contents that needs a gradient."""
+        original = self._reference()
+        return self._tensor.requires_grad_() if original is None else original
+
+
+class _CopyWithoutGraph:
+    """A container or an object that holds tensors with a graph, held as a copy without it."""
+
+    __slots__ = ("_copy",)
+
+    def __init__(self, value: Any) -> None:
+        self._copy = copied(value, {})
+
+    def tensor(self) -> Any:
+        """Return a copy for one rerun."""
+        return copied(self._copy, {})
+
+
+def without_graph(value: Any) -> Any:
+    """Return what to hold of a value: a stand-in if it is a tensor with a graph, or holds one."""
+    if isinstance(value, Tensor):
+        return StandIn(value) if has_graph(value) else value
+    return _CopyWithoutGraph(value) if _reaches_graph(value, 2) else value
+
+
+def has_graph(tensor: Tensor) -> bool:
+    """Return whether a tensor has a graph."""
+    return tensor.requires_grad and not is_stale(tensor) and tensor.grad_fn is not None
+
+
+def is_stale(value: Any) -> bool:
+    """Return whether a value is a view that cannot be used, as FSDP1 leaves them behind for parameters."""
+    if not (isinstance(value, Tensor) and value.requires_grad and value._is_view()):
+        return False
+    try:
+        value.grad_fn  # noqa: B018
+        return False
+    except RuntimeError:  # its base has been written to
+        return True
+
+
+def _reaches_graph(value: Any, levels: int) -> bool:
+    if isinstance(value, Tensor):
+        return has_graph(value)
+    if levels == 0:
+        return False
+    if isinstance(value, (list, tuple, deque)):
+        parts: Any = value
+    elif isinstance(value, dict):
+        parts = value.values()
+    elif is_own_object(value):
+        parts = vars(value).values()
+    else:
+        return False
+    return any(_reaches_graph(part, levels - 1) for part in parts if type(part) not in PLAIN)
+
+
+def with_tensor(value: Any) -> Any:
+    """Return the value that ``without_graph`` was given, or a copy of it."""
+    return value.tensor() if type(value) in (StandIn, _CopyWithoutGraph) else value
+
+
+def is_own_object(value: Any) -> bool:
+    """Return whether a value is an object of a user's class that holds attributes."""
+    return (
+        _is_own_class(_class_of(value))
+        and not isinstance(value, (Tensor, nn.Module, type))
+        and hasattr(value, "__dict__")
+    )
+
+
+def _class_of(value: Any) -> type:
+    return type(value)
+
+
+@cache
+def _is_own_class(cls: type) -> bool:
+    if cls in _NAMESPACES:
+        return True
+    if cls.__module__.partition(".")[0] in _LIBRARIES or any("__call__" in vars(base) for base in cls.__mro__):
+        return False
+    return cls.__dictoffset__ != 0 or bool(_slots(cls))
+
+
+@cache
+def _slots(cls: type) -> tuple[str, ...]:
+    names = (vars(base).get("__slots__", ()) for base in cls.__mro__)
+    return tuple(name for own in names for name in ((own,) if isinstance(own, str) else own))
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, those in slots too."""
+    attributes = dict(getattr(value, "__dict__", ()))
+    for name in _slots(_class_of(value)):
+        if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
+            attributes[name] = getattr(value, name)
+    return attributes
+
+
+def copied(value: Any, copies: dict[int, Any], level: int = 0) -> Any:
+    """Copy an object of a user's class with the objects and containers in it, but no tensors and modules.
+
+    ``copies``: id -> the copy of what occurs more than once. The copy of a tensor with a graph is without it.
+    """
+    if isinstance(value, Tensor):
+        return detached(value).requires_grad_() if has_graph(value) else value
+    if id(value) in copies:
+        return copies[id(value)]
+    if level == _MOST_LEVELS:
+        return value
+    cls = type(value)
+    if cls is tuple:
+        return tuple(copied(part, copies, level + 1) for part in value)
+    is_object = is_own_object(value)
+    if not (is_object or cls in (list, dict, deque)):
+        return value
+    try:
+        twin = copies[id(value)] = copy.copy(value)
+    except Exception:  # it cannot be copied: both passes share it
+        return value
+    if isinstance(value, dict):
+        for key, part in value.items():
+            dict.__setitem__(twin, key, copied(part, copies, level + 1))
+    elif isinstance(value, list):
+        list.__setitem__(twin, slice(None), [copied(part, copies, level + 1) for part in value])
+    elif isinstance(value, deque):
+        deque.clear(twin)
+        deque.extend(twin, [copied(part, copies, level + 1) for part in value])
+    if is_object and twin is not value:
+        for name, part in attributes_of(value).items():
+            object.__setattr__(twin, name, copied(part, copies, level + 1))
+    return twin

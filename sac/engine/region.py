@@ -1,0 +1,287 @@
+"""Regions and region groups: which frame runs a call."""
+
+from __future__ import annotations
+
+import types
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
+from torch.nn.parameter import is_lazy
+
+from sac.engine.fp8 import REASON, Fp8Function, for_fp8, keeps_fp8_state
+from sac.engine.frame import Frame
+from sac.engine.functions import install
+from sac.engine.reentrant import can_be_reentrant, run_reentrant
+from sac.engine.schedule import Schedule
+from sac.engine.taped import TapedFrame
+from sac.engine.untraced import count_compiled
+from sac.errors import Problem, RegionError, SacWarning
+from sac.outer_hooks import PackHooks, active_hooks
+from sac.policy.model import PlannedRegion, Policy
+from sac.recompute.op_trace import (
+    OpTraceRecorder,
+    OpTraceRow,
+    RegionStats,
+    SavedFigures,
+    check_planned_signature,
+    log_decisions,
+)
+from sac.recompute.table import NO_RULE, DecisionTable, rebuild_table
+from sac.region.settings import REPLAY, RERUN, Settings, as_torch_says
+from sac.torch_private import NO_TASK, current_graph_task_id, forward_ad_level, transform_is_active
+
+install()
+FULL = Policy(name="full", source="full")
+FULL_TABLE = DecisionTable(FULL, ())
+
+
+class RegionGroup:
+    """Regions that share a decision table, and what calls of one have shown.
+
+    ``not_replayable``: why a call could not be replayed; later ones use rerun. ``careful``: whether forwards need a
+    mode, since they choose, write to tensors from outside or draw from other generators than the default ones (None:
+    not known yet). ``harmless``: of what may be a choice or a draw, what recorded calls have shown to be none;
+    ``doubt``: what calls without a mode had. ``verified``: a replay has given the forward's values. ``schedule``: that
+    of the last call. ``functions``: what calls of autograd functions have shown, by (path, function).
+    """
+
+    def __init__(self, table: DecisionTable, name: str, planned: PlannedRegion | None = None) -> None:
+        self.table, self.name = table, name
+        self.planned = None if table.matches_modules else planned  # a module saved as a whole hides its ops
+        self.op_trace: tuple[OpTraceRow, ...] = ()
+        self.lists_ops = True  # whether the first call fills `op_trace`
+        self.calls: Any = None
+        self.not_replayable = ""
+        self.careful: bool | None = None
+        self.harmless: Counter[Any] = Counter()
+        self.doubt: Counter[Any] = Counter()
+        self.verified = False
+        self.schedule: Schedule | None = None
+        self.warns = False  # when a call cannot be replayed
+        self.functions: dict[Any, Any] = {}
+
+    def learn(self, seen: Counter[Any], *, is_careful: bool) -> None:
+        """Learn from a recorded call, in which autograd saved what is ``seen`` (see ``Frame``)."""
+        if is_careful:
+            self.careful = True
+        elif not self.careful:
+            self.harmless |= seen
+            self.careful = None if self.doubt - self.harmless else False
+
+    def doubts(self, seen: Counter[Any]) -> bool:
+        """Return whether a call without a mode did what is not known to be harmless; later ones are recorded."""
+        if not seen - self.harmless:
+            return False
+        self.careful, self.doubt = None, self.doubt | seen
+        return True
+
+    def give_up(self, reason: str, where: str) -> None:
+        """Use rerun from now on."""
+        if self.not_replayable:
+            return
+        self.not_replayable = reason
+        if self.warns:
+            fix = "none is needed, the region runs again as Python; `engine: rerun` asks for that from the start"
+            problem = Problem(where, f"replay cannot be used here: {reason}", fix=fix)
+            warnings.warn(str(problem), SacWarning, stacklevel=2)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        table = self.table
+        rules = tuple(bound.index for bound in table.rules)
+        return _rebuild, (table.policy, rules, table.must_save, self.name, self.planned)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RegionGroup:
+        return self  # what the group has learnt is also true of copies of its regions
+
+
+def _rebuild(
+    policy: Policy, indices: tuple[int, ...], must_save: bool, name: str, planned: PlannedRegion | None
+) -> RegionGroup:
+    return RegionGroup(rebuild_table(policy, indices, must_save), name, planned)
+
+
+class Region:
+    """One checkpointed module or function: its region group, and what the last call kept."""
+
+    def __init__(self, group: RegionGroup, path: str) -> None:
+        self.group, self.path = group, path
+        self.stats = RegionStats()
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        owners: tuple[nn.Module, ...],
+        settings: Settings,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run one call; gradients are those of ``function(*args, **kwargs)``. ``owners``: modules of the function."""
+        try:
+            return self._run(function, owners, settings, args, kwargs)
+        except torch.OutOfMemoryError as error:
+            settings.add_note(error)
+            raise
+
+    def _run(
+        self,
+        function: Callable[..., Any],
+        owners: tuple[nn.Module, ...],
+        settings: Settings,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        group, stats = self.group, self.stats
+        settings = as_torch_says(settings)
+        where = self.path or group.name
+        owners += tuple(argument for argument in args if isinstance(argument, nn.Module))
+        if not stats.calls and any(is_lazy(parameter) for owner in owners for parameter in owner.parameters()):
+            return function(*args, **kwargs)  # this call makes the parameters
+        if keeps_fp8_state(owners):
+            group.warns = settings.engine == REPLAY
+            group.give_up(REASON, where)
+            function, settings = Fp8Function(function, where), for_fp8(settings)
+        if settings.use_reentrant and can_be_reentrant(args, kwargs):
+            output, size = run_reentrant(function, owners, settings, where, args, kwargs)
+            stats.take(None, size)
+            return output
+        table = group.table
+        if (
+            table.saves_everything and not table.offloads and active_hooks() is None and stats.calls
+        ):  # the first call counts the bytes
+            stats.calls += 1
+            return function(*args, **kwargs)
+        refuse_transforms(where)
+        frame = self.frame(function, owners, settings, active_hooks())
+        frame.is_dual = forward_ad_level() >= 0 and any(map(has_tangent, (*args, *kwargs.values())))
+        if frame.is_dual and not (isinstance(frame, TapedFrame) and frame.is_replayed):
+            frame.refuse_tangents()
+        output = frame.run(args, kwargs, is_careful=bool(group.careful))
+        if not isinstance(frame, TapedFrame):
+            stats.engine = ""
+            kept = frame.kept_bytes
+            stats.take(SavedFigures(kept, 0, {NO_RULE: kept}) if kept else None, frame.input_bytes)
+            return output
+        stats.engine = REPLAY if frame.is_replayed else RERUN
+        stats.take(frame.figures, frame.input_bytes)
+        stats.offloads = frame.offloads
+        if frame.trace is not None:
+            check_planned_signature(group.planned, frame.trace, self.path)
+            group.op_trace = tuple(frame.trace.rows)
+            log_decisions(self.path, group.op_trace)
+        return output
+
+    def frame(
+        self,
+        function: Callable[..., Any],
+        owners: tuple[nn.Module, ...],
+        settings: Settings,
+        outer: PackHooks | None,
+    ) -> Frame:
+        """Return the frame that runs one call: recorded if rules decide on ops, or if the group is careful."""
+        group, table, where = self.group, self.group.table, self.path or self.group.name
+        is_asked = table.decides_on_ops or table.matches_modules or table.saves_everything
+        is_asked = is_asked or settings.engine == REPLAY
+        if not is_asked and group.careful is False:
+            return Frame(function, owners, settings, where, group)
+        # Hooks around the region must be passed the same tensors if they run it again.
+        is_alone = outer is None or settings.engine == REPLAY
+        replays = is_asked and is_alone and settings.engine != RERUN
+        trace = OpTraceRecorder() if group.lists_ops and not group.op_trace else None
+        group.warns = settings.engine == REPLAY
+        return TapedFrame(function, owners, settings, where, group, trace=trace, replays=replays)
+
+
+def refuse_transforms(where: str) -> None:
+    """Raise ``RegionError`` if the region is called inside ``vmap``, ``grad`` or another transform.
+
+    Tensors of transforms have no storage, and their graph accepts no hooks. A region that runs in a recomputation is
+    outside of the transforms, although backward may be batched.
+    """
+    if transform_is_active() and current_graph_task_id() == NO_TASK:
+        found = (
+            "it is called inside a transform of torch.func (grad, vjp, vmap, jvp, ...), whose tensors cannot be kept"
+        )
+        fix = "call sac.remove(model) before the transform, or torch.autograd instead of torch.func; "
+        fix += "torch.func.functional_call by itself is fine"
+        raise RegionError(Problem(where, found, fix=fix))
+
+
+def has_tangent(value: Any) -> bool:
+    """Return whether a value is a dual tensor of the innermost level of forward-mode differentiation."""
+    return isinstance(value, Tensor) and unpack_dual(value).tangent is not None
+
+
+def run_modules(
+    region: Region,
+    function: Callable[..., Any],
+    modules: nn.Module | tuple[nn.Module, ...],
+    settings: Settings,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run ``function(*args, **kwargs)``, which calls ``modules``, as a call of ``region``."""
+    owners = modules if isinstance(modules, tuple) else (modules,)
+    is_first = not region.stats.calls
+    output = region.run(function, owners, settings, args, kwargs)
+    if is_first:
+        region.stats.compiled_graphs = count_compiled(output, (args, kwargs))
+    return output
+
+
+# -- Regions of functions
+
+_groups: dict[Hashable, RegionGroup] = {}
+_MOST_GROUPS = 1024
+_MOST_PARTS = 32
+
+
+def run_as_region(
+    function: Callable[..., Any], settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run ``function(*args, **kwargs)`` as a region; functions of the same code and modules share a group."""
+    parts = parts_of_function(function)
+    key = tuple(part.__code__ if type(part) is types.FunctionType else weakref.ref(part) for part in parts)
+    group = _groups.get(key)
+    if group is None:
+        if len(_groups) >= _MOST_GROUPS:
+            _groups.clear()
+        group = _groups[key] = RegionGroup(FULL_TABLE, "full")
+        group.lists_ops = False
+    region = Region(group, getattr(function, "__qualname__", type(function).__name__))
+    owners = tuple(part for part in parts if isinstance(part, nn.Module))
+    return region.run(function, owners, settings, args, kwargs)
+
+
+def parts_of_function(function: Any) -> list[Any]:
+    """Return the modules and functions that a function holds directly: bound, in a partial, in its closure."""
+    parts: list[Any] = []
+    waiting = [function]
+    while waiting and len(parts) < _MOST_PARTS:
+        part = waiting.pop()
+        if isinstance(part, nn.Module):
+            parts.append(part)
+        elif isinstance(part, partial):
+            waiting += [part.func, *part.args, *part.keywords.values()]
+        elif isinstance(part, types.MethodType):
+            waiting += [part.__self__, part.__func__]
+        elif isinstance(part, types.FunctionType) and not any(part is other for other in parts):
+            parts.append(part)
+            waiting += _cells(part)
+    return parts
+
+
+def _cells(function: types.FunctionType) -> list[Any]:
+    contents = []
+    for cell in function.__closure__ or ():
+        try:
+            contents.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            continue
+    return contents

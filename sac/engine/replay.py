@@ -1,0 +1,194 @@
+"""Replay: run the entries of a schedule below autograd, starting from kept values and leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sac.engine.functions import run_unit
+from sac.engine.rng import set_states
+from sac.engine.schedule import Schedule, UnobtainableError, schedule_replay
+from sac.engine.tape import HOLE, CannotReplayError, Tape, from_refs
+from sac.outer_hooks import fetch
+from sac.recompute.autocast import as_then
+from sac.tensors import copy_of, is_wrapper, placed_on, same_bytes, tensors_of, version_of
+from sac.torch_private import BelowAutograd, WithoutAutocast
+
+
+class ChangedError(Exception):
+    """A leaf (``value``) was changed in place after the forward, and nothing holds its earlier contents."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.value = value
+
+
+def replay(tape: Tape, schedule: Schedule, wanted: list[tuple[int, int, int]]) -> Iterator[tuple[int, Tensor]]:
+    """Run ``schedule``, which fills ``wanted``; yield each handle's index with its value."""
+    schedule = _with_changes(tape, schedule, wanted)
+    values = _start(tape, schedule)
+    with _generators_kept(tape), torch.no_grad():
+        guards = _below_autograd()
+        works: list[Any] = []  # of collectives that have not ended
+        try:
+            for fill in schedule.first:
+                yield _filled(values, fill)
+            for entry, fills, drops in schedule.steps:
+                if works and not _is_async(tape, entry):
+                    _wait(works)
+                if entry in tape.units:
+                    guards.close()  # it runs as in forward: with autograd and autocast
+                    run_unit(tape, entry, values)
+                    guards = _below_autograd()
+                else:
+                    out = _run(tape, entry, values)
+                    if _is_async(tape, entry):
+                        works += _works_of(out)
+                if works and fills:
+                    _wait(works)
+                for fill in fills:
+                    yield _filled(values, fill)
+                for value in drops:
+                    values.pop(value, None)
+            _wait(works)
+        finally:
+            guards.close()
+
+
+def _is_async(tape: Tape, entry: int) -> bool:
+    site = tape.sites[entry]
+    return site.is_collective and getattr(site.op, "namespace", "") == "c10d"
+
+
+def _works_of(out: Any) -> list[Any]:
+    """Return the `Work` objects among an op's results; `Work.wait` is no op, so the tape does not have it."""
+    results = out if isinstance(out, (tuple, list)) else (out,)
+    return [result for result in results if isinstance(result, torch.ScriptObject) and hasattr(result, "wait")]
+
+
+def _wait(works: list[Any]) -> None:
+    # Sends and receives must be in flight together, so collectives in a row are waited for at their end.
+    while works:
+        works.pop(0).wait()
+
+
+def _below_autograd() -> ExitStack:
+    guards = ExitStack()
+    guards.enter_context(BelowAutograd())
+    guards.enter_context(WithoutAutocast())
+    return guards
+
+
+def _with_changes(tape: Tape, schedule: Schedule, wanted: list[tuple[int, int, int]]) -> Schedule:
+    """Return a schedule that does not start from what was written to later; raise ``ChangedError`` if none."""
+    changed = _changed(tape, schedule)
+    if not changed:
+        return schedule
+    try:
+        schedule = schedule_replay(tape, wanted, {tape.roots[value] for value in changed})
+    except UnobtainableError:
+        raise ChangedError(changed[0]) from None
+    if again := _changed(tape, schedule):
+        raise ChangedError(again[0])
+    return schedule
+
+
+def _changed(tape: Tape, schedule: Schedule) -> list[int]:
+    """Return the values to start from that were written to after the forward."""
+    changed = []
+    for value in schedule.leaves:
+        leaf = tape.leaves[value]
+        if leaf.tensor is None:  # let go of, since the schedule of the forward did not need it
+            changed.append(value)
+        is_copied = value in schedule.copied or tape.is_small(value)
+        if isinstance(leaf.tensor, Tensor) and version_of(leaf.tensor) != leaf.version and not is_copied:
+            changed.append(value)
+    for value in schedule.kept:
+        kept = tape.kept[value]
+        if isinstance(kept, Tensor) and version_of(kept) != tape.kept_versions[value]:
+            changed.append(value)
+    return changed
+
+
+def _start(tape: Tape, schedule: Schedule) -> dict[int, Any]:
+    """Return the tensors that the schedule starts from, by value."""
+    values: dict[int, Any] = {value: fetch(tape.kept[value]) for value in schedule.kept}
+    copies: dict[int, Any] = {}
+    for value in schedule.leaves:
+        leaf = tape.leaves[value]
+        if leaf.tensor is None:
+            raise CannotReplayError("a tensor from outside is needed that the replay of all values does not need")
+        tensor = fetch(leaf.tensor)
+        if tensor.shape != leaf.shape or (leaf.is_parameter and not is_there(tensor)):
+            raise CannotReplayError(
+                "the data of a parameter that an op read has moved"
+            )  # FSDP1 and ZeRO-3 gather it into other memory
+        if value in schedule.copied or (tape.is_small(value) and _is_changed(tape, value, tensor)):
+            root = tape.roots[value]
+            if root not in copies:
+                copies[root] = copy_of(tape.before[root][1])
+            tensor = placed_on(copies[root], tensor.detach())
+        values[value] = tensor
+    return values
+
+
+def _is_changed(tape: Tape, value: int, tensor: Tensor) -> bool:
+    """Return whether a small leaf has other contents than in forward; the CPU's may have been written to unseen."""
+    if version_of(tensor) != tape.leaves[value].version:
+        return True
+    return tensor.is_cpu and not same_bytes(tensor.untyped_storage(), tape.before[tape.roots[value]][1])
+
+
+def is_there(tensor: Tensor) -> bool:
+    """Return whether a parameter has its data; FSDP frees it between forward and backward."""
+    return is_wrapper(tensor) or tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
+
+
+def _filled(values: dict[int, Any], fill: tuple[int, int, bool]) -> tuple[int, Tensor]:
+    handle, value, is_written_later = fill
+    return handle, values[value].clone() if is_written_later else values[value]
+
+
+def _run(tape: Tape, entry: int, values: dict[int, Any]) -> Any:
+    site, args, kwargs = tape.sites[entry], tape.args[entry], tape.kwargs.get(entry)
+    if site.is_flat:
+        reads = iter(tape.reads[entry])
+        args = [values[next(reads)] if argument is HOLE else argument for argument in args]
+    else:
+        args, kwargs = from_refs(args, values), from_refs(kwargs, values)
+    if site.is_inplace_view:
+        args[0] = args[0].detach()
+    if entry in tape.states:
+        set_states(tape.states[entry])
+    if site.is_custom_op:
+        with as_then(tape.autocast[entry]):
+            out = site.op(*args, **(kwargs or {}))
+    else:
+        out = site.run(*args, **kwargs) if kwargs else site.run(*args)
+    count = tape.counts.get(entry, 1)
+    if count == 1 and isinstance(out, Tensor):
+        values[tape.firsts[entry]] = out
+    elif count:
+        results = tensors_of(out)
+        if len(results) != count:
+            found = f"{site.op} returned {count} tensors in forward and {len(results)} in its replay"
+            raise CannotReplayError(found)
+        values.update(zip(tape.results(entry), results, strict=True))
+    return out
+
+
+@contextmanager
+def _generators_kept(tape: Tape) -> Iterator[None]:
+    if not tape.states:
+        yield
+        return
+    generators = {id(generator): generator for states in tape.states.values() for generator, _ in states}
+    states = [(generator, generator.get_state()) for generator in generators.values()]
+    try:
+        yield
+    finally:
+        set_states(states)

@@ -1,0 +1,283 @@
+"""What a rerun sees of the forward besides its inputs: random states, autocast, flags, attributes, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sac.engine.flags import BackendFlags
+from sac.engine.fp8 import FP8_METAS
+from sac.engine.objects import PLAIN, attributes_of, is_own_object, is_stale, with_tensor, without_graph
+from sac.engine.rng import GeneratorStates, RngSnapshot, advanced, python_random, set_python_random
+from sac.engine.tape import Tape
+from sac.engine.thread_state import Autocast, FunctionModes, leave_function_modes
+from sac.errors import Problem, RegionError
+from sac.region.settings import Settings
+from sac.region.undo import UndoStack
+from sac.tensors import copy_of, describe, is_wrapper, overwrite, storage_address, version_of
+from sac.torch_private import keep_graphs_in_order_of_making, set_version_counters
+
+# The contract: a rerun sees the inputs, parameters, buffers, module attributes, random states, autocast and flags of
+# the forward and leaves no trace in them; any other Python state is as torch.utils.checkpoint treats it. Attributes are
+# those of the region's modules and of objects among its arguments; lists, dicts and sets that are attributes or
+# arguments themselves count with their items, but what is inside of the items does not.
+
+_NOT_OURS = frozenset(vars(nn.Module()))  # the tables of a module
+_CONTAINERS = (list, dict, set)
+_SMALL = 1 << 16  # statistics and counters
+_GONE = object()
+
+
+def _is_random(value: Any) -> bool:
+    """Return whether a value is a generator of torch, or a tracker of named streams."""
+    if isinstance(value, torch.Generator):
+        return True
+    cls = type(value)
+    return cls not in PLAIN and hasattr(cls, "get_states") and hasattr(cls, "set_states")
+
+
+def modules_in(owners: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules of ``owners``, each once."""
+    modules: dict[int, nn.Module] = {}
+    waiting = [*owners]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in modules:
+            modules[id(module)] = module
+            waiting.extend(child for child in module._modules.values() if child is not None)
+    return list(modules.values())
+
+
+def bound_in(function: Any) -> Iterator[Any]:
+    """Yield the arguments that a partial function holds."""
+    while isinstance(function, partial):
+        yield from (*function.args, *function.keywords.values())
+        function = function.func
+
+
+class ForwardState:
+    """The state in which a forward began."""
+
+    def __init__(
+        self,
+        owners: Sequence[nn.Module],
+        arguments: Sequence[Any],
+        settings: Settings,
+        *,
+        is_careful: bool,
+        copies: bool = False,
+    ) -> None:
+        """``copies``: of buffers, since no recorder takes them."""
+        self._tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[Tensor, int, bool]] = []  # of the modules: version, whether they need a gradient
+        self._seen: set[int] = set()  # objects that modules hold
+        self._held: list[Any] = []  # generators and trackers that modules and arguments hold
+        for module in modules_in(owners):
+            self._note_module(module)
+        for argument in arguments:
+            values = attributes_of(argument).values() if is_own_object(argument) else (argument,)
+            self._held += [value for value in values if _is_random(value)]
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        self.flags, self._autocast, self.modes = BackendFlags(), Autocast(tensors), FunctionModes()
+        self._random: RngSnapshot | None = None
+        if settings.preserve_rng_state:
+            generators = [value for value in self._held if isinstance(value, torch.Generator)]
+            trackers = [value for value in self._held if not isinstance(value, torch.Generator)]
+            self._random = RngSnapshot(tensors, settings, generators, trackers)
+        self._copies: list[tuple[Tensor, int, Any]] = []
+        if copies:
+            buffers = [buffer for module in modules_in(owners) for buffer in module.buffers(recurse=False)]
+            plain = [buffer for buffer in buffers if not is_wrapper(buffer) and buffer.layout is torch.strided]
+            self._copies = [(one, version_of(one), copy_of(one.untyped_storage())) for one in plain]
+        self._providers = [(provider, provider.snapshot()) for provider in settings.providers]
+        self.python = python_random() if is_careful else None
+        keep_graphs_in_order_of_making()
+
+    def _note_module(self, module: nn.Module) -> None:
+        """Note attributes, parameters and buffers of a module, and what its attributes hold."""
+        table = module.__dict__
+        held = table.copy()
+        has_own = len(table) > len(_NOT_OURS) and FP8_METAS.isdisjoint(table)  # TransformerEngine restores its own
+        if has_own or len(table) <= len(_NOT_OURS):
+            self._tables.append((table, held))
+        for name in ("_parameters", "_buffers"):
+            if tensors := table[name]:
+                self._tables.append((tensors, tensors.copy()))
+                there = (tensor for tensor in tensors.values() if tensor is not None)
+                self._tensors += [(tensor, version_of(tensor), tensor.requires_grad) for tensor in there]
+        if has_own:
+            self._note_values(table, held, table.keys() - _NOT_OURS)
+
+    def _note_values(self, table: dict[str, Any], held: dict[str, Any], names: Iterable[str]) -> None:
+        """Note containers with their items, objects with their attributes, generators and trackers.
+
+        What holds tensors with a graph is replaced in ``held``, the copy of ``table``.
+        """
+        for name in names:
+            value = table[name]
+            if type(value) in PLAIN or isinstance(value, nn.Module):
+                continue
+            held[name] = without_graph(value)
+            if isinstance(value, Tensor):
+                continue
+            if isinstance(value, (list, tuple, dict)):
+                items = value.values() if isinstance(value, dict) else value
+                self._held += [item for item in items if _is_random(item)]
+            elif _is_random(value):
+                self._held.append(value)
+            elif isinstance(value, partial):
+                self._held += [item for item in bound_in(value) if _is_random(item)]
+            if held[name] is not value:
+                continue
+            if isinstance(value, _CONTAINERS) and hasattr(value, "copy"):
+                self._containers.append((value, value.copy()))
+            elif id(value) not in self._seen and is_own_object(value) and hasattr(value, "__dict__"):
+                self._seen.add(id(value))
+                self._tables.append((vars(value), vars(value).copy()))
+                self._held += [item for item in vars(value).values() if _is_random(item)]
+
+    def end(self) -> list[Tensor]:
+        """Note the versions that parameters and buffers have at the end of the forward; return what it wrote to.
+
+        Copies that are not needed are dropped.
+        """
+        # A batch norm moves no version counter.
+        self._copies = [
+            (tensor, version, contents)
+            for tensor, version, contents in self._copies
+            if contents.nbytes() <= _SMALL or version_of(tensor) != version
+        ]
+        written = [tensor for tensor, version, _ in self._tensors if version_of(tensor) != version]
+        if written:
+            self._tensors = [(tensor, version_of(tensor), needs) for tensor, _, needs in self._tensors]
+        return written
+
+    def drop(self) -> None:
+        """Release what only a rerun needs."""
+        self._tables, self._containers, self._held, self._providers = [], [], [], []
+        self._random = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parameters and buffers."""
+        return [tensor for tensor, _, _ in self._tensors]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether ``tensor`` is a parameter or buffer."""
+        return any(other is tensor for other, _, _ in self._tensors)
+
+    def default_states(self) -> GeneratorStates:
+        """Return the CPU's default generator with its state at the start, if that is held."""
+        return self._random.states[:1] if self._random is not None else []
+
+    def has_drawn(self) -> bool:
+        """Return whether a generator has advanced since the forward began."""
+        return self._random is not None and bool(advanced(self._random.states))
+
+    def check(self, tape: Tape | None, where: str) -> None:
+        """Raise ``RegionError`` if a parameter or buffer was written to after the forward, and there is no copy."""
+        copied = {tensor.untyped_storage()._cdata for tensor, _ in self._contents(tape)}
+        for tensor, version, _ in self._tensors:
+            if tape is not None and storage_address(tensor) not in tape.leaf_roots:
+                continue  # the forward did not read it
+            if version_of(tensor) != version and tensor.untyped_storage()._cdata not in copied:
+                found = f"a parameter or buffer ({describe(tensor)}) was changed in place between forward and backward"
+                fix = "change it after backward, or leave the block out of checkpointing"
+                raise RegionError(Problem(where, found, fix=fix))
+
+    def _contents(self, tape: Tape | None) -> list[tuple[Tensor, Any]]:
+        """Return tensors that the forward wrote to, with the contents from before."""
+        written = [(tensor, contents) for tensor, _, contents in self._copies]
+        if tape is None:
+            return written
+        # Unlike the tensor beside the contents, a leaf has the version counter that others see.
+        leaves = {root: tape.leaves[root].tensor for root in tape.before}
+        here = [
+            (leaves[root], one[1]) if isinstance(leaves[root], Tensor) else one for root, one in tape.before.items()
+        ]
+        return [*here, *written]
+
+    @contextmanager
+    def restored(self, tape: Tape | None) -> Iterator[None]:
+        """Run the body in the state of the forward; afterwards everything is as it was.
+
+        There are no torch-function modes yet: the body enters ``modes`` around the region's function.
+        """
+        with UndoStack() as stack:
+            leave_function_modes(stack)
+            for table, then in self._tables:
+                _swap(stack, table, then, _set_items)
+            for container, then in self._containers:
+                _swap(stack, container, then, _set_contents)
+            for tensor, _, needs in self._tensors:
+                if tensor.requires_grad is not needs and tensor.is_leaf:
+                    stack.callback(tensor.requires_grad_, tensor.requires_grad)
+                    tensor.requires_grad_(needs)
+            self.flags.enter_on(stack)
+            self._autocast.enter_on(stack)
+            self._restore_random(stack, tape)
+            for tensor, contents in self._contents(tape):
+                storage = tensor.untyped_storage()
+                if storage.nbytes() == contents.nbytes():  # else FSDP has freed it, and gathers it again
+                    stack.callback(_put_back, tensor, copy_of(storage), version_of(tensor))
+                    overwrite(storage, contents)
+            yield
+
+    def _restore_random(self, stack: UndoStack, tape: Tape | None) -> None:
+        for generator, state in tape.generators.values() if tape is not None else ():
+            stack.callback(generator.set_state, generator.get_state())
+            generator.set_state(state)
+        if self._random is not None:
+            self._random.enter_on(stack)
+        for provider, then in self._providers:
+            stack.callback(provider.restore, provider.snapshot())
+            provider.restore(then)
+        if self.python is not None:
+            stack.callback(set_python_random, python_random())
+            set_python_random(self.python)
+
+
+def _put_back(tensor: Tensor, contents: Any, version: int) -> None:
+    if tensor.untyped_storage().nbytes() != contents.nbytes():
+        return  # FSDP has freed it
+    overwrite(tensor.untyped_storage(), contents)
+    if version_of(tensor) != version and set_version_counters is not None:
+        set_version_counters((tensor,), (version,))
+
+
+def _swap(stack: UndoStack, target: Any, then: Any, put: Callable[[Any, Any], None]) -> None:
+    stack.callback(put, target, target.copy())
+    put(target, then)
+
+
+def _set_items(table: dict[Any, Any], then: dict[Any, Any]) -> None:
+    if table.keys() == then.keys() and all(map(is_, table.values(), then.values())):  # the usual case
+        return
+    for name in [name for name in table if name not in then]:
+        del table[name]
+    for name, value in then.items():
+        now, value = table.get(name, _GONE), with_tensor(value)
+        if now is not value and not _is_sharded(value) and not _is_sharded(now):
+            table[name] = value
+
+
+def _is_sharded(value: Any) -> bool:
+    # FSDP2 exchanges a sharded parameter for a gathered one on its own, also inside of a region.
+    return isinstance(value, Tensor) and (is_wrapper(value) or is_stale(value))
+
+
+def _set_contents(container: Any, then: Any) -> None:
+    if isinstance(container, dict):
+        _set_items(container, then)
+    elif isinstance(container, list):
+        container[:] = map(with_tensor, then)
+    else:
+        container.clear()
+        container.update(then)

@@ -1,0 +1,427 @@
+"""The frame of a recorded call: it keeps what the policy saves, and is replayed if that is possible."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+from sac.checksums import checksum, find_different
+from sac.engine.frame import Frame, alive
+from sac.engine.handles import EXTERNAL, KEPT, MISSING, OTHER, OTHER_FIX, WRITTEN, Handle
+from sac.engine.inputs import Inputs
+from sac.engine.offload import offload
+from sac.engine.recorder import TapeMode
+from sac.engine.replay import ChangedError, replay
+from sac.engine.rng import python_random, same_python_random
+from sac.engine.schedule import Schedule, UnobtainableError, key_of, schedule_replay
+from sac.engine.serve import Served
+from sac.engine.tape import CannotReplayError, Tape
+from sac.engine.untraced import never_compiled
+from sac.engine.verify import may_differ
+from sac.errors import Problem, RegionError, SacWarning
+from sac.outer_hooks import fetch, pack_with_outer_hooks
+from sac.recompute.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
+from sac.recompute.table import site_name
+from sac.region.settings import ALWAYS, NEVER
+from sac.stores.backward_order import CallNode
+from sac.stores.offload import OffloadUse
+from sac.tensors import cloned, describe, storage_address, storage_bytes, tensor_parts, version_of
+
+_EARLIER = "earlier contents of a tensor from outside are needed"
+
+
+class UnsteadyError(Exception):
+    """A function gives other values when it runs again; later calls keep its results."""
+
+
+class TapedFrame(Frame):
+    """A call whose ops are recorded. ``group``: the region group, which learns from the call."""
+
+    tape: Tape
+
+    def __init__(self, *args: Any, trace: OpTraceRecorder | None, replays: bool) -> None:
+        super().__init__(*args)
+        group, self.trace = self.group, trace
+        self.tape = self._new_tape()
+        self._replays = replays and not group.not_replayable
+        table = group.table
+        self._is_full = not (table.decides_on_ops or table.saves_everything or table.matches_modules)
+        verify = self.settings.verify
+        is_new = verify != NEVER and not group.verified
+        verifies = verify == ALWAYS or is_new
+        self.mode: TapeMode | None = self._new_mode()
+        self.mode.verifies = verifies
+        self.mode.facts, self.mode.probes = group.functions, verify != NEVER
+        self.mode.takes_functions = self._replays
+        self._sums: dict[int, Any] = {}  # checksums of what autograd saved, by handle
+        self.mode.compares_arguments = is_new
+        if is_new or (verifies and self._replays):
+            self.mode.sums = self._sums
+        self._schedule: Schedule | None = None
+        self._wanted: list[tuple[int, int, int]] = []
+        self.figures: SavedFigures | None = None
+        self._call = CallNode() if group.table.offloads else None
+        self.offloads: Mapping[int, OffloadUse] = {}
+
+    def _new_tape(self) -> Tape:
+        return Tape(self.group.table, self.owners)
+
+    def _new_mode(self) -> TapeMode:
+        return TapeMode(self.group.table, self.tape, self.trace)
+
+    def _begin(self, inputs: Inputs) -> None:
+        self._input_leaves = {index: self.tape.find_input(tensor) for index, tensor in inputs.tensors}
+        if self.is_dual:  # ops read tangents, which are no arguments
+            tangents = (unpack_dual(tensor).tangent for _, tensor in inputs.tensors)
+            for tangent in tangents:
+                if tangent is not None:
+                    self.tape.add_leaf(tangent)
+        self._stored_roots = {self.tape.roots[self._input_leaves[index]] for index in inputs.stored}
+        self._python = python_random() if self.group.careful is None else None
+        if self.mode is not None:
+            self.mode.last_draw = -1, self.state.default_states()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Run the function in the body, and record it."""
+        assert self.mode is not None
+        with super().recording(), self.mode:
+            yield
+
+    def _pack(self, tensor: Tensor) -> Handle:
+        handle = Handle(len(self._handles), tensor)
+        self._handles.append(weakref.ref(handle))
+        mode = self.mode
+        if mode is not None and not mode.paused:
+            mode.paused = True  # to detach a tensor of a wrapper class is an op
+            mode.pack(tensor, handle)
+            mode.paused = False
+        return handle
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether backward replays the call, as far as is known."""
+        return self._replays and not self.group.not_replayable
+
+    # -- The end of the forward
+
+    def _end(self, written: list[Tensor]) -> None:
+        tape, group, mode = self.tape, self.group, self.mode
+        assert mode is not None
+        handles = alive(self._handles)
+        tape.ends_early = self.early_stop
+        seen = self._seen(handles, draws=self.state.has_drawn())
+        self._wanted = [handle for handle in map(self._missing, handles) if handle is not None]
+        if self._python is not None and not same_python_random(self._python, python_random()):
+            self.state.python, tape.is_careful = self._python, True
+        group.learn(seen, is_careful=tape.is_careful)
+        tape.check_small()
+        if tape.why_not and self._replays:
+            group.give_up(tape.why_not, self.where)
+        self._replays = self._replays and not tape.why_not
+        every = tape.kept
+        if self._replays:
+            self._schedule_replay()
+        self._release()
+        self._compact(handles)
+        self.figures = self._count(handles, every, {**mode.hits, **(mode.whole.hits if mode.whole is not None else {})})
+        tape.kept_versions = {value: version_of(tensor) for value, tensor in tape.kept.items()}
+        for leaf in tape.leaves.values():
+            if leaf.tensor is not None:
+                leaf.version = version_of(leaf.tensor)
+        del every
+        if self._call is not None:
+            self.offloads = offload(tape, handles, self.settings, self._call, is_packed=self._outer is not None)
+        self.input_bytes = self._bytes_of_inputs(handles), 0
+        self._pack_outside(handles)
+        tape.close()
+        self.mode = None
+
+    def _missing(self, handle: Handle) -> tuple[int, int, int] | None:
+        """Return the handle's index, value and time if it is missing, None if it is not."""
+        tape, (value, time) = self.tape, handle.position
+        last = tape.last_write(value)
+        if last == time:  # saved by the op that then wrote to it
+            time = time + 1
+            handle.position = value, time
+            tape.is_careful = True  # a rerun without a mode would stop too early
+            self._sum_again(handle.index, tape.refs[value]())
+        if tape.roots[value] in tape.fresh:
+            tape.fail("autograd saved memory that no op has written to")
+        handle.is_written_later = last >= time
+        is_stored = tape.roots[value] in self._stored_roots
+        # Without rules a call on another rank may have no tape, and runs until it has all that autograd saved.
+        if self._is_full or (handle.state == KEPT and last >= time) or (handle.state == EXTERNAL and is_stored):
+            handle.release()
+        return (handle.index, value, time) if handle.state == MISSING else None
+
+    def _sum_again(self, index: int, tensor: Tensor | None) -> None:
+        """Take the checksum of a saved tensor once more, which an op has filled since."""
+        if self._sums.pop(index, None) is not None and tensor is not None:
+            self._sums[index] = checksum(tensor)
+
+    def _schedule_replay(self) -> None:
+        """Take the schedule of the group's last call if the tape is the same; otherwise make one."""
+        tape, group = self.tape, self.group
+        tape.kept_keys = (*tape.kept,)
+        key = key_of(tape, self._wanted)
+        known = group.schedule
+        if known is not None and known.key == key:
+            self._schedule = known
+            return
+        try:
+            self._schedule = schedule = schedule_replay(tape, self._wanted)
+        except UnobtainableError:
+            self._replays = False
+            group.give_up(_EARLIER, self.where)
+            return
+        schedule.key = key
+        group.schedule = schedule
+
+    def _release(self) -> None:
+        """Release the values, tensors from outside and random states that a recomputation does not start from."""
+        tape = self.tape
+        if self._replays:
+            assert self._schedule is not None
+            running = {step[0] for step in self._schedule.steps}
+            units = [tape.units[entry] for entry in running & tape.units.keys()]
+            served = [value for unit in units for entry in unit.served.values() for value in tape.results(entry)]
+            # A rerun that has to take over must route as the forward did.
+            routed = [value for value in tape.kept if getattr(tape.sites[tape.makers[value]], "must_save", False)]
+            starts = dict.fromkeys([*self._schedule.kept, *served, *routed])
+            tape.kept = {value: tape.kept[value] for value in starts}
+            tape.states = {entry: states for entry, states in tape.states.items() if entry in running}
+            tape.chained = {
+                entry: tape.follows[entry] for entry in tape.states if tape.follows.get(entry, -1) in running
+            }
+            tape.states.update((entry, []) for entry in tape.chained)
+        else:
+            last = max((time for _, _, time in self._wanted), default=0) if self.early_stop else len(tape.sites)
+            asked = self._asked_for(last)  # a rerun ends before it asks for later results
+            tape.kept = {value: tensor for value, tensor in tape.kept.items() if value in asked}
+            tape.states = {}
+        needed = {*self._input_leaves.values(), *tape.before, *(self._schedule.leaves if self._schedule else ())}
+        for value, leaf in tape.leaves.items():
+            if value not in needed and not leaf.is_parameter:
+                leaf.tensor = None
+
+    def _asked_for(self, last: int) -> set[int]:
+        """Return the kept values before entry ``last`` that a rerun needs; cheap ones of saved ops alone it makes."""
+        tape = self.tape
+        kept = tape.kept
+        asked = {tape.roots[handle.position[0]] for handle in alive(self._handles)}
+        for entry in range(last):
+            site = tape.sites[entry]
+            if not site.is_view and not all(value in kept for value in tape.results(entry)):
+                asked.update(tape.roots[value] for value in tape.reads[entry])
+        return {value for value in kept if tape.makers[value] < last and self._is_asked(value, asked)}
+
+    def _is_asked(self, value: int, asked: set[int]) -> bool:
+        tape, maker = self.tape, self.tape.makers[value]
+        site = tape.sites[maker]
+        is_costly = not getattr(site, "is_cheap", False) or site.must_save or maker in tape.states
+        return site.may_save and (is_costly or tape.roots[value] in asked)  # results of whole modules are not served
+
+    def _compact(self, handles: list[Handle]) -> None:
+        """Copy kept parts of storages of which little else is kept."""
+        whole = {storage_address(tensor) for tensor in self.tape.kept.values()}
+        parts: dict[int, list[Handle]] = {}
+        for handle in handles:
+            if handle.state == KEPT and type(handle.value) is Tensor and handle.value.layout is torch.strided:
+                address = storage_address(handle.value)
+                if address not in whole:
+                    parts.setdefault(address, []).append(handle)
+        for together in parts.values():
+            if 2 * sum(handle.value.nbytes for handle in together) <= storage_bytes(together[0].value):
+                for handle in together:
+                    handle.hold(cloned(handle.value), KEPT)
+
+    def _bytes_of_inputs(self, handles: list[Handle]) -> int:
+        """Return the bytes of the inputs that handles hold."""
+        roots = {self.tape.roots[value] for value in self._input_leaves.values()}
+        held = [handle for handle in handles if handle.state == EXTERNAL and not self._is_of_parameter(handle)]
+        inputs = (handle.value for handle in held if self.tape.roots[handle.position[0]] in roots)
+        return sum({storage_address(tensor): storage_bytes(tensor) for tensor in inputs}.values())
+
+    def _count(self, handles: list[Handle], every: dict[int, Any], hits: dict[int, int]) -> SavedFigures:
+        tape = self.tape
+        rules: dict[int, int] = dict.fromkeys(tape.rule_of.values(), 0)
+        rule_at = {tape.roots[value]: tape.rule_of[value] for value in every}
+        held: set[int] = set()
+        by_handles = [(handle.position[0], handle.value) for handle in handles if handle.state == KEPT]
+        for value, tensor in [*tape.kept.items(), *by_handles]:
+            for part in tensor_parts(tensor):
+                address = storage_address(part)
+                if address not in held:
+                    held.add(address)
+                    rule = rule_at.get(tape.roots[value], NO_RULE)
+                    rules[rule] = rules.get(rule, 0) + storage_bytes(part)
+        parts = (part for tensor in every.values() for part in tensor_parts(tensor))
+        sizes = {storage_address(part): storage_bytes(part) for part in parts}
+        lost = sum(size for address, size in sizes.items() if address not in held)
+        return SavedFigures(sum(rules.values()), lost, rules, dict(hits))
+
+    def _pack_outside(self, handles: list[Handle]) -> None:
+        """Hold inputs, and pass what this call holds to the hooks around the region."""
+        packed = self._packer()
+        self.inputs.end(packed)
+        for index, value in self._input_leaves.items():
+            self.tape.leaves[value].tensor = self.inputs.leaves[index]
+        if self._outer is None:
+            return
+        for value, tensor in self.tape.kept.items():
+            self.tape.kept[value] = packed(tensor)
+        for handle in handles:
+            if handle.state != MISSING and not self._is_of_parameter(handle):
+                handle.value = pack_with_outer_hooks(handle.value, self._outer)
+
+    def _is_of_parameter(self, handle: Handle) -> bool:
+        leaf = self.tape.leaves.get(self.tape.roots[handle.position[0]])
+        return handle.state == EXTERNAL and leaf is not None and leaf.is_parameter
+
+    # -- Backward
+
+    @never_compiled
+    def _unpack(self, handle: Handle) -> Tensor:
+        tensor = super()._unpack(handle)
+        if self.is_open:  # its own forward calls backward, whose ops are on the tape
+            self.tape.adopt(tensor, handle.position[0])
+        return tensor
+
+    def _recompute(self, waiting: dict[int, Handle]) -> None:
+        if self.is_open:
+            self._recompute_early(waiting)
+            return
+        if self.is_replayed:
+            try:
+                self._replay(waiting, [wanted for wanted in self._wanted if wanted[0] in waiting])
+                return
+            except UnsteadyError:
+                pass
+            except CannotReplayError as reason:
+                self.group.give_up(str(reason), self.where)
+            for handle in waiting.values():
+                handle.value = None
+        self._rerun(waiting, Served(self.tape, self.where))
+        if self._sums and not self.group.verified and self.settings.preserve_rng_state:
+            self._verify_rerun(waiting)
+
+    def _drop(self) -> None:
+        super()._drop()
+        self.tape.kept, self.tape.leaves, self.tape.before = {}, {}, {}
+
+    def _recompute_early(self, waiting: dict[int, Handle]) -> None:
+        """Recompute for a backward inside of the region's own forward, from the tape so far."""
+        tape, mode = self.tape, self.mode
+        assert mode is not None
+        mode.paused = True
+        try:
+            if tape.why_not:
+                self._rerun(waiting, None)
+            else:
+                tape.kept_versions = {value: version_of(tensor) for value, tensor in tape.kept.items()}
+                for leaf in tape.leaves.values():
+                    leaf.version = version_of(leaf.tensor)
+                self._replay(waiting, [(index, *handle.position) for index, handle in waiting.items()])
+        finally:
+            mode.paused = False
+
+    def _replay(self, waiting: dict[int, Handle], wanted: list[tuple[int, int, int]]) -> None:
+        tape, schedule = self.tape, self._schedule
+        try:
+            if schedule is None or wanted != schedule.key[0]:
+                schedule = schedule_replay(tape, wanted)
+            # A function that runs again is Python: it sees what a rerun sees, and leaves as little behind.
+            repeats = not self.is_open and any(step[0] in tape.units for step in schedule.steps)
+            with self.state.restored(None) if repeats else self.state.flags.entered():
+                filled = [*replay(tape, schedule, wanted)]
+        except ChangedError as change:
+            raise RegionError(self._of_change(change.value)) from None
+        except UnobtainableError:
+            raise CannotReplayError(_EARLIER) from None
+        if self._sums:
+            self._verify(filled, waiting)
+        for index, tensor in filled:
+            waiting[index].fill(tensor, self.where, checks=self.settings.checks_metadata)
+
+    def _of_change(self, value: int) -> Problem:
+        """Return the problem of a leaf that was written to after the forward."""
+        leaf = self.tape.leaves[value]
+        tensor, inputs = fetch(leaf.tensor), self._input_leaves.items()
+        index = next((index for index, other in inputs if self.tape.roots[other] == self.tape.roots[value]), None)
+        if index is not None:
+            found = f"its input {index} ({describe(tensor)}) was changed in place after the forward"
+            return Problem(self.where, found, fix=WRITTEN)
+        versions = f"it is at version {version_of(tensor)}, backward expects version {leaf.version}"
+        found = f"a tensor from outside the region ({describe(tensor)}) was changed in place after the forward"
+        fix = "do not write to it between forward and backward, or pass it to the region as an argument"
+        return Problem(self.where, f"{found}: {versions}", fix=fix)
+
+    def _verify(self, filled: list[tuple[int, Tensor]], waiting: dict[int, Handle]) -> None:
+        """Compare replayed values with those of the forward."""
+        compared = [(index, tensor) for index, tensor in filled if index in self._sums]
+        pairs = [(self._sums[index], checksum(tensor)) for index, tensor in compared]
+        different = {compared[position][0] for position in find_different(pairs)}
+        for index, tensor in compared:
+            if (tensor.shape, tensor.dtype, tensor.device) != waiting[index].metadata:
+                different.add(index)
+        different = {index for index in different if not self._may_differ(waiting[index])}
+        if not different:
+            self.group.verified = True
+            return
+        self._sums = {}
+        self._check_units(different)
+        index, tensor = next(pair for pair in compared if pair[0] in different)
+        found = f"saved tensor {index} ({describe(tensor)}) is replayed with other values than forward had"
+        if self.tape.has_collectives:  # other ranks may not have seen a difference, and would not take part
+            raise RegionError(Problem(self.where, found, fix="set `engine: rerun` for this model"))
+        raise CannotReplayError(found)
+
+    def _verify_rerun(self, waiting: dict[int, Handle]) -> None:
+        """Compare the values of a rerun with those of the forward."""
+        indices = [index for index in waiting if index in self._sums]
+        pairs = [(self._sums[index], checksum(waiting[index].value)) for index in indices]
+        different = [indices[position] for position in find_different(pairs)]
+        different = [index for index in different if not self._may_differ(waiting[index])]
+        self.group.verified, self._sums = True, {}  # one warning
+        if not different:
+            return
+        handle = waiting[different[0]]
+        found = f"saved tensor {handle.index} ({describe(handle.value)}{self._maker(handle)}) has other values in "
+        found += f"recomputation than in forward: {OTHER}"
+        if self.settings.verify == ALWAYS:
+            raise RegionError(Problem(self.where, found, fix=OTHER_FIX))
+        fix = f"{OTHER_FIX}. The gradients of this step may differ"
+        warnings.warn(str(Problem(self.where, found, fix=fix)), SacWarning, stacklevel=2)
+
+    def _may_differ(self, handle: Handle) -> bool:
+        return may_differ(self.tape, handle.position[:1], handle.metadata[2])
+
+    def _maker(self, handle: Handle) -> str:
+        maker = self.tape.makers[handle.position[0]]
+        if maker < 0:
+            return ""
+        site = self.tape.sites[maker]
+        return f", of {site_name(site)} in {f'module {site.path}' if site.path else 'the region itself'}"
+
+    def _check_units(self, different: set[int]) -> None:
+        """Raise ``UnsteadyError`` if units have given the ``different`` handles; save their results from now on."""
+        tape = self.tape
+        values = {index: value for index, value, _ in self._wanted} if not self.is_open else {}
+        units = {tape.makers[values[index]] for index in different if index in values} & tape.units.keys()
+        if not units:
+            return
+        for unit in units:
+            self.group.functions[tape.units[unit].key].unsteady = True
+        names = ", ".join(sorted({tape.units[unit].cls.__name__ for unit in units}))
+        found = f"{names} gives other values when it runs again"
+        fix = "none is needed for later steps, its results are kept from now on"
+        warnings.warn(str(Problem(self.where, found, fix=fix)), SacWarning, stacklevel=2)
+        raise UnsteadyError

@@ -1,0 +1,61 @@
+"""Compiled functions inside of regions, and calls that Dynamo does not trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from sac.torch_private import disable_dynamo, dynamo_is_loaded, run_in_eager, skip_dynamo, tree_leaves
+
+_NODE = "CompiledFunctionBackward"  # the class of AOTAutograd's nodes (torch 2.1 to 2.13, whatever the backend)
+
+
+def count_compiled(output: Any, given: Any) -> int:
+    """Return the number of compiled graphs between ``given`` and ``output``, both of any structure.
+
+    A graph whose result needs no gradient is not counted.
+    """
+    if not dynamo_is_loaded():
+        return 0
+    seen: set[Any] = {leaf.grad_fn for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)} | {None}
+    waiting: list[Any] = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    count = 0
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        count += type(node).__name__ == _NODE
+        waiting.extend(following for following, _ in node.next_functions)
+    return count
+
+
+# Note [Backward under Dynamo]
+#
+# Compiled autograd traces everything that the engine would do in backward, including sac's hooks. A region whose
+# forward was not compiled must not be compiled when it runs again: a graph saves other tensors for backward than the
+# single ops do. So the functions that backward calls are marked: Dynamo neither traces nor compiles them or the
+# functions that they call. Functions that the user compiled inside the region run as usual. The functions are marked
+# rather than wrapped, as `torch.compiler.disable` would do, because backward calls them for each saved tensor.
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def never_compiled(function: Function) -> Function:
+    """Mark ``function`` as in Note [Backward under Dynamo], and return it."""
+    run_in_eager(function, "sac recomputes in eager what ran in eager")
+    skip_dynamo(function.__code__)
+    return function
+
+
+def _call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def kept_out_of_graphs(reason: str) -> Callable[..., Any]:
+    """Return a function that calls its first argument with the others, in eager; Dynamo reports ``reason`` for it."""
+    wrapped: Callable[..., Any] = disable_dynamo(_call)
+    run_in_eager(wrapped, reason)  # Dynamo reads it for its message; see tests/unit/region/test_compiled_graphs.py
+    return wrapped

@@ -1,0 +1,104 @@
+"""Modules that a rule saves as a whole: they run outside of the region, and their results are kept values of the tape.
+
+So autograd keeps what it would keep without a region. A replay starts from what such a module returned, and from what
+it wrote to. Its ops are on the tape, without decisions: earlier contents can be made again. If the region's Python runs
+again, so does the module, unseen by the region's saved-tensor hooks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from sac.engine.objects import attributes_of, is_own_object
+from sac.outer_hooks import active_packs, without_hooks
+from sac.policy.model import ALTERNATE
+from sac.recompute.table import DecisionTable, ResolvedRule
+from sac.tensors import detached, storage_bytes
+from sac.torch_private import transform_is_active, tree_leaves
+
+
+class WholeModules:
+    """The calls of saved modules in one run of a region. ``hits``: rule -> calls that it matched, of a forward."""
+
+    def __init__(self, table: DecisionTable) -> None:
+        self.table = table
+        self.count_hooks = 1  # of the innermost saved-tensor hooks, those of the region
+        self.is_inside = False  # no rule reaches modules inside of a saved one
+        self.hits: dict[int, int] = defaultdict(int)
+        self._turns: dict[int, int] = defaultdict(int)
+        self._calls: dict[str, int] = defaultdict(int)
+        self._packs: Any = ()
+
+    def begin(self) -> None:
+        """Note the region's saved-tensor hooks, which are the innermost ones."""
+        self._packs = active_packs(self.count_hooks)
+
+    def rule_of(self, path: str) -> ResolvedRule | None:
+        """Return the rule that saves the call of the module at ``path`` that begins now, if there is one."""
+        rule = self.table.whole_rule(path)
+        if rule is None or not rule.saves or transform_is_active():
+            return None
+        self.hits[rule.index] += 1
+        if rule.rule.do == ALTERNATE:
+            self._turns[rule.index] += 1
+            if not rule.rule.keeps_turn(self._turns[rule.index] - 1):
+                return None
+        return rule
+
+    def run(
+        self, mode: Any, path: str, rule: ResolvedRule, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Run a saved module, and have the recorder keep what it leaves behind."""
+        number = self._calls[path]
+        self._calls[path] += 1
+        tape: Any = getattr(mode, "tape", None)
+        is_recorded = hasattr(mode, "tape") and not mode.paused
+        first = (len(tape.sites), len(tape.roots)) if is_recorded else (0, 0)
+        outer = mode.path, mode.sites
+        mode.path, mode.sites = self.table.sites_inside(path)
+        self.is_inside = True
+        try:
+            with without_hooks(self._packs):
+                out = function(*args, **kwargs)
+        finally:
+            self.is_inside = False
+            mode.path, mode.sites = outer
+        if is_recorded:
+            size = keep(tape, [*_tensors_in(out)], [*_tensors_in((args, kwargs))], first, rule.index)
+            if mode.op_trace is not None:
+                module = getattr(function, "__self__", None)
+                mode.op_trace.add_module((path, number), rule, module, out, kept_bytes=size, flops=0)
+        return out
+
+
+def keep(tape: Any, results: list[Tensor], arguments: list[Tensor], first: tuple[int, int], rule: int) -> int:
+    """Keep the results of a module, and those arguments that it wrote to; return their bytes.
+
+    ``first``: the first entry and the first value inside of the module.
+    """
+    sizes = {}
+    written = [tensor for tensor in arguments if tape.known(tensor) is not None]
+    for tensor in (*results, *written):
+        value = tape.find(tensor)
+        root = tape.roots[value]
+        is_new = root >= first[1] or tape.last_write(value) >= first[0]
+        if tape.makers[root] < 0 or not is_new:
+            continue
+        if value not in tape.kept:
+            tape.kept[value] = detached(tensor)
+            tape.kept_roots.add(root)
+            tape.rule_of[value] = rule
+        sizes[root] = storage_bytes(tensor)
+    return sum(sizes.values())
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_own_object(leaf):
+            yield from (part for part in tree_leaves(attributes_of(leaf)) if isinstance(part, Tensor))
