@@ -20,10 +20,11 @@ from sac.recompute.table import NAMES, DecisionTable, ResolvedPolicy, layer_inde
 def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callable[[], Any]:
     """Return a ``context_fn`` for ``torch.utils.checkpoint.checkpoint(…, use_reentrant=False, context_fn=…)``.
 
-    ``policy`` is anything that ``sac.load_policy`` accepts. It is carried out as under ``sac.apply``. Rules that match
-    modules or layers need ``module``, the checkpointed block: its sub-modules are then tracked while they run
-    (``sac.remove`` removes the tracking). Without it, optional ones that save match nothing. The position of the block in a model is unknown here, so rules with ``blocks`` are refused, and
-    the ops that a plan was made for are not compared.
+    ``policy`` is anything that ``sac.load_policy`` accepts. It is carried out as under ``sac.apply``. Rules that
+    match modules or layers need ``module``, the checkpointed block: its sub-modules are then tracked while they run
+    (``sac.remove`` removes the tracking). Without it, optional ones that save match nothing. The position of the
+    block in a model is unknown here, so rules with ``blocks`` are refused, and the ops that a plan was made for are
+    not compared.
 
     Raises ``PolicyError`` for an invalid policy or one that offloads, ``ConfigError`` if a rule needs ``module`` and it
     is missing, and ``ModelError`` if ``module`` does not provide what a rule needs.
