@@ -822,7 +822,7 @@ def _is_constant(tape: Tape, entry: int, tensor: Tensor, evidence: GroupEvidence
     On a device this is checked only once per entry for a region group: the comparison synchronizes with the device,
     and a kernel that writes to such tensors unseen usually does so in every call.
     """
-    if tensor.is_meta or type(tensor).__name__ == "FakeTensor":
+    if tensor.is_meta or tensor._is_zerotensor() or type(tensor).__name__ == "FakeTensor":
         return True  # no data
     site: CallSite = tape.sites[entry]
     shape, answer = evidence.constants.get((site, entry), (None, False))

@@ -154,7 +154,7 @@ inline bool explain(Tape& tape, const Factory factory, const Tensor& tensor) {
   const int root = factory.root;
   const Tensor whole = t.ids.find(tensor.unsafeGetTensorImpl())->second == root ? tensor : lock(t.values[root].tensor);
   if (!whole.defined() || !whole.is_cpu() || !is_plain(whole.unsafeGetTensorImpl())) return false;
-  if (whole.layout() != at::kStrided || whole.is_quantized()) return false;
+  if (whole.layout() != at::kStrided || whole.is_quantized() || whole._is_zerotensor()) return false;
   const Op& op = *entry.op;
   if (!op.returns_one_tensor) return false;
   Stack stack;
