@@ -347,15 +347,18 @@ class MemoryNote:
         """Add the note, if this version of Python (3.11 or newer) has notes."""
         if not hasattr(error, "add_note"):
             return
-        for model in filter(None, (reference() for reference in self._models)):
+        for model in self._alive():
             with suppress(Exception):  # the user needs the error, with or without the report
                 note = str(report(model))
                 if note not in getattr(error, "__notes__", ()):  # also passes through the regions around this one
                     error.add_note(note)
 
+    def _alive(self) -> list[nn.Module]:
+        # A compiled model has no truth value: `bool` asks it for a length.
+        return [model for reference in self._models if (model := reference()) is not None]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> MemoryNote:
-        models = filter(None, (reference() for reference in self._models))
-        return MemoryNote(*(memo.get(id(model), model) for model in models))
+        return MemoryNote(*(memo.get(id(model), model) for model in self._alive()))
 
     def __reduce__(self) -> tuple[type[MemoryNote], tuple[()]]:
         return MemoryNote, ()

@@ -36,10 +36,8 @@ def assert_true(model: nn.Module, inputs: Any, config: Any, **more: Any) -> None
 
 
 def assert_bound(model: nn.Module, inputs: Any, config: Any) -> None:
-    """The planner runs the first calls of regions, in which they may hold more than later ones."""
-    said, seen = predicted(model, inputs, config), measured(model, inputs, config)
-    assert said.kept >= seen.kept
-    assert said.peak >= seen.peak
+    """The planner runs the first calls of regions, which hold other values than later ones: the peak is a bound."""
+    assert predicted(model, inputs, config).peak >= measured(model, inputs, config).peak
 
 
 @cache
