@@ -57,7 +57,7 @@ def without_graph(value: Any) -> Any:
     """Return what to hold of a value: a stand-in if it is a tensor with a graph, or holds one."""
     if isinstance(value, Tensor):
         return StandIn(value) if has_graph(value) else value
-    return _CopyWithoutGraph(value) if _reaches_graph(value, 2) else value
+    return _CopyWithoutGraph(value) if reaches_graph(value, 2) else value
 
 
 def has_graph(tensor: Tensor) -> bool:
@@ -76,7 +76,8 @@ def is_stale(value: Any) -> bool:
         return True
 
 
-def _reaches_graph(value: Any, levels: int) -> bool:
+def reaches_graph(value: Any, levels: int = _MOST_LEVELS) -> bool:
+    """Return whether a tensor with a graph is in a value, or in so many levels of containers and objects below it."""
     if isinstance(value, Tensor):
         return has_graph(value)
     if levels == 0:
@@ -89,7 +90,7 @@ def _reaches_graph(value: Any, levels: int) -> bool:
         parts = vars(value).values()
     else:
         return False
-    return any(_reaches_graph(part, levels - 1) for part in parts if type(part) not in PLAIN)
+    return any(reaches_graph(part, levels - 1) for part in parts if type(part) not in PLAIN)
 
 
 def with_tensor(value: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from sac.engine.inputs import Inputs
-from sac.engine.objects import attributes_of, is_own_object
+from sac.engine.objects import attributes_of, is_own_object, reaches_graph
 from sac.engine.state import ForwardState, bound_in
 from sac.engine.untraced import never_compiled
 from sac.errors import Problem, RegionError
@@ -222,8 +222,8 @@ def can_be_reentrant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     leaves = [*args, *kwargs.values()]
     if any(isinstance(leaf, (list, tuple, dict)) for leaf in leaves):
         leaves = tree_leaves((args, kwargs))
-    for leaf in leaves:
-        if is_own_object(leaf) and any(map(_needs_grad, attributes_of(leaf).values())):
+    for leaf in leaves:  # of tensors inside of objects (a cache of keys) the node knows nothing
+        if is_own_object(leaf) and (any(map(_needs_grad, attributes_of(leaf).values())) or reaches_graph(leaf)):
             return False
     return any(map(_needs_grad, leaves))
 
