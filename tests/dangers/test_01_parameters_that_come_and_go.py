@@ -222,7 +222,7 @@ SHARDINGS: dict[str, Callable[[Stack], Any]] = {
 }
 
 
-def sharded_training(kind: str) -> None:
+def assert_sharded_training_is_exact(kind: str) -> None:
     """Hold on this rank that each way trains as without checkpointing and keeps no gathered weight of a unit."""
     reference, _ = trained_units(SHARDINGS[kind], NONE, "nothing")
     for way, policy in IN_RANKS:
@@ -254,4 +254,4 @@ def local(x: Any) -> Tensor:
 @pytest.mark.parametrize("kind", SHARDINGS)
 def test_units_inside_regions(kind: str) -> None:
     """Gathering inside of a region is not the region's write, and what is gathered is not a value to save."""
-    run_ranks(2, sharded_training, kind)
+    run_ranks(2, assert_sharded_training_is_exact, kind)

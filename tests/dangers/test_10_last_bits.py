@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sac
 from tests.support.blocks import FunctionBlock, Stack
+from tests.support.layouts import SIDE, VIEWS, Reading
 from tests.support.oracle import assert_exact
 from tests.support.programs import CATALOGUE, WIDTH, Program
 from tests.support.training import assert_same, built, train
@@ -20,57 +21,31 @@ from tests.support.ways import POLICIES, WAYS
 
 # -- Bits
 
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "rows in the middle": lambda h: h[3:5],
-    "columns": lambda h: h[:, 2:5],
-    "transposed": lambda h: h[:, 1:4].t(),
-    "repeated": lambda h: h[1:2].expand(4, 24),
-    "overlapping": lambda h: h[1].unfold(0, 4, 2),
-    "conjugated": lambda h: torch.view_as_complex(h[:, 2:6].unflatten(1, (2, 2))).conj(),
-    "negated": lambda h: torch.view_as_complex(h[:, 2:6].unflatten(1, (2, 2))).conj().imag,
-    "one element": lambda h: h[1, 1],
-}
-
-
-class Reading(torch.autograd.Function):
-    """Notes the layout of what it has saved, when its backward reads it."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, read: list[Any]) -> Tensor:
-        ctx.save_for_backward(part)
-        ctx.read = read
-        return part * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (part,) = ctx.saved_tensors
-        ctx.read.append((part.shape, part.stride(), part.data_ptr() % 64, part.is_conj(), part.is_neg()))
-        return grad * part.conj(), None
-
 
 @pytest.mark.parametrize("way", ["full", "auto", "replay", "served rerun", "offload"])
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_saved_part_comes_back_in_its_layout(name: str, way: str) -> None:
     """Strides and the address modulo 64 decide in which order a kernel adds; a conjugate is lazy."""
 
-    def layouts(put: Callable[[Stack], Any]) -> tuple[list[Any], Tensor]:
+    def layouts(put: Callable[[Stack], Any]) -> tuple[list[Any], list[Tensor]]:
         read: list[Any] = []
 
         def body(block: FunctionBlock, x: Tensor) -> Tensor:
             return x + Reading.apply(VIEWS[name](x @ block.a), read).sum().real  # type: ignore[no-untyped-call]
 
-        model = built(lambda: Stack(FunctionBlock(body, 24), FunctionBlock(body, 24)))
+        model = built(lambda: Stack(FunctionBlock(body, SIDE), FunctionBlock(body, SIDE)))
         put(model)
-        x = torch.randn(24, 24, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        x = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(1), requires_grad=True)
         model(x).sum().backward()
-        return read, x.grad
+        return read, [leaf.grad for leaf in (x, *model.parameters()) if leaf.grad is not None]
 
-    (expected, grad), (seen, ours) = (
+    (expected, grads), (seen, ours) = (
         layouts(lambda model: None),
         layouts(lambda model: WAYS[way].put(model, POLICIES["matmuls"])),
     )
     assert seen == expected
-    assert torch.equal(grad, ours)
+    assert all(torch.equal(*pair) for pair in zip(grads, ours, strict=True))
+    assert [grad.stride() for grad in ours] == [grad.stride() for grad in grads]
 
 
 # -- Hooks and checkpoints around a region
