@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from sac.config import DEFAULT_CONFIG, DEFAULT_OPTIONS, REENTRANT, CallOptions, FullConfig, settings_of
-from sac.engine.entry import FULL_TABLE, run_as_region, run_in_eager, run_traced
-from sac.region.settings import PLAIN, Settings
+from sac.engine.compiled import run_in_eager, run_traced
+from sac.engine.region import FULL_TABLE, run_as_region
+from sac.engine.settings import PLAIN, Settings
 
 _USUAL = astuple(DEFAULT_OPTIONS)[1:]  # all but use_reentrant; calls with these take a fast path (for small regions)
 

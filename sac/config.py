@@ -24,13 +24,13 @@ from sac.config_keys import (
     stores_in,
     word_of,
 )
+from sac.engine.settings import PLAIN, RERUN, Settings
+from sac.engine.table import ResolvedPolicy, resolve_policy
 from sac.errors import ConfigError, PolicyError, Problem, listing, nearest
 from sac.policy.load import load_policy, looks_like_path, shipped_policies
 from sac.policy.model import Chunks, Decision, Layers, Policy
 from sac.policy.patterns import PathPattern
 from sac.policy.syntax import shown
-from sac.recompute.table import ResolvedPolicy, resolve_policy
-from sac.region.settings import PLAIN, RERUN, Settings
 from sac.stores.contiguous import ContiguousBuffer
 from sac.stores.host import OnHost
 from sac.stores.scatter import FirstCalls, Scattered, VerifiedOnce, group_problem

@@ -22,14 +22,7 @@ from sac.torch_private import (
 
 PackHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
-_FRAMES = (
-    "sac.engine.frame",
-    "sac.region.frame",
-    "sac.recompute.replay",
-    "sac.recompute.torch_checkpoint",
-    "torch.utils.checkpoint",
-    "_sac_native",
-)
+_FRAMES = ("sac.engine.frame", "torch.utils.checkpoint")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,11 @@ from torch import nn
 
 from sac.blocks.install import alike, regions_of
 from sac.blocks.paths import group_label as group_label
-from sac.engine.entry import Region, RegionGroup, why_not_replayed
+from sac.engine.op_trace import NO_RULE, OpTraceRow, RegionStats, TracedCalls, compiled_calls
+from sac.engine.region import Region, RegionGroup
 from sac.errors import ConfigError, Problem
-from sac.native.load import status
 from sac.ops.registry import short_name
 from sac.policy.read import bytes_text
-from sac.recompute.op_trace import NO_RULE, OpTraceRow, RegionStats, TracedCalls, compiled_calls
 from sac.stores.offload import OffloadUse
 from sac.stores.store import InputStoring
 from sac.tables import Table, count_text, flops_text, screen_width, wrapped_text
@@ -224,8 +223,6 @@ class Report:
     """The result of ``sac.report``; ``str`` formats it for people, ``to_dict`` returns it as plain values.
 
     ``kept_inputs``: which inputs are kept elsewhere than in the caller's tensors, and where; empty if none are.
-    ``native``: whether this process uses the C++ library, or why not. ``native_ops``: ops that the library has recorded
-    in the last call of each region.
     """
 
     mode: str
@@ -233,8 +230,6 @@ class Report:
     kinds: tuple[KindReport, ...]
     zero_hit_rules: tuple[str, ...]
     notes: tuple[str, ...]
-    native: str
-    native_ops: int
 
     @property
     def kept_bytes(self) -> int:
@@ -275,7 +270,7 @@ class Report:
         for kind in self.kinds:
             lines += _kind_lines(kind, self.zero_hit_rules)
         lines += without_call(self.zero_hit_rules)
-        return wrapped_text([*lines, *self.notes, self.native], screen_width())
+        return wrapped_text([*lines, *self.notes], screen_width())
 
     def __repr__(self) -> str:
         count = count_text(sum(kind.count for kind in self.kinds), "region")
@@ -317,7 +312,7 @@ def report(model: nn.Module) -> Report:
     """
     forwards = list(regions_of(model))
     if not forwards:
-        return Report("none", "", (), (), (), status(), 0)
+        return Report("none", "", (), (), ())
     applied = forwards[0].applied
     kinds = tuple(_kind_report(of_group) for _, regions in regions_by_group(model) for of_group in alike(regions))
     hit = {use.rule for group in kinds for use in group.rules if use.hits}
@@ -329,8 +324,6 @@ def report(model: nn.Module) -> Report:
         kinds,
         tuple(sorted(rules - hit)) if any(group.calls or group.traced for group in kinds) else (),
         applied.notes,
-        status(),
-        sum(forward.region.stats.native_ops for forward in forwards),
     )
 
 
@@ -404,7 +397,7 @@ def _kind_report(regions: Sequence[Region]) -> KindReport:
         left_in_eager=compiled_calls(group.table).left_in_eager,
         compiled_graphs=stats.compiled_graphs,
         engine=stats.engine,
-        no_replay=why_not_replayed(group),
+        no_replay=group.not_replayable,
         offloads=_offload_uses(regions[-1]),
         stall_ms=_stall_ms(regions),
     )

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sac.native.load import library
 from sac.torch_private import UnseenByModes, neg_view
 
 _STRIDED = torch.strided
@@ -189,10 +188,8 @@ def overwrite(storage: torch.UntypedStorage, source: torch.UntypedStorage) -> No
 def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """Return a copy of ``storage``, made unseen by any mode."""
     guard = UnseenByModes() if UnseenByModes is not None else None
-    native: Any = library()
     try:
-        found = None if native is None else native.copy_of_storage(storage)
-        copy: torch.UntypedStorage = storage.clone() if found is None else found
+        copy: torch.UntypedStorage = storage.clone()
         for watcher in STORAGE_WATCHERS:
             watcher(copy)
         return copy
@@ -323,9 +320,7 @@ def offset_in_storage(tensor: torch.Tensor) -> int:
 
 def storages_of(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
     """Return ``storage_address`` and ``storage_bytes`` of each tensor."""
-    native: Any = library()
-    found = None if native is None else native.storages_of(tensors)
-    return [(storage_address(one), storage_bytes(one)) for one in tensors] if found is None else found
+    return [(storage_address(one), storage_bytes(one)) for one in tensors]
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:

@@ -150,8 +150,7 @@ def print_results(results: list[Result], skipped: dict[str, str], seen: dict[str
         "matmuls: matrix products that a step runs. equal: gradients, to those without checkpointing, in each bit.\n"
         "stock SAC, sac rerun, sac replay and sac.context_fn hold attention and every 2nd matmul; torch_remat and\n"
         f"sac whole module the attention module; {EMPTY}: an empty dispatch mode in both passes, nothing recomputed.\n"
-        f"torch {seen['torch']}, Python {seen['python']}, {seen['cores']} cores of {seen['cpu']}\n"
-        f"{seen['native']}"
+        f"torch {seen['torch']}, Python {seen['python']}, {seen['cores']} cores of {seen['cpu']}"
     )
 
 

@@ -3,7 +3,6 @@
 
     .venv/bin/python scripts/bench_ranks.py                      all cases, about two minutes
     .venv/bin/python scripts/bench_ranks.py --rounds 5           few rounds: that it works, not how fast it is
-    .venv/bin/python scripts/bench_ranks.py --without-library    in addition without the C++ library
     .venv/bin/python scripts/bench_ranks.py --before DIRECTORY   in addition with the sac of another checkout
 
 The ranks are processes on this machine, connected by gloo over loopback; each sac that is measured has its own pair.
@@ -38,7 +37,7 @@ from rank_rounds import CASES, LABEL, LIMIT, RANKS, WAYS, Case
 from tests.support.ranks import environment as ranks_environment
 
 ROOT = Path(__file__).resolve().parents[1]
-HERE, WITHOUT_LIBRARY, BEFORE = "here", "no library", "before"
+HERE, BEFORE = "here", "before"
 AT_ONCE = 2 * len(WAYS)  # each way begins a round as often as any other
 ANSWER_SECONDS = 300.0
 POLL_SECONDS = 0.01
@@ -51,11 +50,9 @@ class RankEndedError(Exception):
 class Pair:
     """The ranks that use one sac: `tree` is the checkout that it is imported from."""
 
-    def __init__(self, store: dist.TCPStore, name: str, tree: Path, library: str | None) -> None:
+    def __init__(self, store: dist.TCPStore, name: str, tree: Path) -> None:
         self.store, self.asked = dist.PrefixStore(name, store), 0
         variables = {**os.environ, **ranks_environment(), "PYTHONPATH": str(tree)}
-        if library is not None:
-            variables["SAC_NATIVE"] = library
         self.written: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(RANKS)]  # noqa: SIM115 - ends with them
         self.processes = [
             subprocess.Popen(
@@ -93,13 +90,13 @@ class Pair:
 
 
 @contextlib.contextmanager
-def started(trees: dict[str, tuple[Path, str | None]]) -> Iterator[dict[str, Pair]]:
+def started(trees: dict[str, Path]) -> Iterator[dict[str, Pair]]:
     """The pairs by name; they end with the context."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
     pairs: dict[str, Pair] = {}
     try:
-        for name, (tree, library) in trees.items():
-            pairs[name] = Pair(store, name, tree, library)
+        for name, tree in trees.items():
+            pairs[name] = Pair(store, name, tree)
         yield pairs
     finally:
         for pair in pairs.values():
@@ -175,7 +172,7 @@ def print_results(results: list[Result], names: list[str], seen: dict[str, Any])
     )
     if BEFORE in names:
         print(f"before: the sac of {seen['before']}")
-    print(f"torch {seen['torch']}, Python {seen['python']}, {seen['cores']} cores of {seen['cpu']}\n{seen['native']}")
+    print(f"torch {seen['torch']}, Python {seen['python']}, {seen['cores']} cores of {seen['cpu']}")
 
 
 def cells(row: Row) -> list[str]:
@@ -194,7 +191,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=list(CASES), help="only this case")
     parser.add_argument("--rounds", type=int, default=120, help="rounds of each case")
-    parser.add_argument("--without-library", action="store_true", help="a second pair of ranks, with SAC_NATIVE=0")
     parser.add_argument("--before", type=Path, metavar="DIRECTORY", help="one more, with the sac of this checkout")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     given = parser.parse_args()
@@ -202,9 +198,8 @@ def main() -> int:
         parser.error(f"--rounds is {given.rounds}; at least 1 is needed")
     if given.before is not None and not (given.before / "sac/__init__.py").is_file():
         parser.error(f"--before is {given.before}, which has no sac/__init__.py")
-    trees: dict[str, tuple[Path, str | None]] = {HERE: (ROOT, None)}
-    trees |= {WITHOUT_LIBRARY: (ROOT, "0")} if given.without_library else {}
-    trees |= {BEFORE: (given.before.resolve(), None)} if given.before is not None else {}
+    trees = {HERE: ROOT}
+    trees |= {BEFORE: given.before.resolve()} if given.before is not None else {}
     seen = environment("bench_ranks.py")
     seen |= {"before": commit_of(given.before)} if given.before is not None else {}
     warm_up = 2 if given.rounds < 20 else 10

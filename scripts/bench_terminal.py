@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from sac.native.load import status
-
 Progress = Callable[[int, int, str], None]
 
 
@@ -26,7 +24,6 @@ def environment(script: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
-        "native": status(),
         "command": shlex.join([".venv/bin/python", f"scripts/{script}", *sys.argv[1:]]),
     }
 

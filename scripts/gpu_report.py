@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from bench_terminal import cpu_model
 
-from sac.native.load import status
 from sac.policy.read import bytes_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,7 +139,6 @@ def facts() -> dict[str, str]:
         "Python": f"{platform.python_version()} on {platform.platform()}",
         "CPU": f"{os.cpu_count()} cores of {cpu_model()}",
         "sac": _said("git", "describe", "--always", "--dirty", "--exclude", "*"),
-        "C++ library": status(),
     }
 
 

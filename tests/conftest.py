@@ -95,27 +95,8 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sac.planner.planner._MOST_MEASURED", 16)
 
 
-@pytest.fixture
-def entered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The forwards that ran under a mode."""
-    from sac.recompute import rerun as modes
-
-    seen: list[Any] = []
-    enter = modes.ForwardMode.__enter__
-
-    def counted(self: Any) -> Any:
-        seen.append(self)
-        return enter(self)
-
-    monkeypatch.setattr(modes.ForwardMode, "__enter__", counted)
-    return seen
-
-
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Report whether the engines that were tested are those of the C++ library, and which tests did not run."""
-    from sac.native.load import status
-
-    terminalreporter.write_line(status())
+    """Report which tests did not run."""
     if "not gpu" in terminalreporter.config.option.markexpr:
         terminalreporter.write_line("not run: tests that need a CUDA device (scripts/test -m gpu)")
 

@@ -36,12 +36,12 @@ from sac.blocks.kv_cache import kv_free_submodules, shares_kv, takes_shared_kv, 
 from sac.blocks.other_checkpointing import enable_guards, existing_checkpointing
 from sac.blocks.paths import parts_of, walk
 from sac.config import Config, family_policy, offloading, parse_config, settings_of, usable_policy
-from sac.engine.entry import FULL, RegionGroup
+from sac.engine.op_trace import check_trace_target
+from sac.engine.region import FULL, RegionGroup
+from sac.engine.settings import PLAIN, Settings
+from sac.engine.table import ResolvedPolicy
 from sac.errors import ModelError, Problem, SacWarning
 from sac.policy.model import Chunks, Policy
-from sac.recompute.op_trace import check_trace_target
-from sac.recompute.table import ResolvedPolicy
-from sac.region.settings import PLAIN, Settings
 
 NONE = "none"
 _USER = 3  # warnings name the line that calls `sac.apply`, which calls this module's `apply`

@@ -10,11 +10,11 @@ from torch import nn
 
 from sac.blocks.install import track_modules
 from sac.config import usable_policy
-from sac.engine.entry import checkpoint_contexts
+from sac.engine.compiled import checkpoint_contexts
+from sac.engine.table import NAMES, DecisionTable, ResolvedPolicy, layer_index
 from sac.errors import ConfigError, ModelError, PolicyError, Problem
 from sac.policy.load import PolicySource, load_policy
 from sac.policy.model import Decision, Policy, Rule
-from sac.recompute.table import NAMES, DecisionTable, ResolvedPolicy, layer_index
 
 
 def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callable[[], Any]:

@@ -15,10 +15,11 @@ from sac.blocks.install import Applied, InstalledForward, set_forward, track_mod
 from sac.blocks.other_checkpointing import refuse_callers
 from sac.blocks.paths import Node, join, root_node, walk
 from sac.blocks.stacks import is_callable
-from sac.engine.entry import Region, RegionGroup, run_in_eager, run_modules, run_traced
+from sac.engine.compiled import run_in_eager, run_traced
+from sac.engine.region import Region, RegionGroup, run_modules
+from sac.engine.table import DecisionTable
 from sac.errors import ModelError, Problem, RegionError
 from sac.policy.model import Chunks
-from sac.recompute.table import DecisionTable
 
 # Note [Chunks]
 #

@@ -17,23 +17,15 @@ from torch.compiler import is_dynamo_compiling
 from sac.blocks.find import Block, rules_here
 from sac.blocks.other_checkpointing import disable_guards, refuse_callers, refuse_flags
 from sac.blocks.paths import parts_of
-from sac.engine.entry import (
-    Region,
-    RegionGroup,
-    TrackedForward,
-    class_forward,
-    run_in_eager,
-    run_modules,
-    run_traced,
-    takes_module,
-    traced_forward,
-)
+from sac.engine.compiled import run_in_eager, run_traced
+from sac.engine.op_trace import RegionStats
+from sac.engine.region import Region, RegionGroup, run_modules
+from sac.engine.settings import PLAIN, Settings
+from sac.engine.table import DecisionTable, ResolvedPolicy
+from sac.engine.tracker import TrackedForward, class_forward, takes_module, traced_forward
 from sac.errors import ModelError, PolicyError, Problem, RegionError, SacWarning, listing
 from sac.policy.load import is_shipped, shipped_policies
 from sac.policy.model import Rule
-from sac.recompute.op_trace import RegionStats
-from sac.recompute.table import DecisionTable, ResolvedPolicy
-from sac.region.settings import PLAIN, Settings
 
 # -- Rules without a match: before anything runs, and after every region has run
 

@@ -29,9 +29,9 @@ from sac.checkpointing import run_with
 from sac.compat.keywords import Keyword, options_of, raise_if
 from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
 from sac.config_keys import CONFIG_KEYS, read_flag
+from sac.engine.settings import Settings
 from sac.errors import ConfigError, Problem
 from sac.full import ContiguousBuffer, RngTracker
-from sac.region.settings import Settings
 from sac.rng_tracker import MODEL_PARALLEL, checked_seed
 from sac.stores.host import OnHost
 from sac.stores.scatter import FirstCalls, Scattered, group_problem, process_group

@@ -29,7 +29,9 @@ from sac.blocks.stacks import is_callable
 from sac.checkpointing import checkpoint
 from sac.compat.keywords import NO_DEBUG, Keyword, only, options_of, raise_if, same
 from sac.config import DEFAULT_CONFIG, CallOptions, FullConfig, settings_of
-from sac.engine.entry import FULL, TrackedForward, checkpoint_contexts
+from sac.engine.compiled import checkpoint_contexts
+from sac.engine.region import FULL
+from sac.engine.tracker import TrackedForward
 from sac.errors import ConfigError, ModelError, Problem, listing
 from sac.policy.model import Policy
 from sac.torch_private import wrap_for_checkpointing

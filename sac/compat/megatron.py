@@ -24,7 +24,8 @@ from sac.checkpointing import run_with
 from sac.compat.keywords import Keyword, options_of, raise_if
 from sac.compat.output_discarding import Discardable, discard, lent_inputs, run_discardable
 from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
-from sac.engine.entry import check_fp8, run_in_eager
+from sac.engine.compiled import run_in_eager
+from sac.engine.fp8 import check_fp8
 from sac.errors import ConfigError, Problem, RegionError
 from sac.full import RngTracker, seed_model_parallel
 from sac.rng_tracker import DATA_PARALLEL, EXPERT_PARALLEL

@@ -33,10 +33,11 @@ from sac.blocks.paths import Node, children_of, root_node
 from sac.blocks.stacks import is_callable
 from sac.compat.fsdp import policy_of_contexts
 from sac.config import family_policy
-from sac.engine.entry import FULL, BackendFlags, attention_choice
+from sac.engine.flags import BackendFlags, attention_choice
+from sac.engine.region import FULL
+from sac.engine.undo import UndoStack
 from sac.errors import ConfigError, ModelError, Problem, SacWarning
 from sac.policy.model import Policy
-from sac.region.undo import UndoStack
 from sac.torch_private import WRAPPED_MODULE, checkpoint_wrapper_class, ignored_ops
 
 __all__ = [

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -15,12 +15,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sac.checkpointing import run_with
+from sac.engine.settings import Settings
 from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, pack_with_outer_hooks
-from sac.region.compiled_graphs import nodes_between, saved_without_hooks
-from sac.region.settings import Settings
 from sac.tensors import place_of, plain_address, version_of
-from sac.torch_private import SHOWS_SAVED_TENSORS, tree_leaves
+from sac.torch_private import SAVED_TENSOR_PREFIX, SHOWS_SAVED_TENSORS, tree_leaves
 
 # Note [Discarded outputs]
 #
@@ -277,3 +276,43 @@ def _error(index: int, found: str, fix: str = OTHER_LAYOUT) -> RegionError:
 
 def _warn(text: str) -> None:
     warnings.warn(text, SacWarning, stacklevel=4)
+
+
+# -- Saved tensors of autograd nodes
+
+
+def nodes_between(ends: Iterable[torch.Tensor], starts: Iterable[Any]) -> Iterator[Any]:
+    """Yield the graph nodes that ``ends`` depend on, except those made before the first of ``starts``.
+
+    Each thread numbers nodes in the order in which it makes them; without numbers the whole graph is walked.
+    """
+    first = min((node._sequence_nr() for node in starts if hasattr(node, "_sequence_nr")), default=-1)
+    seen: set[Any] = set()
+    waiting = [end.grad_fn for end in ends]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen or (first >= 0 and node._sequence_nr() < first):
+            continue
+        seen.add(node)
+        yield node
+        waiting.extend(following for following, _ in node.next_functions)
+
+
+def saved_without_hooks(node: Any) -> Iterator[Any]:
+    """Yield the tensors that a graph node saved, except those that hooks hold: reading these could recompute them.
+
+    Yields nothing if ``SHOWS_SAVED_TENSORS`` is false.
+    """
+    if not SHOWS_SAVED_TENSORS:
+        return
+    for name in _names_of_saved(type(node)):  # type: ignore[arg-type]  # a class is hashable
+        found = getattr(node, name)
+        for saved in found if isinstance(found, (tuple, list)) else (found,):
+            if saved is not None and saved.unpack_hook is None:
+                yield saved
+
+
+@lru_cache(maxsize=256)
+def _names_of_saved(cls: type) -> tuple[str, ...]:
+    """Return the attribute names under which nodes of one class have their saved tensors."""
+    return tuple(name for name in dir(cls) if name.startswith(SAVED_TENSOR_PREFIX))

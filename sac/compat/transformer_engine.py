@@ -22,7 +22,7 @@ from torch.utils.checkpoint import noop_context_fn
 from sac.checkpointing import run_with
 from sac.compat.keywords import NO_DEBUG, Keyword, only, options_of, raise_if, same
 from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
-from sac.engine.entry import check_fp8
+from sac.engine.fp8 import check_fp8
 from sac.full import RngTracker
 
 # -- TransformerEngine's ``checkpoint``, implemented with ``sac.checkpoint``

@@ -16,11 +16,11 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from sac.engine.context import eager_contexts
+from sac.engine.op_trace import TracedCalls, compiled_calls
+from sac.engine.table import CallSite, DecisionTable, ResolvedRule, decide, paths_up
 from sac.engine.untraced import kept_out_of_graphs
 from sac.errors import Problem, SacWarning
 from sac.policy.model import ALTERNATE, Decision
-from sac.recompute.op_trace import TracedCalls, compiled_calls
-from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, decide, paths_up
 from sac.torch_private import (
     SHOWS_RESULTS_TO_POLICIES,
     is_traced,

@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from sac.engine.region import Region, RegionGroup, parts_of_function
+from sac.engine.settings import PLAIN, Settings, as_torch_says
+from sac.engine.table import DecisionTable
 from sac.engine.taped import TapedFrame
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import PackHooks, active_hooks
-from sac.recompute.table import DecisionTable
-from sac.region.settings import PLAIN, Settings, as_torch_says
 from sac.torch_private import CHECKPOINT_FUNCTION, pop_hooks, push_hooks
 
 # Note [Inside torch.utils.checkpoint]

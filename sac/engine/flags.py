@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from sac.region.undo import UndoStack
+from sac.engine.undo import UndoStack
 from sac.torch_private import (
     HAS_PRECISIONS,
     get_precision,

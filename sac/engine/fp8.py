@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from sac.engine.settings import RERUN, Settings
 from sac.errors import ConfigError, Problem
-from sac.region.settings import RERUN, Settings
 
 # A module of TransformerEngine quantises with scales that follow from the maxima of earlier steps, which its kernels
 # write unseen. Under the library's contexts it puts a copy of its scales into a queue in the forward, and takes the

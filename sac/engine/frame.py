@@ -17,12 +17,12 @@ from torch.nn import Parameter
 from sac.engine.handles import KEPT, MISSING, Handle
 from sac.engine.inputs import Inputs
 from sac.engine.serve import Served, rerun
+from sac.engine.settings import Settings
 from sac.engine.state import ForwardState, bound_in
 from sac.engine.tape import Tape
 from sac.engine.untraced import never_compiled
 from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import PackHooks, active_hooks, pack_with_outer_hooks
-from sac.region.settings import Settings
 from sac.tensors import describe, storage_address, storage_bytes, version_of
 from sac.torch_private import graph_is_retained
 

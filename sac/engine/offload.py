@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from sac.engine.handles import KEPT, Handle
+from sac.engine.settings import Settings
+from sac.engine.table import NO_RULE
 from sac.engine.tape import Tape
-from sac.recompute.table import NO_RULE
-from sac.region.settings import Settings
 from sac.stores.backward_order import CallNode
 from sac.stores.offload import HOOKS, TANGENTS, Offloading, OffloadUse
 from sac.stores.saved_tensor import SavedTensor

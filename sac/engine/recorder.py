@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from sac.checksums import checksum, sums_of
+from sac.engine.autocast import callers_autocast
 from sac.engine.handles import EXTERNAL, KEPT, Handle
+from sac.engine.op_trace import OpTraceRecorder
 from sac.engine.rng import GeneratorStates, advanced, default_generators
+from sac.engine.table import NO_RULE, CallSite, DecisionTable, decide, gathers, run_op
 from sac.engine.tape import HOLE, Tape, as_refs
 from sac.engine.tracker import RegionMode
 from sac.engine.verify import sums_of_arguments
 from sac.engine.wrappers import same_memory
 from sac.ops.facts import FILLING, FILLING_PARTS
 from sac.policy.model import Decision
-from sac.recompute.autocast import callers_autocast
-from sac.recompute.op_trace import OpTraceRecorder
-from sac.recompute.table import NO_RULE, CallSite, DecisionTable, decide, gathers, run_op
 from sac.tensors import copy_of, detached, equal, is_wrapper, layout_key, same_bytes, storage_address, tensors_of
 from sac.torch_private import HigherOrderOperator
 

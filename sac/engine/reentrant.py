@@ -14,11 +14,11 @@ from torch.nn import Parameter
 
 from sac.engine.inputs import Inputs
 from sac.engine.objects import attributes_of, is_own_object, reaches_graph
+from sac.engine.settings import Settings
 from sac.engine.state import ForwardState, bound_in
 from sac.engine.untraced import never_compiled
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import PackHooks, active_hooks, pack_with_outer_hooks
-from sac.region.settings import Settings
 from sac.tensors import describe, metadata, version_of
 from sac.torch_private import graph_is_retained, is_for_every_leaf, tree_flatten, tree_leaves, tree_unflatten
 

@@ -18,14 +18,7 @@ from torch.nn.parameter import is_lazy
 from sac.engine.fp8 import REASON, Fp8Function, for_fp8, keeps_fp8_state
 from sac.engine.frame import Frame
 from sac.engine.functions import install
-from sac.engine.reentrant import can_be_reentrant, run_reentrant
-from sac.engine.schedule import Schedule
-from sac.engine.taped import TapedFrame
-from sac.engine.untraced import count_compiled
-from sac.errors import Problem, RegionError, SacWarning
-from sac.outer_hooks import PackHooks, active_hooks
-from sac.policy.model import PlannedRegion, Policy
-from sac.recompute.op_trace import (
+from sac.engine.op_trace import (
     OpTraceRecorder,
     OpTraceRow,
     RegionStats,
@@ -33,8 +26,15 @@ from sac.recompute.op_trace import (
     check_planned_signature,
     log_decisions,
 )
-from sac.recompute.table import NO_RULE, DecisionTable, rebuild_table
-from sac.region.settings import REPLAY, RERUN, Settings, as_torch_says
+from sac.engine.reentrant import can_be_reentrant, run_reentrant
+from sac.engine.schedule import Schedule
+from sac.engine.settings import REPLAY, RERUN, Settings, as_torch_says
+from sac.engine.table import NO_RULE, DecisionTable, rebuild_table
+from sac.engine.taped import TapedFrame
+from sac.engine.untraced import count_compiled
+from sac.errors import Problem, RegionError, SacWarning
+from sac.outer_hooks import PackHooks, active_hooks
+from sac.policy.model import PlannedRegion, Policy
 from sac.torch_private import NO_TASK, current_graph_task_id, forward_ad_level, transform_is_active
 
 install()

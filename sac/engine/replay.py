@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sac.engine.autocast import as_then
 from sac.engine.functions import run_unit
 from sac.engine.rng import set_states
 from sac.engine.schedule import Schedule, UnobtainableError, schedule_replay
 from sac.engine.tape import HOLE, CannotReplayError, Tape, from_refs
 from sac.outer_hooks import fetch
-from sac.recompute.autocast import as_then
 from sac.tensors import copy_of, is_wrapper, placed_on, same_bytes, tensors_of, version_of
 from sac.torch_private import BelowAutograd, WithoutAutocast
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sac.engine.settings import Settings
+from sac.engine.undo import UndoStack
 from sac.errors import ConfigError, Problem, RegionError
-from sac.region.settings import Settings
-from sac.region.undo import UndoStack
 from sac.tensors import cloned, equal, tell_of
 from sac.torch_private import UnseenByModes, mps_generator
 

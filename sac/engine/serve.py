@@ -14,13 +14,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from sac.checksums import find_different, sums_of
 from sac.engine.handles import OTHER, OTHER_FIX, Handle
 from sac.engine.recorder import metadata_of
+from sac.engine.settings import Settings
+from sac.engine.table import CallSite, run_op, site_name
 from sac.engine.tape import HOLE, Ref, Tape
 from sac.engine.tracker import RegionMode
 from sac.engine.verify import described, may_differ, same_sums, sums_of_arguments
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import fetch
-from sac.recompute.table import CallSite, run_op, site_name
-from sac.region.settings import Settings
 from sac.tensors import cloned, describe, detached, storage_address, tensors_of
 
 _OTHER_TENSORS = (

@@ -15,11 +15,11 @@ from sac.engine.flags import BackendFlags
 from sac.engine.fp8 import FP8_METAS
 from sac.engine.objects import PLAIN, attributes_of, is_own_object, is_stale, with_tensor, without_graph
 from sac.engine.rng import GeneratorStates, RngSnapshot, advanced, python_random, set_python_random
+from sac.engine.settings import Settings
 from sac.engine.tape import Tape
 from sac.engine.thread_state import Autocast, FunctionModes, leave_function_modes
+from sac.engine.undo import UndoStack
 from sac.errors import Problem, RegionError
-from sac.region.settings import Settings
-from sac.region.undo import UndoStack
 from sac.tensors import copy_of, describe, is_wrapper, overwrite, storage_address, version_of
 from sac.torch_private import keep_graphs_in_order_of_making, set_version_counters
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from sac.engine.rng import GeneratorStates
+from sac.engine.table import DecisionTable
 from sac.engine.wrappers import PART, WRAP, parts_of, wrap_arguments
-from sac.recompute.table import DecisionTable
 from sac.tensors import (
     copy_of,
     detached,

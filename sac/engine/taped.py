@@ -17,19 +17,19 @@ from sac.engine.frame import Frame, alive
 from sac.engine.handles import EXTERNAL, KEPT, MISSING, OTHER, OTHER_FIX, WRITTEN, Handle
 from sac.engine.inputs import Inputs
 from sac.engine.offload import offload
+from sac.engine.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
 from sac.engine.recorder import TapeMode
 from sac.engine.replay import ChangedError, replay
 from sac.engine.rng import python_random, same_python_random
 from sac.engine.schedule import Schedule, UnobtainableError, key_of, schedule_replay
 from sac.engine.serve import Served
+from sac.engine.settings import ALWAYS, NEVER
+from sac.engine.table import site_name
 from sac.engine.tape import CannotReplayError, Tape
 from sac.engine.untraced import never_compiled
 from sac.engine.verify import may_differ
 from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import fetch, pack_with_outer_hooks
-from sac.recompute.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
-from sac.recompute.table import site_name
-from sac.region.settings import ALWAYS, NEVER
 from sac.stores.backward_order import CallNode
 from sac.stores.offload import OffloadUse
 from sac.tensors import cloned, describe, storage_address, storage_bytes, tensor_parts, version_of

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sac.region.undo import UndoStack
+from sac.engine.undo import UndoStack
 from sac.torch_private import (
     FUNCTIONS_ON,
     HAS_FUNCTION_MODES,

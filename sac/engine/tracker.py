@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from sac.engine.table import DecisionTable
 from sac.engine.whole import WholeModules
-from sac.recompute.table import DecisionTable
 from sac.torch_private import CAN_SKIP_DYNAMO, TorchDispatchMode, skip_dynamo
 
 

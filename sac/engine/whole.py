@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from sac.engine.objects import attributes_of, is_own_object
+from sac.engine.table import DecisionTable, ResolvedRule
 from sac.outer_hooks import active_packs, without_hooks
 from sac.policy.model import ALTERNATE
-from sac.recompute.table import DecisionTable, ResolvedRule
 from sac.tensors import detached, storage_bytes
 from sac.torch_private import transform_is_active, tree_leaves
 

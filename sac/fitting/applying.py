@@ -11,11 +11,11 @@ from torch import nn
 from sac.blocks import applying
 from sac.blocks.install import regions_of
 from sac.config import Config, parse_config, usable_policy
+from sac.engine.settings import REPLAY
 from sac.errors import ConfigError, Problem
 from sac.extras import import_extra
 from sac.fitting.controller import Controller, FittedForward, observing_policy
 from sac.policy.model import Decision, Policy
-from sac.region.settings import REPLAY
 from sac.reporting import note_memory
 
 

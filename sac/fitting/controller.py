@@ -18,7 +18,9 @@ from sac.blocks.find import Block
 from sac.blocks.install import Applied, RegionForward, ours_on
 from sac.config import Config, usable_policy
 from sac.config_keys import STATES, StepBudget
-from sac.engine.entry import Region, RegionGroup, run_in_eager
+from sac.engine.compiled import run_in_eager
+from sac.engine.op_trace import RegionStats, SavedFigures
+from sac.engine.region import Region, RegionGroup
 from sac.errors import ConfigError, ModelError, Problem, SacWarning
 from sac.fitting.agreeing import Grounds, agreed
 from sac.fitting.fit import Fitted, Fitting, figures_at
@@ -28,7 +30,6 @@ from sac.planner.profile import RegionProfile
 from sac.planner.tracing import ProfiledRegion, merged
 from sac.policy.model import Decision, Policy, Rule
 from sac.policy.read import bytes_text
-from sac.recompute.op_trace import RegionStats, SavedFigures
 from sac.tensors import storage_bytes, tensor_parts
 from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sac.config_keys import StepBudget
+from sac.engine.settings import REPLAY
 from sac.errors import PlanError, Problem
 from sac.planner.choices import NONE, Choice, policy_for
 from sac.planner.cost import entry_times
@@ -23,7 +24,6 @@ from sac.planner.profile import RegionProfile
 from sac.planner.step import BACKWARD, BETWEEN, FORWARD, StepPhase, StepRecord
 from sac.policy.model import Policy
 from sac.policy.read import bytes_text
-from sac.region.settings import REPLAY
 from sac.tables import seconds_text
 
 # Note [From an observed step to every other]

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sac.blocks.find import Block
-from sac.engine.entry import BareMode
+from sac.engine.tracker import BareMode
 from sac.planner.step import BACKWARD, FORWARD, StepPhase, StepRecord
 from sac.tensors import storage_addresses
 from sac.torch_private import MODULE_STAND_IN, tree_flatten, tree_leaves, tree_unflatten

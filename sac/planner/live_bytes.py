@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sac.engine.entry import BareMode
+from sac.engine.tracker import BareMode
 from sac.ops.flops import flops_of
 from sac.planner.fake_op_cache import DEVICE, FakeOpCache, device_of
 from sac.planner.kernel_runs import SizedCall, meta_of, peak_bounds, refuse_packed

@@ -11,6 +11,7 @@ from torch import nn
 from sac.blocks.find import Block
 from sac.blocks.install import regions_of
 from sac.blocks.paths import group_label
+from sac.engine.op_trace import OpTraceRow
 from sac.ops.registry import short_name
 from sac.planner.step_log import (
     BUFFER,
@@ -30,7 +31,6 @@ from sac.planner.step_log import (
     StepLog,
 )
 from sac.policy.read import bytes_text
-from sac.recompute.op_trace import OpTraceRow
 
 # -- Categories
 

@@ -15,6 +15,7 @@ from sac.blocks.applying import apply
 from sac.blocks.find import Block, find_blocks
 from sac.blocks.install import regions_of, remove, take_off
 from sac.blocks.paths import parts_of
+from sac.engine.settings import NEVER, REPLAY
 from sac.errors import ModelError, SacWarning
 from sac.planner.alike import AlikeLayers, expanded
 from sac.planner.by_hand import SavedByPath
@@ -29,7 +30,6 @@ from sac.planner.profile import RegionProfile
 from sac.planner.step import StepRecord, run_step
 from sac.planner.step_log import StepLog, inputs_among
 from sac.policy.model import Decision, Policy
-from sac.region.settings import NEVER, REPLAY
 
 # Note [The walk of a plan]
 #

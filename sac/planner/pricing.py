@@ -6,12 +6,12 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from sac.engine.settings import REPLAY, RERUN
 from sac.planner.choices import Choice
 from sac.planner.cost import FREE, OVERHEAD, Overhead, op_class
 from sac.planner.devices import Device
 from sac.planner.pareto import priced
 from sac.planner.profile import Engine, RegionProfile
-from sac.region.settings import REPLAY, RERUN
 
 # Note [The overhead of checkpointing]
 #

@@ -7,7 +7,6 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from sac.engine.entry import IS_NEW
 from sac.engine.schedule import schedule_replay
 
 # Note [Profiles]
@@ -174,7 +173,7 @@ class RegionProfile:
 
     def _is_kept(self, need: Need, kept_roots: Collection[int]) -> bool:
         root = self.roots[need.value]
-        is_final = not IS_NEW or max(self.tape.writers.get(root, (-1,))) < need.time
+        is_final = max(self.tape.writers.get(root, (-1,))) < need.time
         return root in kept_roots and is_final
 
     def _kept(self, saved: Collection[int]) -> set[int]:
@@ -183,31 +182,8 @@ class RegionProfile:
 
     def _schedule(self, kept: Collection[int], needs: Sequence[Need]) -> tuple[list[int], list[int], Collection[int]]:
         """Return the entries that run again, the kept values that they start from, and what they write to of these."""
-        if not IS_NEW:
-            return _old_schedule(self, kept, needs)
         wanted = [(handle, need.value, need.time) for handle, need in enumerate(needs)]
         tape: Any = copy(self.tape)
         tape.kept = kept
         schedule = schedule_replay(tape, wanted)
         return [step[0] for step in schedule.steps], schedule.kept, ()
-
-
-def _old_schedule(
-    profile: RegionProfile, kept: Collection[int], needs: Sequence[Need]
-) -> tuple[list[int], list[int], Any]:
-    """Do the same for the old engine; goes with the old folders."""
-    from sac.recompute.schedule import Wanted, schedule_replay
-    from sac.recompute.tape import BareTape
-
-    entries = profile.entries
-    tape = BareTape(
-        sites=entries,
-        reads=[entry.reads for entry in entries],
-        makes=[entry.makes for entry in entries],
-        writes={entry.number: entry.writes for entry in entries if entry.writes},
-        roots=profile.roots,
-        leaves={value for value in range(len(profile.roots)) if value not in profile.maker},
-        kept=kept,
-    )
-    schedule = schedule_replay(tape, [Wanted(handle, need.value, need.time) for handle, need in enumerate(needs)])
-    return [step.number for step in schedule.steps], schedule.kept, schedule.written

@@ -8,13 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sac.blocks.paths import clean_path
-from sac.engine.entry import recomputing_functions
+from sac.engine.frame import Frame
+from sac.engine.reentrant import _Node as ReentrantNode
+from sac.engine.taped import TapedFrame
 from sac.ops.names import op_name
 from sac.planner.live_bytes import KernelWorkspace, Ledger
 from sac.planner.step import BACKWARD
@@ -47,7 +50,12 @@ PARAMETER, GRADIENT, BUFFER, INPUT, STATE = "parameter", "gradient", "buffer", "
 
 UNSEEN_OP = "random state or number"  # what an op does not make: see Note [What the ledger counts]
 
-_RECOMPUTES = recomputing_functions()
+# The code of the functions that run while a region is recomputed; a region's path from their variables.
+_RECOMPUTES: dict[CodeType, Callable[[dict[str, Any]], str]] = {
+    Frame._recompute.__code__: lambda variables: variables["self"].where,
+    TapedFrame._recompute.__code__: lambda variables: variables["self"].where,
+    ReentrantNode.backward.__code__: lambda variables: variables["ctx"].call.where,
+}
 
 
 @dataclass(frozen=True, slots=True)

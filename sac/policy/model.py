@@ -234,7 +234,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRegion:
-    """Regions of a plan; ``signature`` identifies the ops they ran when planned, see ``sac.recompute.op_trace``."""
+    """Regions of a plan; ``signature`` identifies the ops they ran when planned, see ``sac.engine.op_trace``."""
 
     blocks: tuple[PathPattern, ...]
     layers: Layers | None

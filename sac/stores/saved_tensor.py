@@ -41,7 +41,7 @@ from sac.torch_private import UnseenByModes
 #   drop                   release it
 #
 # The tensors of one structure (the arguments of a region, what a module returned) are `SavedLeaves`. During a forward
-# the tape holds plain tensors instead: the C++ library writes to it, and an op that reads one needs nothing else.
+# the tape holds plain tensors instead: an op that reads one needs nothing else.
 #
 # What others can write to is watched: `watched` shares its version counter, and `version` is what the counter was.
 # A copy is not watched, because only the region holds it.
@@ -75,7 +75,7 @@ class SavedTensor:
     an input or a parameter, or another leaf. ``written``: the region writes to it, so each recomputation gets a copy.
     """
 
-    __slots__ = tuple[str, ...]()  # those of subclasses, or of the C++ library
+    __slots__ = tuple[str, ...]()  # those of subclasses
     # The defaults are class attributes: there is one handle per tensor that autograd saves, and few need them all.
     value: torch.Tensor | OuterPacked | Compacted | None = None
     watched: torch.Tensor | None = None

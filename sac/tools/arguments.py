@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from sac.config import parse_config, usable_policy
+from sac.engine.op_trace import check_trace_target
 from sac.errors import ConfigError, Problem, SacError, nearest
 from sac.extras import import_extra, import_solver
-from sac.recompute.op_trace import check_trace_target
 from sac.tools.comparison import NONE, Training, check_device
 from sac.tools.models import Scale, check_spec
 from sac.tools.plan_table import PlanRequest, Sizes, check_wish

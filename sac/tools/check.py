@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from sac.engine.table import resolve_policy
 from sac.policy.load import load_policy
 from sac.policy.model import Policy, Rule, limits_of
-from sac.recompute.table import resolve_policy
 from sac.tables import Table, screen_width
 
 COLUMNS = ("rule", "do", "ops", "names here", "only where", "of policy", "place")

@@ -1,4 +1,4 @@
-"""The command ``sac``: check a policy file, show decisions, compare modes, plan for a budget, build the C++ library."""
+"""The command ``sac``: check a policy file, show decisions, compare modes, plan for a budget."""
 
 from __future__ import annotations
 
@@ -200,19 +200,16 @@ def _plan_sizes(arguments: argparse.Namespace, request: PlanRequest) -> int:
     return DONE
 
 
-def _build_native(arguments: argparse.Namespace) -> int:
-    from sac.tools.native import build_library, check_library
-
-    return check_library() if arguments.check else build_library(force=arguments.force)
-
-
 class _Version(argparse.Action):
     """``--version``, whose text is made only when it is asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from sac.tools.native import version_text
+        from importlib.metadata import PackageNotFoundError, version
 
-        print(version_text())
+        try:
+            print(f"sac {version('sac')}")
+        except PackageNotFoundError:  # found on the path, as in a checkout
+            print("sac (not installed)")
         parser.exit()
 
 
@@ -250,7 +247,6 @@ _COMMANDS: dict[str, Command] = {
     "trace": _trace,
     "compare": _compare,
     "plan": _plan,
-    "build": _build_native,
 }
 
 

@@ -113,7 +113,7 @@ def _parsers(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--version", action=version, nargs=0, help="show the version, and whether the C++ library is on"
+        "--version", action=version, nargs=0, help="show the version"
     )
     found = parser.add_subparsers(required=True, metavar="COMMAND")
     check = found.add_parser("check", help="read a policy file and show what its rules mean")
@@ -128,10 +128,6 @@ def _parsers(
     plan = found.add_parser("plan", help="compute a policy that fits a memory budget with the least recomputation")
     _add_model_options(plan, "cpu, cuda, or whose figures price the ops: h100, h200, a100, b200, mi300x", ranges=True)
     _add_plan_options(plan)
-    native = found.add_parser("build", help="compile the optional C++ library for the installed torch and Python")
-    how = native.add_mutually_exclusive_group()
-    how.add_argument("--check", action="store_true", help="only show whether there is one; exit with 1 if not")
-    how.add_argument("--force", action="store_true", help="compile it even if there is one")
     for command in (compare, plan):
         command.add_argument(
             "--explain", nargs="?", type=file_path, const="", metavar="FILE",
@@ -139,7 +135,7 @@ def _parsers(
         )  # fmt: skip
     for command in (check, trace, compare, plan):
         command.add_argument("--json", action="store_true", help="write the same as JSON to stdout")
-    of_command = {"check": check, "trace": trace, "compare": compare, "plan": plan, "build": native}
+    of_command = {"check": check, "trace": trace, "compare": compare, "plan": plan}
     for name, one in of_command.items():
         one.set_defaults(command=commands[name])
     return parser, of_command

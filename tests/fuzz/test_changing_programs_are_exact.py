@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from sac.engine.entry import IS_NEW
 from tests.fuzz.changing import reporting
 from tests.fuzz.changing.programs import STEPS, Item, Program, draw_program, write_program
 from tests.fuzz.changing.runs import (
@@ -55,7 +54,6 @@ FOUND_WRONG = {
     507139: "replay",
     703096: "replay",  # a NumPy write in the forward, before a gradient inside the region
     303788: "modules",  # a module in a list, a counter in a closure
-    **({} if IS_NEW else {403731: "auto"}),  # an iterator
 }
 
 

@@ -17,14 +17,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sac.recompute.recorder import ReplayRecorder
+from sac.recompute.regions import Region
+from sac.recompute.replay import CannotReplay
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import sac
 from sac.errors import SacWarning
-from sac.recompute.recorder import ReplayRecorder
-from sac.recompute.regions import Region
-from sac.recompute.replay import CannotReplay
 from tests.fuzz.instructions import INSTRUCTIONS, READ_TWICE, operands_of
 from tests.fuzz.programs import Line, Program, policies, programs, values
 from tests.support.blocks import APPLY, install, policy, selective

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sac.config import usable_policy
+from sac.engine.table import resolve_policy
 from sac.policy.load import dump_policy, load_policy, shipped_policies, shipped_policy_path
-from sac.recompute.table import resolve_policy
 from tests.policies.families import FAMILIES
 
 EXPECTED = (

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from sac.native.load import library
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import sac
-from sac.engine.entry import IS_NEW
-from sac.native.load import library
 from tests.support.blocks import (
     APPLY,
     FULL,
@@ -78,8 +77,7 @@ def test_no_grad_runs_a_function_as_it_is(off: Any, monkeypatch: pytest.MonkeyPa
     def made(*args: Any, **more: Any) -> None:
         raise AssertionError("a region was made")
 
-    inputs = "sac.engine.inputs.Inputs" if IS_NEW else "sac.region.inputs.RegionInputs"
-    monkeypatch.setattr(f"{inputs}.__init__", made)
+    monkeypatch.setattr("sac.engine.inputs.Inputs.__init__", made)
     with off():
         assert not sac.checkpoint(torch.sin, torch.ones(2, requires_grad=True)).requires_grad
     with pytest.raises(AssertionError, match="a region was made"):

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from sac.native.load import status
 from torch import Tensor, nn
 
 import sac
-from sac.native.load import status
 from tests.support.blocks import (
     FULL,
     FunctionBlock,

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sac
-from sac.engine.entry import IS_NEW
 from tests.support.ranks import run_ranks
 
 CALLS = 4
@@ -75,10 +74,8 @@ def sent_in_backward(place: str, recorded: bool) -> list[int]:
     region = model[0].forward.__self__.region
     counts = []
     for _ in range(CALLS):
-        if IS_NEW:
-            region.group.careful = True if recorded and dist.get_rank() == 1 else region.group.careful
-        else:
-            region.evidence.needs_recorder = recorded and dist.get_rank() == 1
+        if recorded and dist.get_rank() == 1:
+            region.group.careful = True
         loss = model(torch.randn(3, 4)).square().sum()
         with Sent() as sent:
             loss.backward()

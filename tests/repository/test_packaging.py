@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-
-from sac.errors import SacError
 from sac.native.build import find_compiler
 from sac.native.load import decision
 from sac.native.target import this_target
+
+from sac.errors import SacError
 from tests.support.native_libraries import compiler_that_runs
 
 ROOT = Path(__file__).parents[2]

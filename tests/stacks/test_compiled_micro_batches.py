@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from sac.region import ambient as surroundings
 from torch import Tensor, nn
 
 import sac
 from sac import torch_private
 from sac.errors import RegionError
-from sac.region import ambient as surroundings
 from tests.support.blocks import FULL, Stack, policy, save, selective
 from tests.support.pairs import in_pairs
 from tests.support.training import assert_same, built

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from sac.native.load import status
 from torch import Tensor, nn
 
 import sac
-from sac.engine.entry import checkpoint_contexts
+from sac.engine.compiled import checkpoint_contexts
 from sac.errors import SacWarning
-from sac.native.load import status
 from tests.stacks.test_compiled_inside import ATTENTION_AND_PRODUCTS
 from tests.support.blocks import (
     FULL,

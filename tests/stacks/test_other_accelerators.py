@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from sac.native.build import find_compiler
 
 from sac.errors import SacError
-from sac.native.build import find_compiler
 from tests.docs.pages import ROOT
 from tests.stacks.other_accelerator import VALUES
 from tests.support.accelerator import compile_accelerator

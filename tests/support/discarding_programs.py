@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from sac.compat.output_discarding import Discardable, discard, run_discardable
-from sac.region.settings import PLAIN
+from sac.engine.settings import PLAIN
 
 WIDTH = 8
 Program = Callable[["Runner"], dict[str, Tensor]]

@@ -11,13 +11,13 @@ import sys
 from typing import Any
 
 import torch
+from sac.recompute import table as bind
 
 from sac.ops import names
 from sac.ops.registry import NamePattern, Registry
 from sac.policy import load as files
 from sac.policy.load import shipped_policies, shipped_policy_path
 from sac.policy.syntax import Findings, Node
-from sac.recompute import table as bind
 
 _compose_yaml = files.compose_yaml
 _read_registry = names.read_registry

@@ -14,11 +14,11 @@ from torch import nn
 import sac
 from sac.config import CallOptions, Config, FullConfig, parse_config
 from sac.config_keys import CALL_KEYS, DEFAULTS, OWN_KEYS, read_keys
+from sac.engine.settings import PLAIN
 from sac.errors import ConfigError, PolicyError, RegionError
 from sac.policy.load import load_policy, shipped_policies
 from sac.policy.model import Layers
 from sac.policy.patterns import PathPattern
-from sac.region.settings import PLAIN
 
 KEYS = (
     "mode, policy, engine, verify, blocks, layers, granularity, strict, "

@@ -15,11 +15,11 @@ from torch import nn
 import sac
 from sac.config import CallOptions, offloading, parse_config, settings_of
 from sac.config_keys import CALL_KEYS, FULL_CONFIG_KEYS
+from sac.engine.settings import PLAIN
 from sac.errors import ConfigError
 from sac.full import FullConfig
 from sac.planner.sharding import fake_ranks
 from sac.policy.load import load_policy
-from sac.region.settings import PLAIN
 from sac.stores.store import InputStore
 from tests.support.blocks import FULL, llama_stack
 from tests.support.training import built

@@ -10,9 +10,9 @@ import torch
 
 import sac
 from sac.config import parse_config
+from sac.engine.table import resolve_policy
 from sac.errors import PolicyError
 from sac.ops.save_sets import SET_NAMES
-from sac.recompute.table import resolve_policy
 from tests.promises.test_11_invisible import flat
 from tests.support.blocks import llama_stack
 from tests.support.training import built

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from sac.recompute.module_tracker import CAN_SKIP_DYNAMO, BareMode
+from sac.region.module_state import owners_of
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.testing._internal.two_tensor import TwoTensor
@@ -13,8 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sac
 from sac.planner.fakes import fake_mode
-from sac.recompute.module_tracker import CAN_SKIP_DYNAMO, BareMode
-from sac.region.module_state import owners_of
 from sac.tensors import detached, version_watch
 from tests.support.blocks import ENGINES, alternate, llama_stack, policy, save, selective, tokens
 

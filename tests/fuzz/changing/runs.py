@@ -16,7 +16,6 @@ import pytest
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import sac
-from sac.engine.entry import IS_NEW
 from sac.errors import SacError
 from tests.fuzz.changing.comparing import differences, seeded, state_of
 from tests.fuzz.changing.programs import Program, draw_program, write_program
@@ -235,7 +234,7 @@ def outcome(prepared: Prepared, way: str) -> Outcome:
                 for found in _shown(prepared.source, functools.partial(put, way, value)):
                     differing = differences(prepared.expected[step], found)
                     if differing:
-                        is_outside = prepared.hidden or (IS_NEW and OUTSIDE & prepared.features)
+                        is_outside = prepared.hidden or OUTSIDE & prepared.features
                         kind = UNSEEN if is_outside and runs_python_twice(prepared, way) else WRONG
                         return Outcome(kind, step, ", ".join(differing))
                     step += 1
@@ -250,8 +249,6 @@ def runs_python_twice(prepared: Prepared, way: str) -> bool:
     """Whether backward may run the program's Python again: without rules there is nothing that a replay would save."""
     if way not in ENGINES:
         return True
-    if not IS_NEW:
-        return False
     value = value_of(way, prepared.program.seed)
     decides = "rules" in value["policy"] or value["policy"]["default"] != "recompute"
     return value["engine"] == "auto" and (not decides or "saved on CPU" in prepared.features)

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from sac.region import compiled_graphs
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -14,9 +15,8 @@ from torch.nn import functional as F
 import sac
 from sac.compat import output_discarding
 from sac.compat.output_discarding import discard, run_discardable
+from sac.engine.settings import PLAIN
 from sac.errors import SacWarning
-from sac.region import compiled_graphs
-from sac.region.settings import PLAIN
 from tests.support.discarding_programs import (
     PROGRAMS,
     WIDTH,

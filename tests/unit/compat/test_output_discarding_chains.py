@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from sac.region.compiled_graphs import nodes_between
+from sac.region.frame import OTHER_LAYOUT, WRITTEN_LATER
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -14,10 +16,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import sac
 from sac.compat.output_discarding import discard, lent_inputs, run_discardable
+from sac.engine.settings import PLAIN
 from sac.errors import RegionError
-from sac.region.compiled_graphs import nodes_between
-from sac.region.frame import OTHER_LAYOUT, WRITTEN_LATER
-from sac.region.settings import PLAIN
 from tests.support.discarding_programs import (
     WIDTH,
     Runner,

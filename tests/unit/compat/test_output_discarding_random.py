@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sac.compat.output_discarding import Discardable, discard, run_discardable
-from sac.region.settings import PLAIN
+from sac.engine.settings import PLAIN
 from tests.support.training import assert_same
 
 SIZE = 6

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sac.recompute.module_tracker import BareMode
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -22,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 from sac.planner.fake_op_cache import CAN_MAKE_FAKES, FakeOpCache
 from sac.planner.fakes import fake_mode
 from sac.planner.live_bytes import Ledger
-from sac.recompute.module_tracker import BareMode
 
 MODE = fake_mode()
 

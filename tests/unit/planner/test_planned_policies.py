@@ -18,11 +18,11 @@ import sac
 from sac.blocks.find import find_blocks
 from sac.blocks.install import regions_of
 from sac.blocks.kv_cache import turn_off_cache
+from sac.engine.op_trace import signature
 from sac.errors import RegionError
 from sac.planner.fakes import call, fake_copy, fake_inputs, fake_mode
 from sac.planner.tracing import profile_regions
 from sac.policy.load import dump_policy, load_policy
-from sac.recompute.op_trace import signature
 from sac.reporting import regions_by_group
 from tests.support.blocks import ENGINES, llama_stack, policy, save, selective, tokens
 from tests.support.compiling import Compiled

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 import sac
 from sac.blocks.install import ours_on
+from sac.engine.op_trace import OpTraceRecorder
 from sac.errors import RegionError
 from sac.planner.budget import optimizer_bytes
 from sac.planner.plan_file import make_plan
 from sac.planner.planner import Planner
 from sac.planner.prepare import prepare
 from sac.policy.model import Policy
-from sac.recompute.op_trace import OpTraceRecorder
 from tests.support.model_zoo import tiny
 from tests.unit.planner.small_model import INPUTS, Block, Model, stops
 from tests.unit.planner.truth import MODELS, measured, model_named, put_on

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import sac
 from sac.blocks.find import find_blocks
 from sac.blocks.install import ours_on
+from sac.engine.op_trace import OpTraceRow
 from sac.planner.fakes import call, fake_copy, fake_inputs, fake_mode
 from sac.planner.live_bytes import Ledger
 from sac.planner.profile import RegionProfile
 from sac.planner.tracing import CannotProfile, profile_regions
-from sac.recompute.op_trace import OpTraceRow
 from sac.reporting import regions_by_group
 from tests.support.model_zoo import tiny
 from tests.unit.planner.truth import MODELS, model_named, put_on

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import sac
 from sac.blocks.install import regions_of
+from sac.engine.settings import Settings
 from sac.errors import RegionError, SacWarning
 from sac.full import FullConfig
-from sac.region.settings import Settings
 from sac.stores import transfers
 from sac.stores.transfers import TransferLimits
 from tests.support.blocks import (

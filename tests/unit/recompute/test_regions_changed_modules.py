@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-import sac
 from sac.recompute import regions
 from sac.recompute import rerun as modes
 from sac.region.writes import writes_unseen
+from torch import Tensor, nn
+
+import sac
 from tests.support.blocks import FULL, Stack, policy, selective
 from tests.support.stores import MODES
 from tests.support.training import same_bits

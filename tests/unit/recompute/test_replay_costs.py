@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from sac.recompute.replay import ReplayFrame
 from torch import Tensor
 from torch.nn import functional as F
 
 from sac.memory_timeline import mark, measure_memory
-from sac.recompute.replay import ReplayFrame
 from tests.support.blocks import FunctionBlock, Stack, llama_stack, policy, save, with_dropout
 from tests.support.recording import Recorder, backward_ops, kept_bytes, without_collector
 from tests.support.replay_programs import ON_EACH, POLICIES, applied, block_of, replay

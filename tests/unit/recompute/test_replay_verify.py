@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from sac.recompute import recorder as replay_recorder
 from torch import Tensor, nn
 
 from sac.engine import verify
 from sac.errors import SacWarning
-from sac.recompute import recorder as replay_recorder
 from tests.support.blocks import FunctionBlock, Stack, square
 from tests.support.custom_ops import Wobble, wobble
 from tests.support.replay_programs import POLICIES, applied, block_of, python_runs, replay, warning_of

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import sac
+from sac.engine.settings import ALWAYS, Settings
 from sac.errors import RegionError, SacWarning
-from sac.region.settings import ALWAYS, Settings
 from tests.support.blocks import FULL, FunctionBlock, Stack, policy, save, selective
 from tests.support.replay_kernels import at
 from tests.support.training import assert_same, train

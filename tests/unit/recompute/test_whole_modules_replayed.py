@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from sac.recompute.replay import CannotReplay, ReplayFrame
 from torch import Tensor
 
 import sac
-from sac.recompute.replay import CannotReplay, ReplayFrame
 from sac.tools.comparison import count_flops
 from tests.support.blocks import policy, save, selective, square
 from tests.support.training import assert_same_training, built, train

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import sac
-from sac.recompute.autocast import is_custom_op
+from sac.engine.autocast import is_custom_op
 from tests.support.blocks import FunctionBlock, Stack, policy, save, selective, square
 from tests.support.training import assert_same_training, built
 from tests.support.whole_module_blocks import WIDTH, Apply, whole

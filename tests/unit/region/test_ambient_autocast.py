@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from sac.region.ambient import Snapshot, thread_parts
 from torch import Tensor
 
 import sac
-from sac.region.ambient import Snapshot, thread_parts
 from tests.support.blocks import FunctionBlock
 from tests.support.pairs import in_pairs
 from tests.support.runs import Noted

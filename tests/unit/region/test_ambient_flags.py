@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from sac.region import ambient as process_flags
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sac
-from sac.region import ambient as process_flags
 from sac.torch_private import set_precision
 from tests.support.blocks import FULL, FunctionBlock, install
 from tests.support.recording import Recorder

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from sac.region import ambient
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sac
-from sac.region import ambient
 from tests.support.blocks import FunctionBlock
 from tests.support.pairs import in_pairs
 from tests.support.runs import Noted

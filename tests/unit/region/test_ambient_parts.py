@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from sac.region.ambient import Part, Snapshot, provider_parts
-from sac.region.undo import UndoStack
+
+from sac.engine.undo import UndoStack
 
 
 class Value:

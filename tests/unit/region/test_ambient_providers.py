@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from sac.region import ambient as process_flags
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,7 +21,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sac
 from sac.errors import RegionError
 from sac.full import FullConfig
-from sac.region import ambient as process_flags
 from tests.support.blocks import FULL, Stack, install, square
 from tests.support.recording import without_collector
 from tests.support.runs import Noted

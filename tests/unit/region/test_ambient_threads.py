@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from sac.region import ambient as process_flags
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sac
 from sac.full import FullConfig
-from sac.region import ambient as process_flags
 from tests.support.runs import Noted
 from tests.support.stateful import Counter
 

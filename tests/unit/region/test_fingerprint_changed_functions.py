@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from sac.region.fingerprint import FunctionFingerprint
 from torch import Tensor, nn
 
-from sac.region.fingerprint import FunctionFingerprint
 from tests.support import flags
 from tests.support.quiet_and_loud import (
     Block,

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from sac.region.forward_ad import outside_transforms
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 
 import sac
-from sac.region.forward_ad import outside_transforms
 from tests.support.every_mode import MODES, assert_as_without
 
 every_mode = pytest.mark.parametrize("mode", MODES)

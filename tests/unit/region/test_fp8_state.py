@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from sac.region.fp8_state import REASON
 from torch import Tensor, nn
 
 import sac
 from sac.compat import megatron
 from sac.compat import transformer_engine as te
 from sac.errors import ConfigError, SacWarning
-from sac.region.fp8_state import REASON
 from tests.support.blocks import FULL, Stack, install, policy, save, selective
 from tests.support.fp8_modules import MODULE, Block, FP8GlobalStateManager, Recipe, autocast, own_checkpoint, state_of
 from tests.support.fp8_modules import fp8_library as fp8_library

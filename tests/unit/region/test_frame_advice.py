@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sac.region.frame import OTHER_PATH, advised
 from torch import Tensor
 
 import sac
+from sac.engine.settings import PLAIN, Settings
 from sac.errors import Problem, RegionError
-from sac.region.frame import OTHER_PATH, advised
-from sac.region.settings import PLAIN, Settings
 from tests.support.cases import WIDTH, hidden
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from sac.region.frame import OTHER_KIND, OTHER_PATH
 from torch import nn
 from torch.nn import functional as F
 
 import sac
 from sac.errors import RegionError
-from sac.region.frame import OTHER_KIND, OTHER_PATH
 from tests.support.cases import WIDTH, hidden, layer
 from tests.support.runs import Noted
 

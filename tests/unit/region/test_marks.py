@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from sac.region.marks import Contents, marks_of, unpacked
 from torch import Tensor, nn
 
-from sac.region.marks import Contents, marks_of, unpacked
 from tests.support.blocks import FunctionBlock
 from tests.support.every_mode import MODES, assert_as_without
 from tests.support.native_engine import with_library

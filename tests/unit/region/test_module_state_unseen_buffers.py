@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from sac.region.module_state import ModuleState, owners_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sac
 from sac.errors import SacWarning
 from sac.full import FullConfig
-from sac.region.module_state import ModuleState, owners_of
 from tests.support.blocks import Stack
 from tests.support.stateful import ON_EACH_WAY, WAYS, Scaled, Way, as_it_is, by_function, stack, stepped
 from tests.support.training import assert_same

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from sac.region.frame import OTHER_KIND
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
@@ -14,7 +15,6 @@ from torch.nn import functional as F
 import sac
 from sac.errors import RegionError
 from sac.full import FullConfig
-from sac.region.frame import OTHER_KIND
 from tests.support.cases import WIDTH, Run, Seen, hidden, layer, loss_of, seen
 from tests.support.recording import Recorder
 from tests.support.reentrant import (

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import sac
 from sac.engine import rng
+from sac.engine.undo import UndoStack
 from sac.errors import ConfigError, RegionError
 from sac.full import RngTracker
-from sac.region.undo import UndoStack
 from tests.support.runs import Noted
 from tests.support.trackers import MAKERS, TiedGenerator, TiedTracker, draws, filled, leaf, states_of
 

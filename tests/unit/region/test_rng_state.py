@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from sac.region import rng
+from sac.region.rng import HostRandomState
 from torch import Tensor
 from torch.nn import functional as F
 
 import sac
 from sac.engine.rng import _accelerator_generators, default_generator
+from sac.engine.undo import UndoStack
 from sac.errors import RegionError
 from sac.full import FullConfig, RngTracker
-from sac.region import rng
-from sac.region.rng import HostRandomState
-from sac.region.undo import UndoStack
 from tests.support.blocks import FunctionBlock, Stack, policy, save, selective
 from tests.support.recording import Recorder
 from tests.support.runs import Noted

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import sac
-from sac.region.settings import PLAIN, Settings, as_torch_says
+from sac.engine.settings import PLAIN, Settings, as_torch_says
 from tests.support.layers import stack
 from tests.support.recording import Recorder
 

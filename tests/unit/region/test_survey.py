@@ -20,19 +20,19 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
-from torch.utils.hooks import RemovableHandle
-
-import sac
-from sac.blocks.install import regions_of
 from sac.native.load import library
 from sac.recompute.regions import Region, _fingerprint_of, _key
 from sac.region import fingerprint, holders, python_state, survey, tables
 from sac.region.fingerprint import PLAIN
 from sac.region.python_state import ReachableState
 from sac.region.survey import Surveys
-from sac.region.undo import UndoStack
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.hooks import RemovableHandle
+
+import sac
+from sac.blocks.install import regions_of
+from sac.engine.undo import UndoStack
 
 pytestmark = pytest.mark.skipif(library() is None, reason="surveys need the library")
 

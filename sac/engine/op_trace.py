@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from sac.engine.table import NO_RULE as NO_RULE
+from sac.engine.table import CallSite, DecisionTable, ResolvedRule, first_tensor
 from sac.errors import ConfigError, Problem, RegionError
 from sac.ops.flops import flops_of
 from sac.ops.names import op_name
 from sac.policy.model import Decision, PlannedRegion
-from sac.recompute.table import NO_RULE as NO_RULE
-from sac.recompute.table import CallSite, DecisionTable, ResolvedRule, first_tensor
 from sac.stores.offload import OffloadUse
 from sac.stores.stalls import Stalls
 from sac.tensors import storage_bytes, tensors_of
@@ -148,8 +148,7 @@ class RegionStats:
 
     ``input_host_bytes``: of inputs kept in host memory for a device. ``compiled_graphs``: those of ``torch.compile``
     that the first call ran. ``offloads``: what became of what rules offload, by rule. ``stalls``: the waits for copies;
-    None if nothing could be copied. ``engine``: that of the last call, empty if it needed none. ``native_ops``: those
-    that the C++ library recorded.
+    None if nothing could be copied. ``engine``: that of the last call, empty if it needed none.
     """
 
     calls: int = field(default=0, compare=False)
@@ -158,7 +157,6 @@ class RegionStats:
     input_host_bytes: int = 0
     compiled_graphs: int = 0
     engine: str = field(default="", compare=False)
-    native_ops: int = field(default=0, compare=False)
     offloads: Mapping[int, OffloadUse] = field(default_factory=dict)
     stalls: Stalls | None = field(default=None, compare=False)
 

@@ -11,14 +11,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from sac.engine.autocast import as_called, is_custom_op
 from sac.errors import PolicyError, Problem, SacWarning
 from sac.ops.facts import OpTraits, traits_of
 from sac.ops.flops import has_formula
-from sac.ops.names import NameProblem, OpMatcher, check_sets, is_must_save, must_save_names, op_name, resolve_ops
+from sac.ops.names import NameProblem, OpMatcher, check_sets, is_must_save, op_name, resolve_ops
 from sac.ops.registry import read_registry
 from sac.ops.save_sets import CONDITIONS
 from sac.policy.model import ALTERNATE, Decision, Policy, Rule
-from sac.recompute.autocast import as_called, is_custom_op
 from sac.torch_private import OpOverload
 
 # -- Decision tables: per module path and op, a call site that takes one lookup
@@ -149,7 +149,6 @@ class CallSite:
             or (self.is_view and traits.view_of < 0)
             or is_custom_op(op)
         )
-        self.is_told = False  # whether the native library has been told of it; see Note [The native recorder]
         self.has_decision = False  # whether a rule, the default or the must-save tier decides on its result
         self.has_generator = bool(traits.generator_args or traits.generator_kwargs)
         self.draws = traits.may_draw
@@ -229,33 +228,6 @@ class DecisionTable:
         )
         # Path -> id of an op (its hash is Python code) -> call site.
         self.sites_at: dict[str, dict[int, CallSite]] = {}
-        self._native: Any = None
-        self._watched: Any = None
-
-    def native(self, library: Any) -> Any:
-        """Return the native library's call sites of this table."""
-        if self._native is None:
-            self._native = library.Sites()
-        return self._native
-
-    def watched_ops(self, library: Any) -> Any:
-        """Return what the native library knows of the ops in calls without a recorder."""
-        if self._watched is None:
-            self._watched = library.WatchedOps(self._watched_traits)
-        return self._watched
-
-    def _watched_traits(self, name: str, overload: str) -> tuple[bool, bool, bool]:
-        """Return whether an op may be saved, whether a watch can hold it, and whether its writes are not the region's.
-
-        See Note [Watched calls].
-        """
-        namespace, _, base = name.partition("::")
-        packet = getattr(getattr(torch.ops, namespace), base, None)
-        op = getattr(packet, overload or "default", None)
-        if op is None:  # one of TorchScript
-            return False, False, False
-        site = self.sites_of("").get(id(op)) or self.add_site(op, "")
-        return site.may_save, is_holdable(site), gathers(site)
 
     def rule_name(self, index: int) -> str:
         """Return the id of the rule with this index; ``default`` for ``NO_RULE``."""
@@ -405,38 +377,6 @@ _GATHERING = frozenset({"aten.split_with_sizes_copy", "aten.set_", "aten.resize_
 def gathers(site: CallSite) -> bool:
     """Whether an op fills parameters from their shards, so that its writes are not the region's own."""
     return site.traits.is_infrastructure or site.is_collective or site_name(site) in _GATHERING
-
-
-_PLAIN_ARGUMENTS = frozenset({"Tensor", "int", "bool", "float", "Optional[Tensor]", "Optional[int]", "Optional[bool]"})
-
-
-def is_holdable(site: CallSite) -> bool:
-    """Return whether an op makes a choice whatever its arguments are, and returns new tensors.
-
-    Then a call without a recorder can hold what it returns; see Note [Watched calls].
-    """
-    if not site.must_save or site.savable_if is not None or site.conditional_rules:
-        return False
-    return site.must_save_condition is None and _returns_choice(site.op)
-
-
-@cache
-def _returns_choice(op: Any) -> bool:
-    traits = traits_of(op)
-    if type(op) is not OpOverload or op.namespace != "aten" or is_must_save(op) != (True, ""):
-        return False
-    if traits.may_draw or traits.mutated_args or traits.mutated_kwargs or traits.is_view:
-        return False
-    takes, gives = ({str(one.type) for one in part} for part in (op._schema.arguments, op._schema.returns))
-    return takes <= _PLAIN_ARGUMENTS and gives == {"Tensor"}
-
-
-@cache
-def holdable_ops() -> tuple[str, ...]:
-    """Return the names of such ops in torch's own namespace, with their overloads."""
-    packets = [getattr(torch.ops.aten, name, None) for name in sorted(must_save_names())]
-    ops = [getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()]
-    return tuple(str(op).removeprefix("aten.").removesuffix(".default") for op in ops if _returns_choice(op))
 
 
 def site_name(site: CallSite) -> str:

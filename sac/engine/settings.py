@@ -31,7 +31,7 @@ class Settings:
     it. ``trackers``: functions that return a tracker of named RNG states. ``generators``: restored in addition to the
     default ones. ``checks_metadata``: compare shape, dtype and device of the tensors that recomputation saves with
     those that forward saved. ``engine`` and ``verify``: how regions are recomputed, and when replayed and served values
-    are compared with those of the forward; see ``sac.recompute.replay``. ``add_note``: to out-of-memory
+    are compared with those of the forward; see ``sac.engine.verify``. ``add_note``: to out-of-memory
     errors in a region. ``transfers``: copy what rules offload.
     """
 
