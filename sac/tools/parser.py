@@ -112,9 +112,7 @@ def _parsers(
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--version", action=version, nargs=0, help="show the version"
-    )
+    parser.add_argument("--version", action=version, nargs=0, help="show the version")
     found = parser.add_subparsers(required=True, metavar="COMMAND")
     check = found.add_parser("check", help="read a policy file and show what its rules mean")
     check.add_argument("file", metavar="FILE", help="a policy file, or the name of a shipped policy")

@@ -17,13 +17,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sac.recompute.recorder import ReplayRecorder
-from sac.recompute.regions import Region
-from sac.recompute.replay import CannotReplay
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import sac
+from sac.engine.region import RegionGroup
+from sac.engine.tape import CannotReplayError, Tape
+from sac.engine.taped import TapedFrame
 from sac.errors import SacWarning
 from tests.fuzz.instructions import INSTRUCTIONS, READ_TWICE, operands_of
 from tests.fuzz.programs import Line, Program, policies, programs, values
@@ -130,7 +130,7 @@ def assert_exact_and_free(
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
     """Let no call be replayed, and say so in a warning that is no error."""
-    refusal = mock.patch("sac.recompute.replay.run_schedule", side_effect=CannotReplay("of this test"))
+    refusal = mock.patch("sac.engine.taped.replay", side_effect=CannotReplayError("of this test"))
     with refusal, warnings.catch_warnings():
         warnings.simplefilter("ignore", SacWarning)
         yield
@@ -139,15 +139,16 @@ def refusing() -> Iterator[None]:
 @contextlib.contextmanager
 def failing() -> Iterator[None]:
     """Let no tape be replayable, in any call."""
-    begin = ReplayRecorder.begin
+    made = TapedFrame._new_tape
 
-    def failed(self: ReplayRecorder, *args: Any) -> None:
-        begin(self, *args)
-        self.tape.fail("of this test")
+    def failed(self: TapedFrame) -> Tape:
+        tape = made(self)
+        tape.fail("of this test")
+        return tape
 
     with (
-        mock.patch.object(ReplayRecorder, "begin", failed),
-        mock.patch.object(Region, "_give_up"),
+        mock.patch.object(TapedFrame, "_new_tape", failed),
+        mock.patch.object(RegionGroup, "give_up"),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore", SacWarning)

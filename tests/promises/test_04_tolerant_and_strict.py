@@ -35,7 +35,6 @@ from tests.support.blocks import (
     square,
     with_dropout,
 )
-from tests.support.native_engine import needs_library, with_library
 from tests.support.replay_kernels import tanh_into
 from tests.support.stock import install_stock
 from tests.support.training import assert_same, assert_same_training, built, plain_backward, train
@@ -215,11 +214,10 @@ ALIKE: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {  # numbers that are
 }
 
 
-@pytest.mark.parametrize("native", [False, pytest.param(True, marks=needs_library)], ids=["Python", "library"])
 @pytest.mark.parametrize("engine", ["rerun", "replay"])
 @pytest.mark.parametrize("calls", ALIKE.values(), ids=ALIKE)
 def test_calls_with_numbers_that_look_alike_in_python_get_their_own_values(
-    calls: tuple[Callable[[Tensor], Tensor], ...], engine: str, native: bool, recwarn: pytest.WarningsRecorder
+    calls: tuple[Callable[[Tensor], Tensor], ...], engine: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     """Under `replay` a kernel writes where no mode sees it, so that Python runs again."""
     first, second = calls
@@ -234,8 +232,7 @@ def test_calls_with_numbers_that_look_alike_in_python_get_their_own_values(
         return (h.sin().sum() * one.sin() * other.cos().exp()).cos()
 
     saved = selective(policy(save(["aten.sum", "aten.mul", "aten.copysign", "aten.clamp"])))
-    with with_library(native):
-        assert_same_training(lambda: Stack(FunctionBlock(body)), saved, entry=f"apply, {engine}", make_input=square)
+    assert_same_training(lambda: Stack(FunctionBlock(body)), saved, entry=f"apply, {engine}", make_input=square)
 
 
 def multiplies_something_else(block: FunctionBlock, x: Tensor) -> Tensor:

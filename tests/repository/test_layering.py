@@ -11,15 +11,13 @@ PACKAGE = Path(__file__).parents[2] / "sac"
 LAYERS = (
     {"errors"},
     {"torch_private"},
-    {"extras", "memory_timeline", "native", "tables"},
+    {"extras", "memory_timeline", "tables"},
     {"outer_hooks"},
     {"tensors"},
     {"checksums"},
     {"policy", "ops"},
     {"config_keys"},
     {"stores"},
-    {"region"},
-    {"recompute"},
     {"engine"},
     {"rng_tracker"},
     {"config"},
@@ -87,12 +85,11 @@ def test_imports_go_down_only():
     homeless = set(units.values()) - RANKS.keys()
     assert not homeless, f"give {sorted(homeless)} a place in LAYERS"
     found = {str(path): upward(unit, path.read_text(encoding="utf-8")) for path, unit in units.items()}
-    old = "region/rng.py"  # it passes on what has moved to the engine, and goes with the old folders
-    assert {path: used for path, used in found.items() if used and not path.endswith(old)} == {}
+    assert {path: used for path, used in found.items() if used} == {}
 
 
 def test_an_import_upwards_would_be_seen():
-    assert upward("policy", "from sac.region.frame import Frame") == ["region"]
+    assert upward("policy", "from sac.engine.frame import Frame") == ["engine"]
     assert upward("policy", "def f():\n    import sac.config") == ["config"]
     assert upward("policy", "from sac import apply") == ["__init__"]
     assert upward("policy", "from sac.ops.names import packet") == ["ops"]

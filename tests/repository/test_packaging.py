@@ -1,23 +1,16 @@
-"""What pip installs: the wheel has the policies and the type marker, and works where it is put; so does the library."""
+"""What pip installs: the wheel has the policies and the type marker, and works where it is put."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from sac.native.build import find_compiler
-from sac.native.load import decision
-from sac.native.target import this_target
-
-from sac.errors import SacError
-from tests.support.native_libraries import compiler_that_runs
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "sac"
@@ -27,10 +20,10 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")  # a copy, since a build leaves folders in its source
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     for name in ("sac", "policies", "examples"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "_sac_native*"))
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     return source
 
 
@@ -38,22 +31,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     _pip("wheel", "--no-deps", "--wheel-dir", str(out), str(source))
-    (built,) = out.glob("*.whl")
-    return built
-
-
-@pytest.fixture(scope="module")
-def wheel_with_library(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wheel_with_library")
-    environment = {"SAC_BUILD_NATIVE": "1"}
-    if decision().file is not None:  # compiled from these sources for this torch before: that need not be done again
-        environment["CXX"] = str(compiler_that_runs(tmp_path_factory.mktemp("compiler"), f"cp {decision().file} $out"))
-    else:
-        try:
-            find_compiler()
-        except SacError as missing:
-            pytest.skip(str(missing))
-    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(source), **environment)
     (built,) = out.glob("*.whl")
     return built
 
@@ -94,6 +71,7 @@ def test_wheel_holds_every_module_policy_and_the_type_marker(wheel):
     assert modules | policies | examples | {"sac/py.typed", "sac/policies/__init__.py"} <= names
     assert not [name for name in names if name.startswith(("tests/", "scripts/", "examples/"))]
     assert [name for name in names if name.endswith("LICENSE")]
+    assert wheel.name.endswith("-py3-none-any.whl")
 
 
 def test_installed_package_finds_its_policies(installed):
@@ -114,56 +92,6 @@ def test_installed_package_finds_its_policies(installed):
 def test_console_script_is_installed_and_checks_a_shipped_policy(installed):
     assert (installed / "bin" / "sac").exists()
     assert "general" in _run_there(installed, str(installed / "bin" / "sac"), "check", "general")
-
-
-def test_default_wheel_has_the_sources_of_the_library_and_no_library(wheel):
-    names = set(zipfile.ZipFile(wheel).namelist())
-    sources = {path.relative_to(ROOT).as_posix() for path in (PACKAGE / "native" / "csrc").iterdir()}
-    assert "sac/native/csrc/module.cpp" in sources
-    assert sources <= names
-    assert wheel.name.endswith("-py3-none-any.whl")
-    assert [name for name in names if name.endswith(".so")] == []
-
-
-def test_source_distribution_has_what_the_library_is_built_from(source, tmp_path):
-    program = f"import setuptools.build_meta as backend; backend.build_sdist({str(tmp_path)!r})"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=source)
-    assert run.returncode == 0, run.stderr
-    (archive,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(archive) as files:
-        names = {name.partition("/")[2] for name in files.getnames()}
-    sources = {path.relative_to(ROOT).as_posix() for path in (PACKAGE / "native" / "csrc").iterdir()}
-    assert sources | {"setup.py", "pyproject.toml"} <= names
-
-
-def test_wheel_with_the_library_is_for_one_platform_and_uses_it(wheel_with_library, tmp_path):
-    names = zipfile.ZipFile(wheel_with_library).namelist()
-    assert [name for name in names if name.endswith(".so")] == [f"sac/native/{this_target().file_name}"]
-    assert not wheel_with_library.name.endswith("-any.whl")
-    installed = tmp_path / "installed"
-    _pip("install", "--no-deps", "--target", str(installed), str(wheel_with_library))
-    cache = tmp_path / "cache"
-    for _ in range(2):
-        out = _run_there(installed, "-m", "sac.tools.cli", "build", "--check", SAC_CACHE_DIR=str(cache), SAC_NATIVE="1")
-        assert out.splitlines() == [
-            f"native: on, built for torch {torch.__version__}",
-            str(installed / "sac" / "native" / this_target().file_name),
-        ]
-    assert len(list(cache.rglob("*.tested"))) == 1
-
-
-def test_the_library_is_not_built_where_torch_is_not(source, tmp_path):
-    program = (
-        "import os, sys\n"
-        "os.environ['SAC_BUILD_NATIVE'] = '1'\n"
-        "sys.modules['torch'] = None\n"
-        f"import setuptools.build_meta as backend; backend.build_wheel({str(tmp_path)!r})"
-    )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=source)
-    assert run.stderr.splitlines()[-1] == (
-        "SAC_BUILD_NATIVE=1 compiles for the torch of this environment, and torch is not here: "
-        "install it, then pip wheel --no-build-isolation ."
-    )
 
 
 # In an empty environment: no NumPy, no transformers
@@ -187,16 +115,6 @@ def test_what_an_empty_environment_lacks_is_said_before_a_model_is_built(empty, 
         told = _run_in(empty, tmp_path, *command, expected=1)
         assert f"python: the package '{package}' is not installed\n    fix: pip install 'sac[{extra}]'" in told.stderr
         assert (told.stdout, "copying" in told.stderr) == ("", False)
-
-
-def test_the_library_is_built_from_the_wheel(empty, tmp_path):
-    built = decision().file
-    if built is None:
-        pytest.skip("the C++ library is not built here: the compiler would run for half a minute")
-    compiler = str(compiler_that_runs(tmp_path, f"cp {built} $out"))
-    where = {"SAC_CACHE_DIR": str(tmp_path), "CXX": compiler}
-    _run_in(empty, tmp_path, "build", **where)
-    assert str(tmp_path) in _run_in(empty, tmp_path, "build", "--check", **where).stdout
 
 
 @pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13", "3.14"])

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from sac.region import ambient as surroundings
 from torch import Tensor, nn
 
 import sac
@@ -99,7 +98,7 @@ def test_recomputation_gets_the_graph_of_its_forward(value: Any, compiled: Any, 
 
 def test_by_last_use_it_would_get_the_dynamic_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests above are worth: with Dynamo's list as it comes this program fails."""
-    monkeypatch.setattr(surroundings, "keep_graphs_in_order_of_making", lambda: None)
+    monkeypatch.setattr("sac.engine.state.keep_graphs_in_order_of_making", lambda: None)
     with pytest.raises(RegionError, match="saved tensor"):
         trained(Averaging, as_forward, FULL, (0, 1, 2))
 

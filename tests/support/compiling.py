@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from sac.recompute import torch_checkpoint as traced
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
+from sac.engine import compiled as traced
 from tests.support.blocks import tokens
 from tests.support.training import built
 

@@ -11,8 +11,8 @@ import sys
 from typing import Any
 
 import torch
-from sac.recompute import table as bind
 
+from sac.engine import table as bind
 from sac.ops import names
 from sac.ops.registry import NamePattern, Registry
 from sac.policy import load as files

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from sac.recompute.module_tracker import CAN_SKIP_DYNAMO, BareMode
-from sac.region.module_state import owners_of
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sac
+from sac.engine.tracker import CAN_SKIP_DYNAMO, BareMode
 from sac.planner.fakes import fake_mode
 from sac.tensors import detached, version_watch
 from tests.support.blocks import ENGINES, alternate, llama_stack, policy, save, selective, tokens
@@ -161,11 +160,3 @@ def test_compiled_with_a_graph_break_has_the_gradients_of_eager(inner: bool, eng
         found.append([x.grad, *(parameter.grad for parameter in model.parameters())])
     torch._dynamo.reset()
     assert all(map(torch.equal, *found))
-
-
-def test_owners_of_are_each_module_once() -> None:
-    model = llama_stack(blocks=2)
-    model.again = model.blocks[0].self_attn
-    assert set(owners_of(model)) == set(model.modules())
-    assert len(owners_of(model)) == len(set(model.modules()))
-    assert owners_of(None) == ()

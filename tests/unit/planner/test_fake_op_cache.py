@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sac.recompute.module_tracker import BareMode
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -20,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves
 
+from sac.engine.tracker import BareMode
 from sac.planner.fake_op_cache import CAN_MAKE_FAKES, FakeOpCache
 from sac.planner.fakes import fake_mode
 from sac.planner.live_bytes import Ledger

@@ -222,7 +222,7 @@ def test_other_ops_than_those_planned_for_are_refused() -> None:
 def test_regions_list_no_ops_in_the_steps_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     planner = prepare(Model(), INPUTS)  # lists what `selective` saves
     counted = Mock(side_effect=OpTraceRecorder)
-    monkeypatch.setattr("sac.recompute.regions.OpTraceRecorder", counted)
+    monkeypatch.setattr("sac.engine.region.OpTraceRecorder", counted)
     before = len(planner.records)
     made = make_plan(planner, "50%")
     assert len(planner.records) > before

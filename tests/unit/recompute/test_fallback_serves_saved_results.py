@@ -18,7 +18,6 @@ import sac
 from sac.errors import SacWarning
 from sac.memory_timeline import mark, measure_memory
 from tests.support.blocks import FunctionBlock, Stack, alternate, policy, save, selective, square
-from tests.support.native_engine import with_library
 from tests.support.ranks import run_ranks
 from tests.support.recording import Recorder
 from tests.support.replay_kernels import FromOutside, tanh_into, twice_in_place
@@ -138,23 +137,9 @@ def later(body: Body) -> Body:
     return changing
 
 
-@pytest.mark.parametrize("body", [attends, comes_from_outside, writes_unseen, overwrites], ids=lambda one: one.__name__)
-@pytest.mark.parametrize("chosen", [MIXED, policy(alternate("*"))], ids=["products and more", "every second op"])
-def test_a_program_that_changes_is_served_alike_with_and_without_the_library(body: Body, chosen: Any) -> None:
-    expected, _ = steps(stack(later(body), 2), 4)
-    seen = []
-    for native in (False, True):
-        with with_library(native):
-            model = sac.apply(stack(later(body), 2), selective(chosen))
-            numbers, ops = steps(model, 4)
-            seen.append((ops, sac.report(model).to_dict()["kinds"]))
-        assert all(map(torch.equal, expected, numbers))
-    assert seen[0] == seen[1]
-
-
-def held_bytes(body: Body, chosen: Any, engine: str, *, native: bool) -> tuple[int, int]:
+def held_bytes(body: Body, chosen: Any, engine: str) -> tuple[int, int]:
     """Bytes that the third forward leaves for backward, as measured, and what the report counts as saved of it."""
-    with with_library(native), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", SacWarning)
         model = sac.apply(stack(later(body)), selective(chosen, engine=engine))
         steps(model, 2)
