@@ -1,4 +1,4 @@
-"""Saved-tensor hooks and dispatch modes that are active around a region, and temporary removal of those of sac."""
+"""Saved-tensor hooks that are active around a region, and temporary removal of those of sac."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from sac.torch_private import (
-    count_dispatch_modes,
-    pop_dispatch_mode,
     pop_hooks,
-    push_dispatch_mode,
     push_hooks,
     top_hooks,
 )
@@ -62,21 +58,9 @@ def active_hooks() -> PackHooks | None:
     return top_hooks(False) if top_hooks is not None else None
 
 
-def call_under_hooks(hooks: PackHooks, function: Callable[..., Any], *args: Any) -> Any:
-    """Return ``function(*args)``, called under saved-tensor ``hooks``."""
-    if push_hooks is None or pop_hooks is None:
-        with saved_tensors_hooks(*hooks):
-            return function(*args)
-    push_hooks(*hooks)  # all that the context manager does
-    try:
-        return function(*args)
-    finally:
-        pop_hooks()
+# -- Temporary removal of a region's own hooks
 
-
-# -- Temporary removal of a region's own hooks and mode
-
-# Modes and hooks of other code stay active. Both are per-thread stacks. Without HAS_STACKS no module can be saved as a
+# Hooks of other code stay active. They are a per-thread stack. Without HAS_STACKS no module can be saved as a
 # whole, and a policy that asks for it gets an error.
 
 Pack = Callable[[torch.Tensor], Any]
@@ -120,33 +104,3 @@ class without_hooks:  # noqa: N801
             pop_hooks()
         for pair in reversed(self._taken):
             push_hooks(*pair)
-
-
-class without_mode:  # noqa: N801
-    """Context that removes one dispatch mode, wherever it is in the stack; does nothing for None."""
-
-    __slots__ = ("_above", "_mode")
-
-    def __init__(self, mode: Any) -> None:
-        self._mode = mode
-
-    def __enter__(self) -> None:
-        self._above: list[Any] = []
-        if self._mode is None:
-            return
-        while count_dispatch_modes():
-            top = pop_dispatch_mode(None)
-            if top is self._mode:
-                break
-            self._above.append(top)
-        for mode in reversed(self._above):
-            push_dispatch_mode(mode)
-
-    def __exit__(self, *error: Any) -> None:
-        if self._mode is None:
-            return
-        for _ in self._above:
-            pop_dispatch_mode(None)
-        push_dispatch_mode(self._mode)
-        for mode in reversed(self._above):
-            push_dispatch_mode(mode)

@@ -220,17 +220,6 @@ def placed_on(storage: torch.UntypedStorage, tensor: torch.Tensor, place: Place 
         del guard
 
 
-def write_onto(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Write ``value`` to ``target`` without a graph; for plain tensors unseen by any mode."""
-    plain = type(target) in (torch.Tensor, torch.nn.Parameter) and type(value) is torch.Tensor
-    guard = UnseenByModes() if UnseenByModes is not None and plain else None
-    try:
-        with torch.no_grad():
-            target.detach().copy_(value)
-    finally:
-        del guard
-
-
 # -- Tensors inside arguments and results, and their storages
 
 
@@ -263,12 +252,6 @@ def tensor_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if cls is Tensor or cls is Parameter or not hasattr(cls, "__tensor_flatten__"):
         return [tensor]
     return wrapped_parts(tensor)
-
-
-def written_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return those of ``tensor_parts`` that an in-place op on ``tensor`` writes to: not the offsets of jagged rows."""
-    parts = tensor_parts(tensor)
-    return parts[:1] if len(parts) > 1 and tensor.layout is torch.jagged else parts
 
 
 def wrapped_parts(tensor: Any) -> list[torch.Tensor]:
@@ -308,21 +291,6 @@ def storage_address(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
-def has_storage(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor has a storage; sparse tensors have none."""
-    return tensor.layout is torch.strided
-
-
-def offset_in_storage(tensor: torch.Tensor) -> int:
-    """Return the tensor's offset in its storage, in elements; 0 if it has none."""
-    return int(tensor.storage_offset()) if has_storage(tensor) else 0
-
-
-def storages_of(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return ``storage_address`` and ``storage_bytes`` of each tensor."""
-    return [(storage_address(one), storage_bytes(one)) for one in tensors]
-
-
 def storage_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes that stay allocated if ``tensor`` is kept: those of its whole storage."""
     if type(tensor) is not Tensor and is_wrapper(tensor):
@@ -331,25 +299,3 @@ def storage_bytes(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):
         return tensor.numel() * tensor.element_size()
-
-
-class WeakStorages:
-    """Weak references to storages: while they are held, the address of none of them is reused for another storage."""
-
-    __slots__ = ("references",)
-
-    def __init__(self) -> None:
-        self.references: list[Any] = []
-
-    def add(self, storage: Any) -> None:
-        """Hold a weak reference to ``storage``."""
-        self.references.append(storage._weak_ref())
-
-    def watch(self, tensor: torch.Tensor) -> None:
-        """Hold a weak reference to the tensor's storage, if it has one."""
-        if has_storage(tensor):
-            self.add(tensor.untyped_storage())
-
-    def __del__(self) -> None:
-        for reference in self.references:
-            torch.UntypedStorage._free_weak_ref(reference)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any
 
@@ -75,6 +75,7 @@ PRIVATE_ATTRIBUTES = {
     "_local_tensor": "DTensor: this rank's share, without a collective",
     "_make_subclass": "Tensor: makes a tensor of a subclass around another",
     "_modules": "Module: the children it registered, also one that is registered twice",
+    "_name": "HigherOrderOperator: its name",
     "_new_with_weak_ptr": "UntypedStorage: the storage behind a weak reference, None if it is gone",
     "_op": "OpOverload: the callable that it wraps",
     "_parameters": "Module: the parameters it registered, without its children's",
@@ -88,16 +89,6 @@ PRIVATE_ATTRIBUTES = {
 WRAPPED_MODULE = "_checkpoint_wrapped_module"  # of torch's checkpoint_wrapper, 1.11 to 2.13
 WRAPPED_NAMES = (WRAPPED_MODULE, "_fsdp_wrapped_module", "_fpw_module", "_orig_mod")  # FSDP1, and OptimizedModule
 COMPOSABLE_PREFIX = "__composable_api_state_key"  # of torch's composable `checkpoint`, 2.1 to 2.13
-
-# -- Hooks of all modules
-
-# `register_module_forward_hook` and its like put hooks into tables that have no public name. A recomputation restores
-# them, as it does the hooks of single modules. Without a table, its hooks are those of backward. 1.8 to 2.13.
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-HOOKS_OF_ALL_MODULES: dict[str, dict[int, Any]] = {
-    name: getattr(nn.modules.module, f"_global{name}", {}) for name in (*HOOKS, *HOOK_FLAGS)
-}
 
 # Whether a profiler records on this thread: then a budget on a CPU observes nothing, since there can be one at most.
 # Without the name, it fails with torch's own error. 1.8 to 2.13.
@@ -174,16 +165,10 @@ SAVED_TENSOR_PREFIX = (
 top_hooks: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 pop_hooks: Any = getattr(_autograd, "_pop_saved_tensors_default_hooks", None)
 push_hooks: Any = getattr(_autograd, "_push_saved_tensors_default_hooks", None)
-pop_dispatch_mode: Any = getattr(torch._C, "_pop_torch_dispatch_stack", None)
-push_dispatch_mode: Any = getattr(torch._C, "_push_on_torch_dispatch_stack", None)
-count_dispatch_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
 HAS_STACKS = None not in (
     top_hooks,
     pop_hooks,
     push_hooks,
-    pop_dispatch_mode,
-    push_dispatch_mode,
-    count_dispatch_modes,
 )
 
 # Without them torch-function modes of the forward (`with torch.device(...)` is one) are not restored: recomputation
@@ -439,11 +424,6 @@ def ignored_ops() -> set[Any] | None:
 # users get torch's own errors about saved-tensor hooks or storages. 2.0 to 2.13.
 transform_is_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
-# The nesting depth of the `vmap` of `is_grads_batched`. No function reads it, but entering returns it. Without them a
-# recomputation that draws random numbers raises torch's error. 1.8 to 2.13.
-enter_vmap: Any = getattr(torch._C, "_vmapmode_increment_nesting", None)
-leave_vmap: Any = getattr(torch._C, "_vmapmode_decrement_nesting", None)
-
 
 def forward_ad_level() -> int:
     """Return the nesting depth of ``torch.autograd.forward_ad.dual_level``, -1 outside; 1.11 to 2.13.
@@ -452,15 +432,6 @@ def forward_ad_level() -> int:
     raises.
     """
     return int(getattr(torch.autograd.forward_ad, "_current_level", -1))
-
-
-@contextmanager
-def without_transforms() -> Iterator[None]:
-    """Leave all transforms of ``torch.func``, and enter them again at the end; 2.0 to 2.13."""
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    with temporarily_clear_interpreter_stack():
-        yield
 
 
 # -- torch.distributed
