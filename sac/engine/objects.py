@@ -87,7 +87,7 @@ def reaches_graph(value: Any, levels: int = _MOST_LEVELS) -> bool:
     elif isinstance(value, dict):
         parts = value.values()
     elif is_own_object(value):
-        parts = vars(value).values()
+        parts = attributes_of(value).values()
     else:
         return False
     return any(reaches_graph(part, levels - 1) for part in parts if type(part) not in PLAIN)
@@ -100,11 +100,7 @@ def with_tensor(value: Any) -> Any:
 
 def is_own_object(value: Any) -> bool:
     """Return whether a value is an object of a user's class that holds attributes."""
-    return (
-        _is_own_class(_class_of(value))
-        and not isinstance(value, (Tensor, nn.Module, type))
-        and hasattr(value, "__dict__")
-    )
+    return _is_own_class(_class_of(value)) and not isinstance(value, (Tensor, nn.Module, type))
 
 
 def _class_of(value: Any) -> type:
