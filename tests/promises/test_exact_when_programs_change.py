@@ -676,6 +676,28 @@ def test_global_tensor_that_the_loop_writes_to(way: str) -> None:
     assert_same(FromOutside, way, writing_outside)
 
 
+class CarriesAState(Block):
+    """Carries a state with its graph from call to call."""
+
+    state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, self.state = self.state, self.mlp(x)
+        return self.state if state is None else self.mlp(state) * self.state
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_with_a_graph_that_is_given_up_before_backward(way: str) -> None:
+    def loop(model: Model, x: Tensor, step: int) -> Tensor:
+        loss = model(model(x)).square().mean()
+        for layer in model.layers:
+            layer.state = None
+        loss.backward()
+        return loss
+
+    assert_same(CarriesAState, way, loop)
+
+
 # State outside the modules
 
 CALLS = [0]
