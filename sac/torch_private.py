@@ -88,6 +88,7 @@ PRIVATE_ATTRIBUTES = {
 # Attributes under which torch's own wrappers hold the wrapped module.
 WRAPPED_MODULE = "_checkpoint_wrapped_module"  # of torch's checkpoint_wrapper, 1.11 to 2.13
 WRAPPED_NAMES = (WRAPPED_MODULE, "_fsdp_wrapped_module", "_fpw_module", "_orig_mod")  # FSDP1, and OptimizedModule
+FSDP_MANAGED = "_is_fsdp_managed_module"  # an attribute of each module in a unit of FSDP1, 2.0 to 2.13
 COMPOSABLE_PREFIX = "__composable_api_state_key"  # of torch's composable `checkpoint`, 2.1 to 2.13
 
 # Whether a profiler records on this thread: then a budget on a CPU observes nothing, since there can be one at most.

@@ -95,6 +95,7 @@ class Served(RegionMode):
         self._counts: dict[Any, int] = defaultdict(int)
         self._waiting: dict[Any, dict[int, int]] = defaultdict(dict)  # key -> number of a call -> its entry
         self._others: dict[Any, str] = {}  # key -> arguments of a call that is none of the forward's
+        self._fetched: dict[int, Tensor] = {}  # a checkpoint around the region gives each value out once
         for entry, site in enumerate(tape.sites):
             if site.may_save and not _is_cast(site):
                 self._note(entry, site)
@@ -117,7 +118,7 @@ class Served(RegionMode):
             return False
         if entry not in tape.sums or tape.has_collectives:
             return True
-        results = [fetch(tape.kept[value]) for value in values]
+        results = [self._fetch(value) for value in values]
         return not find_different([(tape.sums[entry], sums_of(results))])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -161,11 +162,20 @@ class Served(RegionMode):
             self.check()  # another order: the i-th tensor that autograd saves is not that of the forward
         return None
 
+    def _fetch(self, value: int) -> Tensor:
+        if value not in self._fetched:
+            self._fetched[value] = fetch(self._tape.kept[value])
+        return self._fetched[value]
+
     def expect(self, handle: Handle, tensor: Tensor) -> None:
         """Raise if ``tensor``, which autograd saves, is another parameter or input than the one of ``handle``."""
         tape, (value, time) = self._tape, handle.position
-        root = tape.leaf_roots.get(storage_address(tensor))
-        if root is None or root == tape.roots[value] or not isinstance(tape.leaves[root].tensor, Tensor):
+        address = storage_address(tensor)
+        root = tape.leaf_roots.get(address)
+        if root is None or root == tape.roots[value]:
+            return
+        leaf = tape.leaves[root].tensor
+        if not isinstance(leaf, Tensor) or storage_address(leaf) != address:  # its memory was given back, and reused
             return
         site = tape.sites[min(time, len(tape.sites) - 1)]
         self._refuse(site, f"has saved another tensor in recomputation ({describe(tensor)})")
@@ -187,7 +197,7 @@ class Served(RegionMode):
             self._refuse(site, "reads other shapes in recomputation")
         for generator, state in tape.after.get(entry, ()):
             generator.set_state(state)
-        results = [detached(fetch(tape.kept[value])) for value in tape.results(entry)]
+        results = [detached(self._fetch(value)) for value in tape.results(entry)]
         if tape.counts.get(entry, 1) == 1 and not tape.is_list(entry):
             return results[0]
         return tuple(results)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sac.engine.flags import BackendFlags
 from sac.engine.fp8 import FP8_METAS
-from sac.engine.objects import PLAIN, attributes_of, is_own_object, is_stale, with_tensor, without_graph
+from sac.engine.objects import PLAIN, StandIn, attributes_of, is_own_object, is_stale, with_tensor, without_graph
 from sac.engine.rng import GeneratorStates, RngSnapshot, advanced, python_random, set_python_random
 from sac.engine.settings import Settings
 from sac.engine.tape import Tape
@@ -21,7 +21,7 @@ from sac.engine.thread_state import Autocast, FunctionModes, leave_function_mode
 from sac.engine.undo import UndoStack
 from sac.errors import Problem, RegionError
 from sac.tensors import copy_of, describe, is_wrapper, overwrite, storage_address, version_of
-from sac.torch_private import keep_graphs_in_order_of_making, set_version_counters
+from sac.torch_private import FSDP_MANAGED, keep_graphs_in_order_of_making, set_version_counters
 
 # The contract: a rerun sees the inputs, parameters, buffers, module attributes, random states, autocast and flags of
 # the forward and leaves no trace in them; any other Python state is as torch.utils.checkpoint treats it. Attributes are
@@ -107,7 +107,7 @@ class ForwardState:
         has_own = len(table) > len(_NOT_OURS) and FP8_METAS.isdisjoint(table)  # TransformerEngine restores its own
         if has_own or len(table) <= len(_NOT_OURS):
             self._tables.append((table, held))
-        for name in ("_parameters", "_buffers"):
+        for name in ("_parameters", "_buffers") if FSDP_MANAGED not in table else ("_buffers",):
             if tensors := table[name]:
                 self._tables.append((tensors, tensors.copy()))
                 there = (tensor for tensor in tensors.values() if tensor is not None)
@@ -260,6 +260,9 @@ def _swap(stack: UndoStack, target: Any, then: Any, put: Callable[[Any, Any], No
 def _set_items(table: dict[Any, Any], then: dict[Any, Any]) -> None:
     if table.keys() == then.keys() and all(map(is_, table.values(), then.values())):  # the usual case
         return
+    if FSDP_MANAGED in then:  # FSDP1 moves parameters between the tables of a module
+        then = {name: value for name, value in then.items() if not isinstance(value, (Tensor, StandIn))}
+        then |= {name: value for name, value in table.items() if isinstance(value, Tensor)}
     for name in [name for name in table if name not in then]:
         del table[name]
     for name, value in then.items():

@@ -32,7 +32,7 @@ from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import fetch, pack_with_outer_hooks
 from sac.stores.backward_order import CallNode
 from sac.stores.offload import OffloadUse
-from sac.tensors import cloned, describe, storage_address, storage_bytes, tensor_parts, version_of
+from sac.tensors import describe, storage_address, storage_bytes, tensor_parts, version_of
 
 _EARLIER = "earlier contents of a tensor from outside are needed"
 
@@ -241,7 +241,7 @@ class TapedFrame(Frame):
         for together in parts.values():
             if 2 * sum(handle.value.nbytes for handle in together) <= storage_bytes(together[0].value):
                 for handle in together:
-                    handle.hold(cloned(handle.value), KEPT)
+                    handle.compact()
 
     def _bytes_of_inputs(self, handles: list[Handle]) -> int:
         """Return the bytes of the inputs that handles hold."""

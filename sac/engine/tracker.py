@@ -95,12 +95,11 @@ class TrackedForward:
                 return original(*args, **kwargs)
             if (rule := whole.rule_of(self.path)) is not None:
                 return whole.run(mode, self.path, rule, original, args, kwargs)
-        outer = mode.path, mode.sites
-        mode.path, mode.sites = self.path, mode.table.sites_of(self.path)
+        before = mode.enter_module(self.path)
         try:
             return original(*args, **kwargs)
         finally:
-            mode.path, mode.sites = outer
+            mode.leave_module(before)
 
 
 class BareMode(TorchDispatchMode):
@@ -141,6 +140,18 @@ class RegionMode(BareMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         self._outer, _ACTIVE.mode = _ACTIVE.mode, self
         return self
+
+    def enter_module(self, path: str) -> Any:
+        """Ops run in the module at ``path`` from now on, also for regions around this one; return what was before."""
+        before = self.path, self.sites, None if self._outer is None else self._outer.enter_module(path)
+        self.path, self.sites = path, self.table.sites_of(path)
+        return before
+
+    def leave_module(self, before: Any) -> None:
+        """Take back ``enter_module``, which has returned ``before``."""
+        self.path, self.sites, outer = before
+        if self._outer is not None:
+            self._outer.leave_module(outer)
 
     def __exit__(self, *error: Any) -> None:
         _ACTIVE.mode = self._outer

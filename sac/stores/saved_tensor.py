@@ -144,76 +144,8 @@ class SavedTensor:
         self.value = self.watched = None
 
 
-class SavedResult(SavedTensor):
-    """A result of an op or a module. Only ops of the region write to an op's result, and recorders see those."""
-
-    __slots__ = ("value", "version", "watched", "written")
-
-    def __init__(self, tensor: torch.Tensor, *, has_graph: bool = True) -> None:
-        self.value = detached(tensor) if has_graph else tensor
-        self.watched = None
-        self.written = False
-
-    def sizes(self) -> dict[int, int]:
-        """See ``SavedTensor``."""
-        value = self.value
-        if type(value) is torch.Tensor and value.layout is torch.strided:  # the usual case
-            storage = value.untyped_storage()
-            return {storage._cdata: storage.nbytes()}
-        return super().sizes()
-
-
-class SavedLeaves:
-    """A structure whose tensors are held: the arguments of a region, or what a module returned. ``tensors``: these."""
-
-    __slots__ = ("tensors",)
-    tensors: Sequence[SavedTensor]
-
-    @property
-    def was_changed(self) -> bool:
-        """Whether one of the tensors was written to without being copied first."""
-        return any(kept.was_changed for kept in self.tensors)
-
-    def sizes(self) -> dict[int, int]:
-        """Return the bytes of each storage that the tensors hold on the device, by address."""
-        return {address: size for kept in self.tensors for address, size in kept.sizes().items()}
-
-    def copy(self, address: int | None = None) -> None:
-        """The region writes to the storage at ``address``, or perhaps to all of them: hold copies.
-
-        Tensors in one storage are copied onto one: a write through one of them changes the others too.
-        """
-        storages: dict[int, torch.UntypedStorage] = {}
-        for kept in self.tensors:
-            if not kept.written and (address is None or address in kept.sizes()):
-                kept.copy(storages)
-
-    def drop(self) -> None:
-        """Release the tensors."""
-        for kept in self.tensors:
-            kept.drop()
-
-
 Held = Iterable[tuple[SavedTensor, int | None]]  # with the index of the rule that saved it
 AtHand = dict[int, torch.Tensor]  # by id of a saved tensor
-
-
-def fetch_recomputed(held: Held) -> AtHand:
-    """Fetch those that an outer region recomputes.
-
-    Called before a recomputation activates its own hooks and modes: the ops and modules of the outer region do not
-    belong to this one.
-    """
-    found: AtHand = {}
-    for one, _ in held:
-        value = one.value
-        if type(value) is torch.Tensor:  # the usual case
-            continue
-        if type(value) is Compacted:
-            value = value.flat
-        if isinstance(value, OuterPacked) and value.is_recomputed:
-            found[id(one)] = one.fetch()
-    return found
 
 
 class Alias(torch.autograd.Function):
@@ -239,33 +171,9 @@ def copied(tensor: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> t
     return placed_on(copy, tensor)
 
 
-def compact(saved: Iterable[SavedTensor]) -> None:
-    """Let those that are small parts of a storage hold copies, so that they do not pin it.
-
-    Not those that were written to: backward has to see that.
-    """
-    groups: defaultdict[int, list[SavedTensor]] = defaultdict(list)
-    for one in saved:
-        if isinstance(one.value, torch.Tensor) and not one.written:
-            groups[next(iter(one.sizes()))].append(one)
-    for group in groups.values():
-        if any(_fills_storage(one.value) for one in group):
-            continue
-        views: dict[Any, Any] = {_view_of(one.value): one.value for one in group}
-        size = sum(view.numel() * view.element_size() for view in views.values())
-        if size < max(map(storage_bytes, views.values())) and not any(one.was_changed for one in group):
-            copies = {view: _compacted(tensor) for view, tensor in views.items()}
-            for one in group:
-                one.value, one.watched = copies[_view_of(one.value)], None
-
-
-def _fills_storage(tensor: Any) -> bool:
-    """Return whether a tensor is certainly no small part of its storage."""
-    return type(tensor) is torch.Tensor and tensor.numel() * tensor.element_size() >= storage_bytes(tensor)
-
-
 @torch.no_grad()
-def _compacted(tensor: torch.Tensor) -> Any:
+def compacted(tensor: torch.Tensor) -> Any:
+    """Return a copy of a tensor that does not hold the rest of its storage: ``Compacted``, or a tensor."""
     if Layout.fits(tensor):
         layout, flat = Layout.of(detached(tensor))
         if shares_storage(flat, [tensor]):
@@ -275,8 +183,4 @@ def _compacted(tensor: torch.Tensor) -> Any:
         return tensor.clone(memory_format=torch.preserve_format)  # a subclass has a layout of its own
     # Its elements overlap: copy all from the first to the last.
     whole = detached(tensor).as_strided((1 + last_offset(tensor.shape, tensor.stride()),), (1,))
-    return _compacted(whole).as_strided(tensor.shape, tensor.stride())
-
-
-def _view_of(tensor: Any) -> Any:
-    return layout_key(local_of(tensor)), distribution_of(tensor)
+    return compacted(whole).as_strided(tensor.shape, tensor.stride())
