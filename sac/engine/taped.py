@@ -32,7 +32,7 @@ from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import fetch, pack_with_outer_hooks
 from sac.stores.backward_order import CallNode
 from sac.stores.offload import OffloadUse
-from sac.tensors import describe, storage_address, storage_bytes, tensor_parts, version_of
+from sac.tensors import describe, detached, storage_address, storage_bytes, tensor_parts, version_of
 
 _EARLIER = "earlier contents of a tensor from outside are needed"
 
@@ -211,6 +211,8 @@ class TapedFrame(Frame):
         for value, leaf in tape.leaves.items():
             if value not in needed and not leaf.is_parameter:
                 leaf.tensor = None
+            elif isinstance(leaf.tensor, Tensor) and not leaf.tensor.is_leaf:  # its graph may hold this tape
+                leaf.tensor = detached(leaf.tensor)
 
     def _asked_for(self, last: int) -> set[int]:
         """Return the kept values before entry ``last`` that a rerun needs; cheap ones of saved ops alone it makes."""

@@ -155,4 +155,6 @@ class RegionMode(BareMode):
 
     def __exit__(self, *error: Any) -> None:
         _ACTIVE.mode = self._outer
+        if self.whole is not None:
+            self.whole.end()
         super().__exit__(*error)  # type: ignore[no-untyped-call]

@@ -37,6 +37,10 @@ class WholeModules:
         """Note the region's saved-tensor hooks, which are the innermost ones."""
         self._packs = active_packs(self.count_hooks)
 
+    def end(self) -> None:
+        """Hold the region's hooks no longer: they lead back to here."""
+        self._packs = ()
+
     def rule_of(self, path: str) -> ResolvedRule | None:
         """Return the rule that saves the call of the module at ``path`` that begins now, if there is one."""
         rule = self.table.whole_rule(path)
