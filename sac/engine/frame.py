@@ -18,12 +18,12 @@ from sac.engine.handles import KEPT, MISSING, Handle
 from sac.engine.inputs import Inputs
 from sac.engine.serve import Served, rerun
 from sac.engine.settings import Settings
-from sac.engine.state import ForwardState, bound_in
+from sac.engine.state import ForwardState, bound_in, put_back
 from sac.engine.tape import Tape
 from sac.engine.untraced import never_compiled
 from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import PackHooks, active_hooks, pack_with_outer_hooks
-from sac.tensors import describe, storage_address, storage_bytes, version_of
+from sac.tensors import copy_of, describe, is_wrapper, storage_address, storage_bytes, version_of
 from sac.torch_private import graph_is_retained
 
 _SMALL = 1 << 16  # of buffers up to so many bytes a recorded call keeps a copy without a warning
@@ -52,6 +52,8 @@ class Frame:
         self.input_bytes = 0, 0  # of inputs that this call keeps, and those of them in host memory
         self.kept_bytes = 0  # if the activations of this call are kept after all
         self._handles: list[weakref.ref[Handle]] = []
+        # If the activations are kept although other ranks may recompute: what was written to, with contents and version.
+        self._owes: list[tuple[Tensor, Any, int]] | None = None
         self._packed: list[tuple[Tensor, int]] = []  # what autograd saves, with its version; until the forward ends
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_careful: bool) -> Any:
@@ -84,7 +86,7 @@ class Frame:
         """End the forward."""
         self._end(self.state.end())
         self.is_open = False
-        if any(handle.state == MISSING for handle in alive(self._handles)):
+        if self._owes is not None or any(handle.state == MISSING for handle in alive(self._handles)):
             self.input_bytes = self.inputs.bytes
         else:
             self._drop()
@@ -105,7 +107,12 @@ class Frame:
             handle.is_written_later = tensor._version != version
         if self._is_new(written):
             self._keep_whole()
-            self._drop()
+            if self.group.communicates:
+                plain = (tensor for tensor in written if not is_wrapper(tensor))
+                self._owes = [(one, copy_of(one.untyped_storage()), version_of(one)) for one in plain]
+                self.inputs.end(self._packer())
+            else:
+                self._drop()
         else:
             self.inputs.end(self._packer())
         self._packed = []
@@ -180,6 +187,8 @@ class Frame:
     @never_compiled
     def _unpack(self, handle: Handle) -> Tensor:
         if handle.state != MISSING:
+            if self._owes is not None:
+                self._take_part(self._owes)
             return handle.held(self.where)
         if self._packed:  # a gradient that the region's own forward takes
             return self._packed[handle.index][0]
@@ -197,6 +206,20 @@ class Frame:
         if graph_is_retained():
             handle.value = None  # the next backward recomputes it; otherwise autograd drops the handle soon
         return value
+
+    def _take_part(self, written: list[tuple[Tensor, Any, int]]) -> None:
+        """Run again for nothing but the collectives, which other ranks send in their recomputation."""
+        last = max(alive(self._handles), key=lambda handle: handle.index)
+        stand_in = Handle(last.index, torch.empty(0))
+        stand_in.metadata = last.metadata
+        self._owes = None
+        self._rerun({last.index: stand_in}, None)
+        for tensor, contents, version in written:
+            put_back(tensor, contents, version)
+        if graph_is_retained():
+            self._owes = written
+        else:
+            self._drop()
 
     def _drop(self) -> None:
         """Release what recomputations start from."""

@@ -48,7 +48,8 @@ class RegionGroup:
     ``not_replayable``: why a call could not be replayed; later ones use rerun. ``careful``: whether forwards need a
     mode, since they choose, write to tensors from outside or draw from other generators than the default ones (None:
     not known yet). ``harmless``: of what may be a choice or a draw, what recorded calls have shown to be none;
-    ``doubt``: what calls without a mode had. ``verified``: a replay has given the forward's values. ``schedule``: that
+    ``doubt``: what calls without a mode had. ``verified``: a replay has given the forward's values. ``communicates``: other
+    ranks take part. ``schedule``: that
     of the last call. ``functions``: what calls of autograd functions have shown, by (path, function).
     """
 
@@ -63,6 +64,7 @@ class RegionGroup:
         self.harmless: Counter[Any] = Counter()
         self.doubt: Counter[Any] = Counter()
         self.verified = False
+        self.communicates = False
         self.schedule: Schedule | None = None
         self.warns = False  # when a call cannot be replayed
         self.functions: dict[Any, Any] = {}

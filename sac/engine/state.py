@@ -226,7 +226,7 @@ class ForwardState:
             for tensor, contents in self._contents(tape):
                 storage = tensor.untyped_storage()
                 if storage.nbytes() == contents.nbytes():  # else FSDP has freed it, and gathers it again
-                    stack.callback(_put_back, tensor, copy_of(storage), version_of(tensor))
+                    stack.callback(put_back, tensor, copy_of(storage), version_of(tensor))
                     overwrite(storage, contents)
             yield
 
@@ -244,7 +244,8 @@ class ForwardState:
             set_python_random(self.python)
 
 
-def _put_back(tensor: Tensor, contents: Any, version: int) -> None:
+def put_back(tensor: Tensor, contents: Any, version: int) -> None:
+    """Give a tensor the contents and the version that it had."""
     if tensor.untyped_storage().nbytes() != contents.nbytes():
         return  # FSDP has freed it
     overwrite(tensor.untyped_storage(), contents)

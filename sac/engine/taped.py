@@ -34,6 +34,7 @@ from sac.stores.backward_order import CallNode
 from sac.stores.offload import OffloadUse
 from sac.tensors import describe, detached, storage_address, storage_bytes, tensor_parts, version_of
 
+_FOR_RANKS = "set `engine: rerun` for this model: other ranks may not fall back, and would wait for each other"
 _EARLIER = "earlier contents of a tensor from outside are needed"
 
 
@@ -122,6 +123,7 @@ class TapedFrame(Frame):
         if self._python is not None and not same_python_random(self._python, python_random()):
             self.state.python, tape.is_careful = self._python, True
         group.learn(seen, is_careful=tape.is_careful)
+        group.communicates = group.communicates or tape.has_collectives
         tape.check_small()
         if tape.why_not and self._replays:
             group.give_up(tape.why_not, self.where)
@@ -308,6 +310,9 @@ class TapedFrame(Frame):
             except UnsteadyError:
                 pass
             except CannotReplayError as reason:
+                if self.tape.has_collectives:  # other ranks may replay, and would not take part in a rerun
+                    problem = Problem(self.where, f"it cannot be replayed: {reason}", fix=_FOR_RANKS)
+                    raise RegionError(problem) from None
                 self.group.give_up(str(reason), self.where)
             for handle in waiting.values():
                 handle.value = None
@@ -379,11 +384,12 @@ class TapedFrame(Frame):
             self.group.verified = True
             return
         self._sums = {}
-        self._check_units(different)
+        if self._are_of_units(different):
+            if self.tape.has_collectives:
+                return  # the warning says that this step's gradients may differ
+            raise UnsteadyError
         index, tensor = next(pair for pair in compared if pair[0] in different)
         found = f"saved tensor {index} ({describe(tensor)}) is replayed with other values than forward had"
-        if self.tape.has_collectives:  # other ranks may not have seen a difference, and would not take part
-            raise RegionError(Problem(self.where, found, fix="set `engine: rerun` for this model"))
         raise CannotReplayError(found)
 
     def _verify_rerun(self, waiting: dict[int, Handle]) -> None:
@@ -413,17 +419,19 @@ class TapedFrame(Frame):
         site = self.tape.sites[maker]
         return f", of {site_name(site)} in {f'module {site.path}' if site.path else 'the region itself'}"
 
-    def _check_units(self, different: set[int]) -> None:
-        """Raise ``UnsteadyError`` if units have given the ``different`` handles; save their results from now on."""
+    def _are_of_units(self, different: set[int]) -> bool:
+        """Return whether units have given one of the ``different`` handles; save their results from now on."""
         tape = self.tape
         values = {index: value for index, value, _ in self._wanted} if not self.is_open else {}
         units = {tape.makers[values[index]] for index in different if index in values} & tape.units.keys()
         if not units:
-            return
+            return False
         for unit in units:
             self.group.functions[tape.units[unit].key].unsteady = True
         names = ", ".join(sorted({tape.units[unit].cls.__name__ for unit in units}))
         found = f"{names} gives other values when it runs again"
         fix = "none is needed for later steps, its results are kept from now on"
+        if self.tape.has_collectives:
+            fix += ". The gradients of this step may differ"
         warnings.warn(str(Problem(self.where, found, fix=fix)), SacWarning, stacklevel=2)
-        raise UnsteadyError
+        return True
