@@ -34,7 +34,6 @@ from sac.stores.backward_order import CallNode
 from sac.stores.offload import OffloadUse
 from sac.tensors import describe, detached, storage_address, storage_bytes, tensor_parts, version_of
 
-_FOR_RANKS = "set `engine: rerun` for this model: other ranks may not fall back, and would wait for each other"
 _EARLIER = "earlier contents of a tensor from outside are needed"
 
 
@@ -311,8 +310,8 @@ class TapedFrame(Frame):
                 pass
             except CannotReplayError as reason:
                 if self.tape.has_collectives:  # other ranks may replay, and would not take part in a rerun
-                    problem = Problem(self.where, f"it cannot be replayed: {reason}", fix=_FOR_RANKS)
-                    raise RegionError(problem) from None
+                    fix = "set `engine: rerun` for this model"
+                    raise RegionError(Problem(self.where, str(reason), fix=fix)) from None
                 self.group.give_up(str(reason), self.where)
             for handle in waiting.values():
                 handle.value = None
