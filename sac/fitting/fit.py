@@ -98,7 +98,7 @@ def replay_bytes(profile: RegionProfile, choice: Choice, inputs: int) -> int:
     begins, starts = profile.late_replay(choice.keep.saved)
     first_read = {profile.roots[need.value]: need.time for need in reversed(needs)}
     waits = {root for root in (profile.roots[value] for value in starts) if first_read.get(root, -1) > begins}
-    between = _replay_peak(profile, again.entries, held) + again.copied - _bytes_of(profile, held | needed)
+    between = _replay_peak(profile, again.entries, held) - _bytes_of(profile, held | needed)
     more = _bytes_of(profile, held - needed) + _bytes_of(profile, waits) + max(0, between)
     return more + (inputs if needs and begins < needs[-1].time else 0)
 

@@ -61,15 +61,11 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """The cost of a save option: entries that run again, in order, and values that are held, with their bytes.
-
-    ``copied``: those of held values that a replay copies, since it writes to them.
-    """
+    """The cost of a save option: entries that run again, in order, and values that are held, with their bytes."""
 
     entries: tuple[int, ...]
     held: tuple[int, ...]
     bytes: int
-    copied: int = 0
 
 
 class BareTape:
@@ -148,17 +144,16 @@ class RegionProfile:
 
     def recomputed(self, saved: Collection[int], engine: Engine = "replay") -> Recompute:
         """Return what ``engine`` runs again and holds if the entries ``saved``, and those that must be, are saved."""
-        kept, copied = self._kept(saved), 0
+        kept = self._kept(saved)
+        held: Collection[int]
         if engine == "replay":
-            steps, starts, written = self._schedule(kept, self.needs)
-            again, held = steps, {*starts}
-            copied = sum(self.bytes[value] for value in starts if self.roots[value] in written)
+            again, held = self._schedule(kept, self.needs)
         else:
             again = [one.number for one in self.entries[: self.end] if one.number not in saved and not one.must_save]
             held = kept & {need.value for need in self.needs}.union(*(self.entries[number].reads for number in again))
         values = sorted({*held, *self.routed})
         storages = {self.roots[value]: self.bytes[value] for value in values}
-        return Recompute(tuple(again), tuple(values), sum(storages.values()), copied)
+        return Recompute(tuple(again), tuple(values), sum(storages.values()))
 
     def late_replay(self, saved: Collection[int]) -> tuple[int, tuple[int, ...]]:
         """Return when the replay begins if exactly the entries ``saved`` are saved, and the values it starts from.
@@ -180,10 +175,10 @@ class RegionProfile:
         chosen = {*saved, *(entry.number for entry in self.entries if entry.must_save)}
         return {value for number in chosen for value in self.entries[number].makes}
 
-    def _schedule(self, kept: Collection[int], needs: Sequence[Need]) -> tuple[list[int], list[int], Collection[int]]:
-        """Return the entries that run again, the kept values that they start from, and what they write to of these."""
+    def _schedule(self, kept: Collection[int], needs: Sequence[Need]) -> tuple[list[int], list[int]]:
+        """Return the entries that run again, and the kept values that they start from."""
         wanted = [(handle, need.value, need.time) for handle, need in enumerate(needs)]
         tape: Any = copy(self.tape)
         tape.kept = kept
         schedule = schedule_replay(tape, wanted)
-        return [step[0] for step in schedule.steps], schedule.kept, ()
+        return [step[0] for step in schedule.steps], schedule.kept

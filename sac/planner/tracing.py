@@ -14,7 +14,7 @@ from sac.blocks.find import Block
 from sac.blocks.install import InstalledForward, set_forward, take_off, track_modules
 from sac.blocks.paths import parts_of
 from sac.engine.handles import EXTERNAL
-from sac.engine.op_trace import OpTraceRecorder, signature
+from sac.engine.op_trace import OpTraceRecorder, RegionStats, signature
 from sac.engine.recorder import TapeMode
 from sac.engine.region import Region, RegionGroup
 from sac.engine.settings import NEVER, REPLAY, RERUN, Settings
@@ -316,6 +316,7 @@ class ProfiledRegion(Region):
         is_alone = active_hooks() is None or settings.engine == REPLAY
         if settings.use_reentrant or settings.engine == RERUN or not is_alone:
             self._refuse("it does not run under the replay engine")
+        self.stats = RegionStats()  # a policy that saves everything has only the first call recorded
         try:
             return super().run(function, owners, settings, args, kwargs)
         except CannotProfile as error:
