@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from sac.checksums import checksum, find_different
 from sac.engine.handles import Handle
 from sac.engine.rng import GeneratorStates, advanced, default_generators, set_states, states_of
-from sac.engine.tape import CannotReplayError, Tape, as_refs, from_refs
+from sac.engine.tape import DiffersError, Tape, as_refs, from_refs
 from sac.engine.tracker import active_mode, without_mode
 from sac.outer_hooks import fetch
 from sac.tensors import copy_of, detached, is_wrapper, placed_on, storage_address, tensors_of
@@ -570,7 +570,7 @@ def run_unit(tape: Tape, entry: int, values: dict[int, Any]) -> None:
     for value, (is_returned, number) in zip(tape.results(entry), unit.results, strict=True):
         results = returned if is_returned else saved
         if number not in results:
-            raise CannotReplayError(f"{unit.cls.__name__} returns or saves fewer tensors than in forward")
+            raise DiffersError(f"{unit.cls.__name__} returns or saves fewer tensors than in forward")
         values[value] = detached(results[number])
 
 

@@ -13,7 +13,7 @@ from sac.engine.autocast import as_then
 from sac.engine.functions import run_unit
 from sac.engine.rng import set_states
 from sac.engine.schedule import Schedule, UnobtainableError, schedule_replay
-from sac.engine.tape import HOLE, CannotReplayError, Tape, from_refs
+from sac.engine.tape import HOLE, CannotReplayError, DiffersError, Tape, from_refs
 from sac.outer_hooks import fetch
 from sac.tensors import copy_of, is_wrapper, placed_on, same_bytes, tensors_of, version_of
 from sac.torch_private import BelowAutograd, WithoutAutocast
@@ -176,7 +176,7 @@ def _run(tape: Tape, entry: int, values: dict[int, Any]) -> Any:
         results = tensors_of(out)
         if len(results) != count:
             found = f"{site.op} returned {count} tensors in forward and {len(results)} in its replay"
-            raise CannotReplayError(found)
+            raise DiffersError(found)
         values.update(zip(tape.results(entry), results, strict=True))
     return out
 

@@ -41,6 +41,10 @@ class CannotReplayError(Exception):
     """This call cannot be replayed; the text says why."""
 
 
+class DiffersError(CannotReplayError):
+    """A replay differs from the forward, which other ranks may not find."""
+
+
 @dataclass(slots=True, eq=False)
 class Leaf:
     """A tensor from outside. ``version``: at the end of the forward. ``is_parameter``: its storage identifies it."""

@@ -25,7 +25,7 @@ from sac.engine.schedule import Schedule, UnobtainableError, key_of, schedule_re
 from sac.engine.serve import Served
 from sac.engine.settings import ALWAYS, NEVER
 from sac.engine.table import site_name
-from sac.engine.tape import CannotReplayError, Tape
+from sac.engine.tape import CannotReplayError, DiffersError, Tape
 from sac.engine.untraced import never_compiled
 from sac.engine.verify import may_differ
 from sac.errors import Problem, RegionError, SacWarning
@@ -309,7 +309,8 @@ class TapedFrame(Frame):
             except UnsteadyError:
                 pass
             except CannotReplayError as reason:
-                if self.tape.has_collectives:  # other ranks may replay, and would not take part in a rerun
+                # Other ranks may replay, and would not take part in a rerun.
+                if self.tape.has_collectives and isinstance(reason, DiffersError):
                     fix = "set `engine: rerun` for this model"
                     raise RegionError(Problem(self.where, str(reason), fix=fix)) from None
                 self.group.give_up(str(reason), self.where)
@@ -389,7 +390,7 @@ class TapedFrame(Frame):
             raise UnsteadyError
         index, tensor = next(pair for pair in compared if pair[0] in different)
         found = f"saved tensor {index} ({describe(tensor)}) is replayed with other values than forward had"
-        raise CannotReplayError(found)
+        raise DiffersError(found)
 
     def _verify_rerun(self, waiting: dict[int, Handle]) -> None:
         """Compare the values of a rerun with those of the forward."""
