@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType
 from typing import Any
 
@@ -424,6 +424,29 @@ def ignored_ops() -> set[Any] | None:
 # thread a stack of transforms, which autograd copies twice for each node of every backward from then on. Without it
 # users get torch's own errors about saved-tensor hooks or storages. 2.0 to 2.13.
 transform_is_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+
+# The nesting depth of the `vmap` of `is_grads_batched`. No function reads it, but entering returns it. Without them a
+# recomputation that draws random numbers raises torch's error. 1.8 to 2.13.
+_enter_vmap: Any = getattr(torch._C, "_vmapmode_increment_nesting", None)
+_leave_vmap: Any = getattr(torch._C, "_vmapmode_decrement_nesting", None)
+
+
+@contextmanager
+def without_transforms() -> Iterator[None]:
+    """Leave the transforms of ``torch.func`` and of a batched backward, and enter them again at the end; 2.0 to 2.13."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    depth = 0
+    if _enter_vmap is not None and _leave_vmap is not None:
+        depth = _enter_vmap() - 1
+        for _ in range(depth + 1):
+            _leave_vmap()
+    try:
+        with temporarily_clear_interpreter_stack() if transform_is_active() else nullcontext():
+            yield
+    finally:
+        for _ in range(depth):
+            _enter_vmap()
 
 
 def forward_ad_level() -> int:

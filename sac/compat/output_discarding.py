@@ -164,6 +164,8 @@ class Discardable:
         is then not the region's own, and was written to.
         """
         if index in self._tensors:
+            if not self._is_unchanged(index):
+                raise _error(index, "was written to after a region had taken it as its input", WRITTEN_LATER)
             return self._tensors[index].detach()
         node: Any = self._remembered.grad_fn
         found: torch.Tensor = node.saved_tensors[index]

@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from sac.engine.untraced import never_compiled
 from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import PackHooks, active_hooks, pack_with_outer_hooks
 from sac.tensors import copy_of, describe, is_wrapper, storage_address, storage_bytes, version_of
-from sac.torch_private import graph_is_retained
+from sac.torch_private import graph_is_retained, without_transforms
 
 _SMALL = 1 << 16  # of buffers up to so many bytes a recorded call keeps a copy without a warning
 _KEPT_WHOLE = (
@@ -194,7 +195,8 @@ class Frame:
             return self._packed[handle.index][0]
         if handle.value is None:
             try:
-                self._recompute(self._waiting())
+                with without_transforms():  # it runs once for all gradients of a batch
+                    self._recompute(self._waiting())
             except torch.OutOfMemoryError as error:
                 self.settings.add_note(error)
                 raise
@@ -245,8 +247,9 @@ class Frame:
         self.state.check(self.tape, self.where)
         with self.state.restored(self.tape):
             args, kwargs = self.inputs.again(self.where, written=self.tape is not None and bool(self.tape.before))
+            again, total = partial(rerun, self.function, args, kwargs), len(self._handles)
             with self.state.modes.entered():
-                rerun(self.function, args, kwargs, waiting, self.where, self.settings, mode, stops=self.early_stop)
+                again(waiting, self.where, self.settings, mode, stops=self.early_stop, total=total)
 
 
 def alive(handles: Sequence[weakref.ref[Handle]]) -> list[Handle]:

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from sac.engine.fp8 import REASON, Fp8Function, for_fp8, keeps_fp8_state
 from sac.engine.frame import Frame
 from sac.engine.functions import install
+from sac.engine.objects import attributes_of
 from sac.engine.op_trace import (
     OpTraceRecorder,
     OpTraceRow,
@@ -262,7 +263,10 @@ def run_as_region(
 
 
 def parts_of_function(function: Any) -> list[Any]:
-    """Return the modules and functions that a function holds directly: bound, in a partial, in its closure."""
+    """Return the modules and functions that a function holds directly: bound, in a partial, in its closure.
+
+    Of an object that can be called: its method, and the modules among its attributes.
+    """
     parts: list[Any] = []
     waiting = [function]
     while waiting and len(parts) < _MOST_PARTS:
@@ -276,6 +280,11 @@ def parts_of_function(function: Any) -> list[Any]:
         elif isinstance(part, types.FunctionType) and not any(part is other for other in parts):
             parts.append(part)
             waiting += _cells(part)
+        elif hasattr(part, "__dict__") and isinstance(getattr(type(part), "__call__", None), types.FunctionType):
+            waiting += [
+                type(part).__call__,
+                *(one for one in attributes_of(part).values() if isinstance(one, nn.Module)),
+            ]
     return parts
 
 

@@ -43,8 +43,12 @@ def rerun(
     mode: Served | None,
     *,
     stops: bool,
+    total: int,
 ) -> None:
-    """Run ``function`` again and fill the handles ``waiting``; the i-th saved tensor belongs to the i-th handle."""
+    """Run ``function`` again and fill the handles ``waiting``; the i-th saved tensor belongs to the i-th handle.
+
+    ``stops``: whether it ends with the last of them. ``total``: how many tensors the forward saved.
+    """
     last, count, is_over = max(waiting), 0, False
 
     def pack(tensor: Tensor) -> Any:
@@ -73,8 +77,8 @@ def rerun(
         pass
     if mode is not None:
         mode.check()
-    if any(handle.value is None for handle in waiting.values()):
-        found = f"it saved {count} tensors in recomputation, and at least {last + 1} in forward: {OTHER}"
+    if any(handle.value is None for handle in waiting.values()) or (not stops and count > total):
+        found = f"it saved {count} tensors in recomputation, and {total} in forward: {OTHER}"
         raise RegionError(Problem(where, found, fix=OTHER_FIX))
 
 

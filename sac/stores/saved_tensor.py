@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sac.outer_hooks import OuterPacked, PackHooks, fetch, pack_with_outer_hooks
-from sac.stores.layout import Layout, distribution_of, local_of
+from sac.stores.layout import Layout
 from sac.tensors import (
     copy_of,
     detached,
     is_plain,
     last_offset,
-    layout_key,
     placed_on,
     shares_storage,
-    storage_bytes,
     storage_sizes,
     tell_of,
     version_of,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from sac.region.ambient import Snapshot, thread_parts
 from torch import Tensor
 
 import sac
+from sac.engine.thread_state import Autocast
+from sac.engine.undo import UndoStack
 from tests.support.blocks import FunctionBlock
 from tests.support.pairs import in_pairs
 from tests.support.runs import Noted
@@ -103,13 +104,11 @@ def test_autocast_is_put_back_when_recomputation_raises() -> None:
 def test_a_device_type_that_only_the_inputs_have_is_seen() -> None:
     """A CPU build knows of CUDA's autocast, and a meta tensor has none."""
     meta = torch.ones(2, device="meta")
-    autocast, *_ = parts = thread_parts([torch.ones(2), meta, _Elsewhere()])
-    assert [name for name, _, _ in autocast.read()[0]] == ["cpu", "xpu"]
-    state = Snapshot(parts)
+    autocast = Autocast([torch.ones(2), meta, _Elsewhere()])  # type: ignore[list-item]
     torch.set_autocast_dtype("xpu", BF16)
     try:
-        with ExitStack() as stack:
-            state.enter_on(stack)
+        with UndoStack() as stack:
+            autocast.enter_on(stack)
             assert torch.get_autocast_dtype("xpu") == FP16
         assert torch.get_autocast_dtype("xpu") == BF16
     finally:
@@ -126,8 +125,7 @@ class _Elsewhere:
 def test_nothing_is_entered_where_autocast_is_the_same() -> None:
     """Neither off nor on: the cache of the surrounding autocast stays in use."""
     for surrounding in ("off", "bf16"):
-        with SURROUNDINGS[surrounding](), ExitStack() as stack:
-            state = Snapshot(thread_parts([torch.ones(2)]))
-            state.enter_on(stack)
+        with SURROUNDINGS[surrounding](), UndoStack() as stack:
+            Autocast([torch.ones(2)]).enter_on(stack)
             assert torch.autocast_increment_nesting() == 1 + (surrounding == "bf16")
             torch.autocast_decrement_nesting()

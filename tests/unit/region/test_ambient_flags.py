@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from sac.region import ambient as process_flags
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sac
+from sac.engine.flags import _FLAGS
 from sac.torch_private import set_precision
 from tests.support.blocks import FULL, FunctionBlock, install
 from tests.support.recording import Recorder
@@ -89,10 +89,9 @@ ON_EACH_FLAG = pytest.mark.parametrize(("surrounding", "read"), FLAGS.values(), 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")  # by default it is neither set nor unset
-    before = process_flags._read()
+    before = [read() for read, _ in _FLAGS]
     yield
-    assert process_flags._read() == before
-    assert process_flags._changes == []
+    assert [read() for read, _ in _FLAGS] == before
     for backend in ("cuda", "mkldnn"):
         set_precision(backend, "matmul", "none")
 
@@ -268,4 +267,4 @@ def test_older_and_newer_words_for_a_precision_stay_in_step() -> None:
 
 def test_the_names_of_torch_are_there() -> None:
     """All the flags that the Note lists: torch 2.13 has 18 of them."""
-    assert len(process_flags._READERS) >= 16
+    assert len(_FLAGS) >= 16

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from sac.region import ambient
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sac
+from sac import torch_private
+from sac.engine import thread_state
+from sac.engine.thread_state import FunctionModes, leave_function_modes
+from sac.engine.undo import UndoStack
 from tests.support.blocks import FunctionBlock
 from tests.support.pairs import in_pairs
 from tests.support.runs import Noted
@@ -169,18 +171,17 @@ def test_a_mode_that_the_region_enters_is_left_when_recomputation_stops_early() 
     assert stack_now() == []
 
 
-def test_where_modes_are_the_same_nothing_is_moved() -> None:
+def test_where_modes_are_the_same_nothing_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[Any] = []
-    part = replace(ambient.FUNCTION_MODES, put=moved.append, take_back=moved.append)
+    monkeypatch.setattr(thread_state, "_set_modes", lambda modes: moved.append([*modes]))
     surroundings: list[AbstractContextManager[Any]] = [nullcontext(), torch.device("cpu"), CosineForSine()]
     for surrounding in surroundings:
-        with surrounding, ExitStack() as stack:
-            ambient.Snapshot([part]).enter_on(stack)
+        with surrounding, FunctionModes().entered():
+            pass
     assert moved == []
-    modes = ambient.Snapshot([part])
-    with CosineForSine() as other, ExitStack() as stack:
-        modes.enter_on(stack)
-    assert [*map(list, moved)] == [[], [other]]
+    with CosineForSine() as other, UndoStack() as stack:
+        leave_function_modes(stack)
+    assert moved == [[], [other]]
 
 
 def test_a_region_called_with_subclasses_off_is_recomputed_so() -> None:
@@ -222,5 +223,5 @@ def test_dispatch_modes_are_those_of_backward() -> None:
 
 
 def test_the_names_of_torch_are_there() -> None:
-    assert ambient.HAS_FUNCTION_MODES
-    assert ambient.HAS_FUNCTION_STATE
+    assert torch_private.HAS_FUNCTION_MODES
+    assert torch_private.HAS_FUNCTION_STATE

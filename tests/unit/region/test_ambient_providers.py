@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from sac.region import ambient as process_flags
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sac
+from sac.engine.flags import BackendFlags
 from sac.errors import RegionError
 from sac.full import FullConfig
 from tests.support.blocks import FULL, Stack, install, square
@@ -201,11 +201,10 @@ def test_providers_are_asked_in_order_and_undone_in_reverse() -> None:
 @contextmanager
 def everything_else_is_put_back(module: nn.Module) -> Iterator[None]:
     """Hold that random state, flags, autocast, modes and buffers are the same after a failure."""
-    random, flags, count = torch.get_rng_state(), process_flags._read(), module.count.clone()
+    random, flags, count = torch.get_rng_state(), BackendFlags()._then, module.count.clone()
     yield
     assert torch.equal(torch.get_rng_state(), random)
-    assert process_flags._read() == flags
-    assert process_flags._changes == []
+    assert BackendFlags()._then == flags
     assert torch.overrides._get_current_function_mode_stack() == []
     assert not torch.is_autocast_enabled("cpu")
     assert torch.equal(module.count, count)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from sac.region.forward_ad import outside_transforms
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 
@@ -108,18 +107,3 @@ def test_a_region_inside_a_region(mode: str) -> None:
         return list(torch.autograd.grad(out, [x, *parameters], BATCH, is_grads_batched=True))
 
     assert_as_without(mode, blocks(), program)
-
-
-def test_transforms_are_entered_again() -> None:
-    def draw(x: Tensor) -> Tensor:
-        with outside_transforms():
-            torch.rand(2)
-        return x + torch.rand(2)
-
-    with pytest.raises(RuntimeError, match="randomness error mode"):
-        torch.vmap(draw)(torch.ones(3, 2))
-    x = torch.ones(2, requires_grad=True)
-    out = x * 2
-    out.register_hook(lambda grad: draw(grad))
-    with pytest.raises(RuntimeError, match="random operations inside of vmap"):
-        torch.autograd.grad(out, x, torch.ones(3, 2), is_grads_batched=True)

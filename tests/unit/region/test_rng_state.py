@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import functools
-import random
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from sac.region import rng
-from sac.region.rng import HostRandomState
 from torch import Tensor
 from torch.nn import functional as F
 
 import sac
 from sac.engine.rng import _accelerator_generators, default_generator
-from sac.engine.undo import UndoStack
 from sac.errors import RegionError
 from sac.full import FullConfig, RngTracker
 from tests.support.blocks import FunctionBlock, Stack, policy, save, selective
@@ -326,31 +322,3 @@ def test_the_current_device_and_those_of_the_inputs_are_taken(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # not yet, or in a forked process
     monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("initialises the device"))
     assert _accelerator_generators([]) == []
-
-
-def half_a_pair() -> float:
-    random.gauss(0.0, 1.0)  # makes two numbers; the second is still to come
-    return random.gauss(0.0, 1.0)
-
-
-@pytest.mark.parametrize("is_seen", [True, False], ids=["in its memory", "by asking"])
-@pytest.mark.parametrize("draw", [random.random, lambda: random.gauss(0.0, 1.0), half_a_pair, lambda: random.seed(7)])
-def test_pythons_own_generator(draw: Callable[[], Any], is_seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a forward drew is drawn again, and afterwards the state is the one from before."""
-    if not is_seen:
-        monkeypatch.setattr(rng._PYTHON, "_generator", None)
-    elif rng._PYTHON._generator is None:
-        pytest.skip("the state does not stand where it is looked for in this Python")
-    for start in (1, 2, 1):  # a state that was there before
-        random.seed(start)
-        random.gauss(0.0, 1.0)
-        before = HostRandomState()
-        assert not before.has_moved()
-        drawn = draw()
-        assert before.has_moved()
-        after = random.getstate()
-        with UndoStack() as stack:
-            before.enter_on(stack)
-            assert draw() == drawn
-            random.random()
-        assert random.getstate() == after
