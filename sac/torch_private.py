@@ -433,7 +433,7 @@ _leave_vmap: Any = getattr(torch._C, "_vmapmode_decrement_nesting", None)
 
 @contextmanager
 def without_transforms() -> Iterator[None]:
-    """Leave the transforms of ``torch.func`` and of a batched backward, and enter them again at the end; 2.0 to 2.13."""
+    """Leave the transforms of ``torch.func`` and of a batched backward, and enter them again at the end; to 2.13."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
     depth = 0

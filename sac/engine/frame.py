@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections import Counter
@@ -53,7 +54,8 @@ class Frame:
         self.input_bytes = 0, 0  # of inputs that this call keeps, and those of them in host memory
         self.kept_bytes = 0  # if the activations of this call are kept after all
         self._handles: list[weakref.ref[Handle]] = []
-        # If the activations are kept although other ranks may recompute: what was written to, with contents and version.
+        self._thread = threading.get_ident()
+        # If activations are kept although other ranks may recompute: what was written to, with contents and version.
         self._owes: list[tuple[Tensor, Any, int]] | None = None
         self._packed: list[tuple[Tensor, int]] = []  # what autograd saves, with its version; until the forward ends
 
@@ -95,9 +97,17 @@ class Frame:
     def _begin(self, inputs: Inputs) -> None:
         pass
 
-    def _pack(self, tensor: Tensor) -> Handle:
+    def _new_handle(self, tensor: Tensor) -> Handle:
+        if threading.get_ident() != self._thread:
+            found = "another thread runs ops of this region, as `torch.jit.fork` does: their order is not known"
+            fix = "do not fork inside of the block, or leave the block out of checkpointing"
+            raise RegionError(Problem(self.where, found, fix=fix))
         handle = Handle(len(self._handles), tensor)
         self._handles.append(weakref.ref(handle))
+        return handle
+
+    def _pack(self, tensor: Tensor) -> Handle:
+        handle = self._new_handle(tensor)
         self._packed.append((tensor, tensor._version))
         return handle
 
@@ -249,7 +259,7 @@ class Frame:
             args, kwargs = self.inputs.again(self.where, written=self.tape is not None and bool(self.tape.before))
             again, total = partial(rerun, self.function, args, kwargs), len(self._handles)
             with self.state.modes.entered():
-                again(waiting, self.where, self.settings, mode, stops=self.early_stop, total=total)
+                again(waiting, self.where, self.settings, mode, stops=self.early_stop or self.is_open, total=total)
 
 
 def alive(handles: Sequence[weakref.ref[Handle]]) -> list[Handle]:

@@ -49,9 +49,9 @@ class RegionGroup:
     ``not_replayable``: why a call could not be replayed; later ones use rerun. ``careful``: whether forwards need a
     mode, since they choose, write to tensors from outside or draw from other generators than the default ones (None:
     not known yet). ``harmless``: of what may be a choice or a draw, what recorded calls have shown to be none;
-    ``doubt``: what calls without a mode had. ``verified``: a replay has given the forward's values. ``communicates``: other
-    ranks take part. ``schedule``: that
-    of the last call. ``functions``: what calls of autograd functions have shown, by (path, function).
+    ``doubt``: what calls without a mode had. ``verified``: a replay has given the forward's values. ``communicates``:
+    other ranks take part. ``schedule``: that of the last call. ``functions``: what calls of autograd functions have
+    shown, by (path, function).
     """
 
     def __init__(self, table: DecisionTable, name: str, planned: PlannedRegion | None = None) -> None:
@@ -280,11 +280,8 @@ def parts_of_function(function: Any) -> list[Any]:
         elif isinstance(part, types.FunctionType) and not any(part is other for other in parts):
             parts.append(part)
             waiting += _cells(part)
-        elif hasattr(part, "__dict__") and isinstance(getattr(type(part), "__call__", None), types.FunctionType):
-            waiting += [
-                type(part).__call__,
-                *(one for one in attributes_of(part).values() if isinstance(one, nn.Module)),
-            ]
+        elif isinstance(call := getattr(type(part), "__call__", None), types.FunctionType):  # noqa: B004
+            waiting += [call, *(held for held in attributes_of(part).values() if isinstance(held, nn.Module))]
     return parts
 
 

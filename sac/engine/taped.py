@@ -96,8 +96,7 @@ class TapedFrame(Frame):
             yield
 
     def _pack(self, tensor: Tensor) -> Handle:
-        handle = Handle(len(self._handles), tensor)
-        self._handles.append(weakref.ref(handle))
+        handle = self._new_handle(tensor)
         mode = self.mode
         if mode is not None and not mode.paused:
             mode.paused = True  # to detach a tensor of a wrapper class is an op
@@ -159,7 +158,8 @@ class TapedFrame(Frame):
         handle.is_written_later = last >= time
         is_stored = tape.roots[value] in self._stored_roots
         # Without rules a call on another rank may have no tape, and runs until it has all that autograd saved.
-        if self._is_full or (handle.state == KEPT and last >= time) or (handle.state == EXTERNAL and is_stored):
+        is_asked = self._is_full or not self.early_stop
+        if is_asked or (handle.state == KEPT and last >= time) or (handle.state == EXTERNAL and is_stored):
             handle.release()
         return (handle.index, value, time) if handle.state == MISSING else None
 

@@ -895,7 +895,7 @@ def test_context_fn_refuses_weights_that_change_between_the_passes() -> None:
     with pytest.raises(sac.errors.RegionError) as caught:
         out.sum().backward()
     assert str(caught.value) == (
-        "sac.context_fn: a tensor from outside the region (float32[6, 4]) was changed in place after the forward: it is at "
-        "version 2, backward expects version 1\n    fix: do not write to it between forward and backward, or pass it to "
-        "the region as an argument"
+        "sac.context_fn: a tensor from outside the region (float32[6, 4]) was changed in place after the forward: it "
+        "is at version 2, backward expects version 1\n"
+        "    fix: do not write to it between forward and backward, or pass it to the region as an argument"
     )

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 import sac
-from sac.errors import SacWarning
+from sac.errors import RegionError, SacWarning
 from tests.support.blocks import FULL, FunctionBlock, Stack, policy, save, selective, square
 from tests.support.recording import Recorder, kept_bytes, without_collector
 from tests.support.replay_kernels import FromOutside, tanh_into, twice_in_place
-from tests.support.replay_programs import POLICIES, applied, block_of, gradients, python_runs
+from tests.support.replay_programs import POLICIES, applied, block_of, python_runs
 from tests.support.training import assert_same, built, train
 
 MATMULS = POLICIES["matmuls"]
@@ -51,9 +51,6 @@ def test_auto_replays() -> None:
 NOT_REPLAYED: dict[str, tuple[Any, str]] = {
     "full": (FULL, ""),
     "no rules": (selective(policy()), ""),
-    "all is saved": (selective(policy(default="save")), "rerun"),
-    "all is saved, and a rule says so too": (selective(policy(save("matmul"), default="save")), "rerun"),
-    "a saved module": (selective(policy({"id": "m", "module": "part", "do": "save", "optional": True})), ""),
     "rerun": (selective(MATMULS, engine="rerun"), "rerun"),
 }
 
@@ -113,13 +110,11 @@ def goes_unseen(block: FunctionBlock, x: Tensor) -> Tensor:
     return (h.cos() @ block.b).sin() * x
 
 
+NO_OP_MADE_IT = "autograd reads a tensor that no op made and that is no input, parameter or module attribute"
 GIVES_WAY: dict[Body, str] = {
-    fills_memory: "replay would hold what the policy does not save (float32[8, 8])",
-    fills_memory_of_a_saved_product: "replay would hold what the policy does not save (float32[8, 8])",
-    comes_from_outside: "replay would hold what the policy does not save (float32[8, 8])",
-    is_made_unseen: "autograd saves a tensor that no op made",
-    is_made_unseen_last: "autograd saves a tensor that no op made",
-    was_made_in_inference_mode: "aten.add.Tensor reads an inference tensor",
+    is_made_unseen: NO_OP_MADE_IT,
+    is_made_unseen_last: NO_OP_MADE_IT,
+    was_made_in_inference_mode: NO_OP_MADE_IT.replace("autograd", "aten.add.Tensor"),
     goes_unseen: "saved tensor 2 (float32[8, 8]) is replayed with other values than forward had",
 }
 
@@ -130,11 +125,15 @@ def test_giving_way_is_reported_and_nothing_else_says_it(body: Body) -> None:
     chosen = POLICIES["nothing"] if body is goes_unseen else rule
     seen, model = trained(selective(chosen), body)
     assert_same(train(built(block_of(body)), steps=3, make_input=square), seen)
-    assert (engines(model), python_runs(model)) == (("rerun", GIVES_WAY[body]), 6)
+    assert engines(model) == ("rerun", GIVES_WAY[body])
+    assert python_runs(model) >= 3
     assert f"run again as Python, not replayed: {GIVES_WAY[body]}" in str(sac.report(model))
 
 
-@pytest.mark.parametrize("body", [two_products, *GIVES_WAY], ids=lambda body: body.__name__)
+UNITS = [fills_memory, fills_memory_of_a_saved_product, comes_from_outside]
+
+
+@pytest.mark.parametrize("body", [two_products, *UNITS, *GIVES_WAY], ids=lambda body: body.__name__)
 @pytest.mark.parametrize("name", POLICIES)
 def test_no_more_is_kept_than_under_rerun(name: str, body: Body) -> None:
     rerun, auto = (
@@ -158,73 +157,30 @@ def test_a_cast_of_a_weight_is_not_held_when_autocast_is_left() -> None:
     assert kept_past_autocast("auto") <= kept_past_autocast("rerun")
 
 
-# Errors that rerun does not raise
-
-
-def written_after_it_was_saved(block: FunctionBlock, x: Tensor) -> Tensor:
-    h = block.last = (x @ block.a).exp()
-    out = h @ block.b
-    h.add_(1)
-    return out
-
-
-def test_a_write_to_what_autograd_saved_is_as_under_rerun() -> None:
-    """Without us it is an error; rerun stops before the write, or makes the value again."""
-    value = POLICIES["nothing"]
-    rerun, _ = trained(selective(value, engine="rerun"), written_after_it_was_saved)
-    auto, model = trained(selective(value), written_after_it_was_saved)
-    assert_same(rerun, auto)
-    assert engines(model) == ("rerun", "aten.add_.Tensor writes to memory in which autograd saved a tensor before")
+# Tensors from outside
 
 
 def reads_outside(block: FunctionBlock, x: Tensor) -> Tensor:
     return (x @ block.a + block.outside).sin() @ block.b
 
 
-def multiplies_by_outside(block: FunctionBlock, x: Tensor) -> Tensor:
-    return (x @ block.a).sin() * block.outside
-
-
-def with_outside(body: Body, kind: str) -> Callable[[], Stack]:
+@pytest.mark.parametrize("kind", ["buffer", "attribute"])
+def test_a_tensor_from_outside_that_is_written_to_before_backward_is_an_error(kind: str) -> None:
     def build() -> Stack:
-        block = FunctionBlock(body)
+        block = FunctionBlock(reads_outside)
         if kind == "buffer":
             block.register_buffer("outside", torch.ones(8, 8))
         else:
             block.outside = torch.ones(8, 8)
         return Stack(block)
 
-    return build
-
-
-def refilled(model: Stack) -> dict[str, Tensor]:
-    """The same values are written to what the region has read, as by a cache of positions."""
-    torch.manual_seed(0)
-    for _ in range(3):
-        out = model(torch.randn(8, 8))
-        model.blocks[0].outside.fill_(1)
-        out.square().sum().backward()
-    return gradients(model)
-
-
-def with_copies(model: Stack) -> dict[str, Tensor]:
-    """What ``refilled`` is to give; autograd itself does not look at values, and raises."""
-    torch.manual_seed(0)
-    for _ in range(3):
-        model(torch.randn(8, 8)).square().sum().backward()
-    return gradients(model)
-
-
-@pytest.mark.parametrize("kind", ["buffer", "attribute"])
-@pytest.mark.parametrize("body", [reads_outside, multiplies_by_outside])  # autograd saves what it multiplies by
-def test_a_small_tensor_from_outside_that_is_written_to_is_put_back(body: Any, kind: str) -> None:
-    build = with_outside(body, kind)
     model = applied(build, selective(MATMULS))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", SacWarning)
-        seen = refilled(model)
-    assert_same(with_copies(built(build)), seen)
-    assert engines(model) == ("replay", "")
+    out = model(torch.randn(8, 8))
+    model.blocks[0].outside.fill_(1)
+    with pytest.raises(
+        RegionError, match=r"outside the region \(float32\[8, 8\]\) was changed in place after the forward"
+    ):
+        out.square().sum().backward()
 
 
 # Hooks
