@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sac.engine.autocast import as_then
 from sac.engine.functions import run_unit
-from sac.engine.rng import set_states
+from sac.engine.rng import set_states, states_of
 from sac.engine.schedule import Schedule, UnobtainableError, schedule_replay
 from sac.engine.tape import HOLE, CannotReplayError, DiffersError, Tape, from_refs
 from sac.outer_hooks import fetch
@@ -140,7 +140,8 @@ def _is_changed(tape: Tape, value: int, tensor: Tensor) -> bool:
     """Return whether a small leaf has other contents than in forward; the CPU's may have been written to unseen."""
     if version_of(tensor) != tape.leaves[value].version:
         return True
-    return tensor.is_cpu and not same_bytes(tensor.untyped_storage(), tape.before[tape.roots[value]][1])
+    contents = tape.before[tape.roots[value]][1]
+    return contents.device.type == "cpu" and not same_bytes(tensor.untyped_storage(), contents)
 
 
 def is_there(tensor: Tensor) -> bool:
@@ -187,7 +188,7 @@ def _generators_kept(tape: Tape) -> Iterator[None]:
         yield
         return
     generators = {id(generator): generator for states in tape.states.values() for generator, _ in states}
-    states = [(generator, generator.get_state()) for generator in generators.values()]
+    states = states_of(generators.values())
     try:
         yield
     finally:

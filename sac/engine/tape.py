@@ -18,6 +18,7 @@ from sac.tensors import (
     copy_of,
     detached,
     inner_tensors,
+    is_plain,
     is_wrapper,
     same_bytes,
     storage_address,
@@ -142,7 +143,7 @@ class Tape:
         self.leaf_roots.setdefault(address, self.roots[value])
         is_parameter = tensor.is_leaf and tensor.requires_grad
         self.leaves[value] = Leaf(tensor, version_of(tensor), tensor.shape, is_parameter)
-        is_small = type(tensor) is Tensor and storage_bytes(tensor) <= _COPIED and not tensor._is_zerotensor()
+        is_small = is_plain(tensor) and storage_bytes(tensor) <= _COPIED and not tensor._is_zerotensor()
         if is_small and not is_parameter and self.roots[value] == value:
             self.before[value] = detached(tensor), copy_of(tensor.untyped_storage())
             if reader is not None and reader.is_view:  # NumPy may write through the view before an op reads it

@@ -32,7 +32,7 @@ from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import fetch, pack_with_outer_hooks
 from sac.stores.backward_order import CallNode
 from sac.stores.offload import OffloadUse
-from sac.tensors import describe, detached, storage_address, storage_bytes, tensor_parts, version_of
+from sac.tensors import describe, detached, is_plain, storage_address, storage_bytes, tensor_parts, version_of
 
 _EARLIER = "earlier contents of a tensor from outside are needed"
 
@@ -237,7 +237,7 @@ class TapedFrame(Frame):
         whole = {storage_address(tensor) for tensor in self.tape.kept.values()}
         parts: dict[int, list[Handle]] = {}
         for handle in handles:
-            if handle.state == KEPT and type(handle.value) is Tensor and handle.value.layout is torch.strided:
+            if handle.state == KEPT and is_plain(handle.value) and handle.value.layout is torch.strided:
                 address = storage_address(handle.value)
                 if address not in whole:
                     parts.setdefault(address, []).append(handle)
