@@ -176,8 +176,8 @@ class Served(RegionMode):
         tape, (value, time) = self._tape, handle.position
         address = storage_address(tensor)
         root = tape.leaf_roots.get(address)
-        if root is None or root == tape.roots[value]:
-            return
+        if root is None or root == tape.roots[value] or tape.makers[tape.roots[value]] >= 0:
+            return  # a parameter that the region itself gathers is a result of its ops, too
         leaf = tape.leaves[root].tensor
         if not isinstance(leaf, Tensor) or storage_address(leaf) != address:  # its memory was given back, and reused
             return
