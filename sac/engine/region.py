@@ -172,10 +172,11 @@ class Region:
             stats.take(SavedFigures(kept, 0, {NO_RULE: kept}) if kept else None, frame.input_bytes)
             return output
         stats.engine = REPLAY if frame.is_replayed else RERUN
+        if frame.trace is not None:
+            check_planned_signature(group.planned, frame.trace, self.path)
         stats.take(frame.figures, frame.input_bytes)
         stats.offloads = frame.offloads
         if frame.trace is not None:
-            check_planned_signature(group.planned, frame.trace, self.path)
             group.op_trace = tuple(frame.trace.rows)
             log_decisions(self.path, group.op_trace)
         return output

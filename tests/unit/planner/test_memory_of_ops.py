@@ -28,15 +28,6 @@ class Bag(nn.Module):
         return x + self.out(self.bag(tokens))
 
 
-class Random(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.relu = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH), nn.RReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.relu(self.up(x)))
-
-
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -58,12 +49,10 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("name", ["sum", "mean", "max", "rrelu"])
+@pytest.mark.parametrize("name", ["sum", "mean", "max"])
 def test_a_real_step_keeps_the_budget(name: str) -> None:
     inputs: tuple[Tensor, ...] = (torch.randn(8, WIDTH), torch.arange(40).reshape(8, 5))
     model = Model(*(Bag(name) for _ in range(3)))
-    if name == "rrelu":
-        model, inputs = Model(Random(), Random(), Random()), inputs[:1]
     planner = prepare(model, inputs)
     made = make_plan(planner, "50%")
     record = planner.run(made.point.choice)

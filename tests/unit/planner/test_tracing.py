@@ -131,18 +131,6 @@ def test_several_stacks() -> None:
     assert stacks == {"encoder.block": 2, "decoder.block": 2}
 
 
-def test_what_is_made_of_constants_alone_cannot_be_saved_whatever_the_other_stack_does() -> None:
-    """As in the engine: T5's first decoder block makes its mask first; an encoder's first clone is of its input."""
-    model, inputs = model_named("T5")
-    found = {
-        profile.paths[0]: entry.savable
-        for profile in profiles_of(model, inputs)
-        for entry in profile.entries
-        if (entry.module, entry.op, entry.call) == ("layer.0.SelfAttention", "aten.clone.default", 0)
-    }
-    assert [found[path] for path in ("encoder.block.1", "decoder.block.0", "decoder.block.1")] == [True, False, True]
-
-
 def test_a_block_that_is_called_twice_has_one_profile_and_two_places() -> None:
     shared = Block()
 
@@ -247,13 +235,11 @@ def test_without_gradients_nothing_is_profiled() -> None:
 
 
 def test_what_replay_cannot_do_is_told() -> None:
-    def sparse_in_place(x: Tensor) -> Tensor:
-        sparse = x.detach().to_sparse()
-        sparse.mul_(2.0)
-        return x + sparse.to_dense()
+    def unwritten(x: Tensor) -> Tensor:
+        return x + torch.empty_like(x) * 0
 
-    model = Model(Block(sparse_in_place), Block())
-    with pytest.raises(CannotProfile, match=r"aten\.mul_\.Tensor writes to a tensor without strides"):
+    model = Model(Block(unwritten), Block())
+    with pytest.raises(CannotProfile, match=r"aten\.mul\.Tensor reads memory that no op has written to"):
         profile_regions(find_blocks(model), lambda: model(torch.ones(4, DIM)))
 
 
