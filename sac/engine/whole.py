@@ -64,6 +64,9 @@ class WholeModules:
         first = (len(tape.sites), len(tape.roots)) if is_recorded else (0, 0)
         outer = mode.path, mode.sites
         mode.path, mode.sites = self.table.sites_inside(path)
+        trace = mode.op_trace if is_recorded else None
+        if trace is not None:  # it has one row for the module
+            mode.op_trace = None
         self.is_inside = True
         try:
             with without_hooks(self._packs):
@@ -71,11 +74,13 @@ class WholeModules:
         finally:
             self.is_inside = False
             mode.path, mode.sites = outer
+            if trace is not None:
+                mode.op_trace = trace
         if is_recorded:
             size = keep(tape, [*_tensors_in(out)], [*_tensors_in((args, kwargs))], first, rule.index)
-            if mode.op_trace is not None:
+            if trace is not None:
                 module = getattr(function, "__self__", None)
-                mode.op_trace.add_module((path, number), rule, module, out, kept_bytes=size, flops=0)
+                trace.add_module((path, number), rule, module, out, kept_bytes=size, flops=0)
         return out
 
 

@@ -34,7 +34,7 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, "comapre", "--model", "x") == (
         'sac: there is no command "comapre"\n'
         "    did you mean: compare\n"
-        "    legal: check, trace, compare, plan, build\n"
+        "    legal: check, trace, compare, plan\n"
         "    fix: `sac --help` says what each does\n"
     )
 
