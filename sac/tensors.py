@@ -299,3 +299,15 @@ def storage_bytes(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):
         return tensor.numel() * tensor.element_size()
+
+
+def landed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` when the functional collectives that fill its memory have ended; modes do not see it."""
+    guard = UnseenByModes() if UnseenByModes is not None else None
+    try:
+        for part in tensor_parts(tensor):
+            if type(part) is Tensor:
+                torch.ops._c10d_functional.wait_tensor.default(part)
+        return tensor
+    finally:
+        del guard

@@ -25,7 +25,7 @@ from sac.engine.tape import Tape
 from sac.engine.untraced import never_compiled
 from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import PackHooks, active_hooks, pack_with_outer_hooks
-from sac.tensors import copy_of, describe, is_wrapper, storage_address, storage_bytes, version_of
+from sac.tensors import copy_of, describe, is_wrapper, landed, storage_address, storage_bytes, version_of
 from sac.torch_private import graph_is_retained, without_transforms
 
 _SMALL = 1 << 16  # of buffers up to so many bytes a recorded call keeps a copy without a warning
@@ -260,6 +260,9 @@ class Frame:
             again, total = partial(rerun, self.function, args, kwargs), len(self._handles)
             with self.state.modes.entered():
                 again(waiting, self.where, self.settings, mode, stops=self.early_stop or self.is_open, total=total)
+            if self.group.communicates:
+                for handle in waiting.values():
+                    landed(handle.value)
 
 
 def alive(handles: Sequence[weakref.ref[Handle]]) -> list[Handle]:

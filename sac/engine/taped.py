@@ -32,7 +32,16 @@ from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import fetch, pack_with_outer_hooks
 from sac.stores.backward_order import CallNode
 from sac.stores.offload import OffloadUse
-from sac.tensors import describe, detached, is_plain, storage_address, storage_bytes, tensor_parts, version_of
+from sac.tensors import (
+    describe,
+    detached,
+    is_plain,
+    landed,
+    storage_address,
+    storage_bytes,
+    tensor_parts,
+    version_of,
+)
 
 _EARLIER = "earlier contents of a tensor from outside are needed"
 
@@ -349,6 +358,8 @@ class TapedFrame(Frame):
             repeats = not self.is_open and any(step[0] in tape.units for step in schedule.steps)
             with self.state.restored(None) if repeats else self.state.flags.entered():
                 filled = [*replay(tape, schedule, wanted)]
+            if tape.has_collectives:
+                filled = [(index, landed(tensor)) for index, tensor in filled]
         except ChangedError as change:
             raise RegionError(self._of_change(change.value)) from None
         except UnobtainableError:
