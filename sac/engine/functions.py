@@ -198,7 +198,7 @@ class FunctionCall:
             if is_outside and is_plain and root not in tape.before and root not in self.copies:
                 self.copies[root] = detached(tensor), _copied(tensor)
             if not (tensor.is_leaf and tensor.requires_grad):
-                self.scope.note([tensor], is_fresh=root in tape.fresh)
+                self.scope.note([tensor], is_fresh=root in tape.fresh or tape.is_in_flight(root))
 
     def _why_strict(self, examines: bool) -> str:
         if self.site.is_compiled:

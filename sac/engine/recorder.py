@@ -20,7 +20,7 @@ from sac.engine.table import NO_RULE, CallSite, DecisionTable, decide, gathers, 
 from sac.engine.tape import HOLE, Tape, as_refs
 from sac.engine.tracker import RegionMode
 from sac.engine.verify import sums_of_arguments
-from sac.engine.wrappers import same_memory
+from sac.engine.wrappers import is_in_flight, same_memory
 from sac.ops.facts import FILLING, FILLING_PARTS
 from sac.policy.model import Decision
 from sac.tensors import copy_of, detached, equal, is_wrapper, layout_key, same_bytes, storage_address, tensors_of
@@ -60,8 +60,10 @@ class TapeMode(RegionMode):
         scope.look(tensors_of(args))
         out = self._dispatch(func, args, kwargs or {})
         site = self.sites[id(func)]
-        scope.note(tensors_of(out), is_fresh=site.traits.is_uninitialised or site.is_collective)
-        if site.writes:  # what a collective writes may not have come yet
+        results, tape = tensors_of(out), self.tape
+        is_fresh = site.traits.is_uninitialised or site.is_collective  # it may not have come yet
+        scope.note(results, is_fresh=is_fresh or (site.is_view and any(tape.is_in_flight(tape.find(one)) for one in results)))
+        if site.writes:
             scope.note(written_tensors(site, args, kwargs or {}), is_fresh=site.is_collective)
         return out
 
@@ -298,7 +300,7 @@ class TapeMode(RegionMode):
             handle.hold(tensor, EXTERNAL)
         elif root in tape.kept_roots:
             handle.hold(tensor, KEPT)
-        elif self.sums is not None:
+        elif self.sums is not None and not (tape.is_in_flight(root) or is_in_flight(tensor)):
             self.sums[handle.index] = checksum(tensor)
 
     def same_as(self, tensor: Tensor) -> int:

@@ -330,9 +330,15 @@ class Tape:
             writers.append(entry)
 
     def last_write(self, value: int) -> int:
-        """Return the last entry that writes to the storage of ``value``, -1 if there is none."""
-        writers = self.writers.get(self.roots[value])
-        return writers[-1] if writers else -1
+        """Return the last entry that writes to the storage of ``value`` and is not a wait, -1 if there is none."""
+        writers = self.writers.get(self.roots[value], ())
+        return next((entry for entry in reversed(writers) if entry not in self.waits), -1)
+
+    def is_in_flight(self, value: int) -> bool:
+        """Return whether a collective may not have ended that gives ``value`` its contents."""
+        root = self.roots[value]
+        entry = [self.makers[root], *self.writers.get(root, ())][-1]
+        return entry >= 0 and entry not in self.waits and bool(self.sites[entry].is_collective)
 
     def writes_of(self, entry: int) -> list[int]:
         """Return the roots that ``entry`` writes to."""

@@ -28,6 +28,7 @@ from sac.engine.table import site_name
 from sac.engine.tape import CannotReplayError, DiffersError, Tape
 from sac.engine.untraced import never_compiled
 from sac.engine.verify import may_differ
+from sac.engine.wrappers import is_in_flight
 from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import fetch, pack_with_outer_hooks
 from sac.stores.backward_order import CallNode
@@ -384,7 +385,7 @@ class TapedFrame(Frame):
 
     def _verify(self, filled: list[tuple[int, Tensor]], waiting: dict[int, Handle]) -> None:
         """Compare replayed values with those of the forward."""
-        compared = [(index, tensor) for index, tensor in filled if index in self._sums]
+        compared = [pair for pair in filled if pair[0] in self._sums and not is_in_flight(pair[1])]
         pairs = [(self._sums[index], checksum(tensor)) for index, tensor in compared]
         different = {compared[position][0] for position in find_different(pairs)}
         for index, tensor in compared:
@@ -405,7 +406,7 @@ class TapedFrame(Frame):
 
     def _verify_rerun(self, waiting: dict[int, Handle]) -> None:
         """Compare the values of a rerun with those of the forward."""
-        indices = [index for index in waiting if index in self._sums]
+        indices = [index for index in waiting if index in self._sums and not is_in_flight(waiting[index].value)]
         pairs = [(self._sums[index], checksum(waiting[index].value)) for index in indices]
         different = [indices[position] for position in find_different(pairs)]
         different = [index for index in different if not self._may_differ(waiting[index])]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sac.checksums import checksum, find_different
 from sac.engine.tape import Tape
+from sac.engine.wrappers import is_in_flight
 from sac.tensors import describe, tensors_of
 
 # The ops that a forward can run from torch's list of nondeterministic kernels (`torch.use_deterministic_algorithms`,
@@ -56,9 +57,9 @@ def may_differ(tape: Tape, values: Iterable[int], device: torch.device) -> bool:
 
 
 def sums_of_arguments(args: Any, is_parameter: Sequence[bool]) -> tuple[Any, ...]:
-    """Return the checksums of the tensors among the arguments of a call, None for parameters."""
+    """Return the checksums of the tensors among the arguments of a call, None for parameters and what has not come."""
     pairs = zip(tensors_of(args), is_parameter, strict=False)
-    return tuple(None if skips else checksum(tensor) for tensor, skips in pairs)
+    return tuple(None if skips or is_in_flight(tensor) else checksum(tensor) for tensor, skips in pairs)
 
 
 def same_sums(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:

@@ -62,3 +62,9 @@ def wrap_arguments(wrapper: Any) -> list[Any]:
 def same_memory(left: Tensor, right: Tensor) -> bool:
     """Return whether two wrappers of one class consist of the same storages."""
     return type(left) is type(right) and storage_addresses(left) == storage_addresses(right)
+
+
+def is_in_flight(tensor: Tensor) -> bool:
+    """Return whether a tensor is, or holds, the result of a collective that has not been waited for."""
+    parts = (tensor, *(part for part, _ in parts_of(tensor))) if is_wrapper(tensor) else ()
+    return any(getattr(part, "completed", True) is False for part in parts)  # of `AsyncCollectiveTensor`

@@ -73,7 +73,7 @@ def test_plain_tensors_that_are_shares_are_found_out_in_forward() -> None:
     told = run_ranks(2, refused, mode)
     assert told[0] == told[1]
     assert told[0] == (
-        "args[0]: its values differ between the 2 ranks of the group that it is to be scattered over "
+        "argument 0: its values differ between the 2 ranks of the group that it is to be scattered over "
         "(is it split between them, as in sequence parallelism?)\n"
         "    fix: scatter what all ranks have whole: choose by `keep`, or keep the inputs of this region whole"
     )
