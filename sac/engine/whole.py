@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from sac.engine.objects import attributes_of, is_own_object
+from sac.engine.op_trace import OpTraceRecorder
 from sac.engine.table import DecisionTable, ResolvedRule
 from sac.outer_hooks import active_packs, without_hooks
 from sac.policy.model import ALTERNATE
@@ -65,8 +66,9 @@ class WholeModules:
         outer = mode.path, mode.sites
         mode.path, mode.sites = self.table.sites_inside(path)
         trace = mode.op_trace if is_recorded else None
+        inside = OpTraceRecorder()
         if trace is not None:  # it has one row for the module
-            mode.op_trace = None
+            mode.op_trace = inside
         self.is_inside = True
         try:
             with without_hooks(self._packs):
@@ -80,7 +82,8 @@ class WholeModules:
             size = keep(tape, [*_tensors_in(out)], [*_tensors_in((args, kwargs))], first, rule.index)
             if trace is not None:
                 module = getattr(function, "__self__", None)
-                trace.add_module((path, number), rule, module, out, kept_bytes=size, flops=0)
+                flops = sum(row.flops for row in inside.rows)
+                trace.add_module((path, number), rule, module, out, kept_bytes=size, flops=flops)
         return out
 
 
