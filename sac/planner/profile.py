@@ -91,6 +91,11 @@ class BareTape:
         """Return the values that ``entry`` makes."""
         return self.entries[entry].makes
 
+    def last_write(self, value: int) -> int:
+        """Return the last entry that writes to the storage of ``value`` and is not a wait, -1 if there is none."""
+        writers = self.writers.get(self.roots[value], ())
+        return next((entry for entry in reversed(writers) if entry not in self.waits), -1)
+
     def writes_of(self, entry: int) -> tuple[int, ...]:
         """Return the roots that ``entry`` writes to."""
         return self.entries[entry].writes
@@ -168,8 +173,7 @@ class RegionProfile:
 
     def _is_kept(self, need: Need, kept_roots: Collection[int]) -> bool:
         root = self.roots[need.value]
-        is_final = max(self.tape.writers.get(root, (-1,))) < need.time
-        return root in kept_roots and is_final
+        return root in kept_roots and self.tape.last_write(need.value) < need.time
 
     def _kept(self, saved: Collection[int]) -> set[int]:
         chosen = {*saved, *(entry.number for entry in self.entries if entry.must_save)}
