@@ -25,8 +25,9 @@ from sac.engine.tape import Tape
 from sac.engine.untraced import never_compiled
 from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import PackHooks, active_hooks, pack_with_outer_hooks
+from sac.stores.backward_order import CallNode
 from sac.tensors import copy_of, describe, is_wrapper, landed, storage_address, storage_bytes, version_of
-from sac.torch_private import graph_is_retained, without_transforms
+from sac.torch_private import graph_is_retained, tree_leaves, without_transforms
 
 _SMALL = 1 << 16  # of buffers up to so many bytes a recorded call keeps a copy without a warning
 _KEPT_WHOLE = (
@@ -55,6 +56,7 @@ class Frame:
         self.kept_bytes = 0  # if the activations of this call are kept after all
         self._handles: list[weakref.ref[Handle]] = []
         self._thread = threading.get_ident()
+        self.call: CallNode | None = None  # if something of it may wait in host memory
         # If activations are kept although other ranks may recompute: what was written to, with contents and version.
         self._owes: list[tuple[Tensor, Any, int]] | None = None
         self._packed: list[tuple[Tensor, int]] = []  # what autograd saves, with its version; until the forward ends
@@ -65,6 +67,8 @@ class Frame:
         with self.recording():
             output = self.function(*args, **kwargs)
         self.end()
+        if self.call is not None:
+            self.call.mark(tree_leaves(output))
         return output
 
     def begin(
@@ -76,7 +80,8 @@ class Frame:
         arguments = (*args, *kwargs.values(), *bound_in(self.function))
         self.state = ForwardState(self.owners, arguments, self.settings, is_careful=is_careful)
         if self.settings.input_storing is not None:
-            inputs.store(self.settings.input_storing, self.where)
+            self.call = CallNode()
+            inputs.store(self.settings.input_storing, self.where, self.call)
         self._begin(inputs)
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -60,13 +60,13 @@ class Inputs:
         self._stored: dict[int, StoredInput] = {}
 
     @property
-    def stored(self) -> Iterable[int]:
-        """The indices of the inputs that are in a store."""
-        return self._stored.keys()
+    def stored(self) -> Mapping[int, StoredInput]:
+        """The inputs that are in a store, by index."""
+        return self._stored
 
-    def store(self, storing: InputStoring, where: str) -> None:
+    def store(self, storing: InputStoring, where: str, call: CallNode) -> None:
         """Copy the chosen inputs to their store before the forward."""
-        call, leaves = CallNode(), [*self.leaves]
+        leaves = [*self.leaves]
         for index in storing.choose(leaves):
             name = partial("argument {}".format, index)
             self._stored[index] = StoredInput(leaves[index], storing.store, call, (where, index), name)
@@ -109,7 +109,9 @@ class Inputs:
             if index in self._same:
                 leaves[index] = leaves[self._same[index]]
             elif type(tensor) is not Parameter:
-                again = tensor.fetch() if type(tensor) is StoredInput else fetch(tensor)
+                again = fetch(tensor)
+                if type(tensor) is StoredInput:
+                    tensor.tensor.prefetch()  # what other regions will need
                 leaves[index] = again = again.detach().requires_grad_(requires_grad)
                 if written and requires_grad and not is_leaf:
                     with torch.enable_grad():

@@ -19,6 +19,7 @@ from sac.engine.state import ForwardState, bound_in
 from sac.engine.untraced import never_compiled
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import PackHooks, active_hooks, pack_with_outer_hooks
+from sac.stores.backward_order import CallNode
 from sac.tensors import describe, metadata, version_of
 from sac.torch_private import graph_is_retained, is_for_every_leaf, tree_flatten, tree_leaves, tree_unflatten
 
@@ -40,8 +41,9 @@ def run_reentrant(
     Grad mode is off, so it is unknown which results depend on a trained tensor: each that can have a gradient counts.
     """
     inputs = Inputs(args, kwargs)
+    node = CallNode()
     if settings.input_storing is not None:
-        inputs.store(settings.input_storing, where)
+        inputs.store(settings.input_storing, where, node)
     arguments = (*args, *kwargs.values(), *bound_in(function))
     state = ForwardState(owners, arguments, settings, is_careful=True, copies=True)
     call = _Call(function, inputs, state, where, checks=settings.checks_metadata)
@@ -49,7 +51,9 @@ def run_reentrant(
     call.arguments = args, kwargs
     tensors = [tensor for _, tensor in inputs.tensors]
     outputs = _Node.apply(call, *tensors)  # type: ignore[no-untyped-call]
-    return call.result(outputs), inputs.bytes
+    result = call.result(outputs)
+    node.mark(tree_leaves(result))
+    return result, inputs.bytes
 
 
 # Autograd attaches the history of a node's outputs to the tensors themselves. So only tensors that the region made are

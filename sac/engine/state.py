@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from operator import is_
 from typing import Any
@@ -55,10 +55,14 @@ def modules_in(owners: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def bound_in(function: Any) -> Iterator[Any]:
-    """Yield the arguments that a partial function holds."""
+    """Yield the arguments that a partial function holds, and the generators in the closure of its function."""
     while isinstance(function, partial):
         yield from (*function.args, *function.keywords.values())
         function = function.func
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # it has no contents yet
+            if isinstance(cell.cell_contents, torch.Generator):
+                yield cell.cell_contents
 
 
 class ForwardState:

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from sac.engine.rng import GeneratorStates
 from sac.engine.table import DecisionTable
 from sac.engine.wrappers import PART, WRAP, parts_of, wrap_arguments
+from sac.stores.store import StoredInput
 from sac.tensors import (
     copy_of,
     detached,
@@ -104,6 +105,7 @@ class Tape:
         self.unit_of: dict[int, int] = {}  # collective inside of a unit -> the unit
         self.ends_early = True  # a rerun ends with the last tensor that is missing
         self.input_roots: set[int] = set()
+        self.stored: dict[int, StoredInput] = {}  # roots of inputs that a store has copied when the forward began
         self.is_careful = False  # there is something of which a forward without a mode takes no notice
         self.parts: dict[
             int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]
@@ -294,6 +296,8 @@ class Tape:
             return
         tensor = self.leaves[root].tensor
         self.is_careful = True
+        if root in self.stored:
+            self.stored[root].tensor.settle()  # its copy may still be on the way
         if root in self.before:
             return
         if is_wrapper(tensor) or tensor.layout is not torch.strided:

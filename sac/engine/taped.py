@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -77,7 +76,6 @@ class TapedFrame(Frame):
         self._schedule: Schedule | None = None
         self._wanted: list[tuple[int, int, int]] = []
         self.figures: SavedFigures | None = None
-        self._call = CallNode() if group.table.offloads else None
         self.offloads: Mapping[int, OffloadUse] = {}
 
     def _new_tape(self) -> Tape:
@@ -93,7 +91,11 @@ class TapedFrame(Frame):
             for tangent in tangents:
                 if tangent is not None:
                     self.tape.add_leaf(tangent)
-        self._stored_roots = {self.tape.roots[self._input_leaves[index]] for index in inputs.stored}
+        self.tape.stored = {self.tape.roots[self._input_leaves[index]]: one for index, one in inputs.stored.items()}
+        if self.group.table.offloads:
+            self.call = self.call or CallNode()
+            for _, tensor in inputs.tensors:
+                self.call.follow(tensor)
         self._python = python_random() if self.group.careful is None else None
         if self.mode is not None:
             self.mode.last_draw = -1, self.state.default_states()
@@ -147,8 +149,8 @@ class TapedFrame(Frame):
             if leaf.tensor is not None:
                 leaf.version = version_of(leaf.tensor)
         del every
-        if self._call is not None:
-            self.offloads = offload(tape, handles, self.settings, self._call, is_packed=self._outer is not None)
+        if self.call is not None and tape.table.offloads:
+            self.offloads = offload(tape, handles, self.settings, self.call, is_packed=self._outer is not None)
         self.input_bytes = self._bytes_of_inputs(handles), 0
         self._pack_outside(handles)
         tape.close()
@@ -166,7 +168,7 @@ class TapedFrame(Frame):
         if tape.roots[value] in tape.fresh:
             tape.fail("autograd saved memory that no op has written to")
         handle.is_written_later = last >= time
-        is_stored = tape.roots[value] in self._stored_roots
+        is_stored = tape.roots[value] in tape.stored
         # Without rules a call on another rank may have no tape, and runs until it has all that autograd saved.
         is_asked = self._is_full or not self.early_stop
         if is_asked or (handle.state == KEPT and last >= time) or (handle.state == EXTERNAL and is_stored):

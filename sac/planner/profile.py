@@ -80,6 +80,7 @@ class BareTape:
             for root in entry.writes:
                 self.writers.setdefault(root, []).append(entry.number)
         self.collectives = [entry.number for entry in entries if entry.is_collective]
+        self.stored: dict[int, Any] = {}
         self.waits = {entry.number for entry in entries if entry.is_collective and entry.is_view}
         self.unit_of: dict[int, int] = {}
         self.chained: dict[int, int] = {}
