@@ -86,7 +86,7 @@ def in_float64() -> Iterator[None]:
 @pytest.fixture
 def few_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of a dozen save options for each region group and not of hundreds: a step is run with each."""
-    monkeypatch.setattr("sac.planner.pareto.MOST_BEST", 12)
+    monkeypatch.setattr("sac.planner.pareto.MOST_OPTIONS", 12)
 
 
 @pytest.fixture

@@ -1,14 +1,13 @@
-"""The save options of a region are those that no other beats: the same as trying them all."""
+"""The save options of a region: what they cost is what the engine does, and little is lost against trying them all."""
 
-from dataclasses import replace
 from itertools import combinations
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sac.planner.pareto import MOST_BEST, SaveOption, pareto, priced
+from sac.planner.pareto import MOST_OPTIONS, SaveOption, pareto, priced
 from sac.planner.profile import Entry, Need, RegionProfile
 from tests.unit.planner.random_profiles import profiles, random_profile
 
@@ -42,26 +41,18 @@ def op(number, reads, makes, **facts):
     return Entry(number, "m", "op", number, reads, makes, **{"savable": True, **facts})
 
 
-def _without_writes(profile, times):
-    """Whether a storage is made again depends on all its readers, which the search does not consider together."""
-    return replace(profile, entries=tuple(replace(one, writes=()) for one in profile.entries)), times
+def at_room(found, room):
+    return [seconds for size, seconds in found if size <= room][-1]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-@given(case=profiles(entries=12, candidates=7))
-def test_the_set_is_that_of_all_subsets(case, engine):
-    profile, times = _without_writes(*case)
-    assert costs(pareto(profile, times, engine)) == brute_force(profile, times, engine)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("seed", range(4))
-def test_the_set_is_that_of_all_subsets_in_a_larger_region(seed, engine):
-    profile, times = _without_writes(*random_profile(Random(seed), entries=40, candidates=12))
-    assert len(profile.candidates) >= 9
-    assert costs(pareto(profile, times, engine)) == brute_force(profile, times, engine)
+@pytest.mark.parametrize("seed", range(12))
+def test_little_is_lost_against_all_subsets(seed, engine):
+    profile, times = random_profile(Random(seed), entries=30, candidates=9)
+    found, best = costs(pareto(profile, times, engine)), brute_force(profile, times, engine)
+    assert (found[0], found[-1][1]) == (best[0], best[-1][1])
+    lost = [at_room(found, room) - seconds for room, seconds in best]
+    assert sum(lost) / len(lost) <= 0.1 * (best[0][1] - best[-1][1])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -129,18 +120,12 @@ def test_a_long_chain_of_wide_steps_is_searched_whole():
     assert costs(pareto(whole, [1.0] * 120)) == [(0, 120.0), (4, 0.0)]
 
 
-def test_of_too_many_choices_those_go_on_that_are_fewest_bytes_for_their_time():
-    """Each of the 2**12 choices of these is best: saving result k holds 2**k bytes and spares as many seconds."""
+def test_of_too_many_options_every_nth_remains(monkeypatch):
     count = 12
     entries = [op(number, (0,), (number + 1,)) for number in range(count)]
-    needs = [Need(number + 1, count) for number in range(count)]
-    sizes = (0, *(2**number for number in range(count)))
-    profile = replace(region(entries, needs, 1), bytes=sizes)
-    found = pareto(profile, [float(size) for size in sizes[1:]])
-    assert len(found) <= MOST_BEST + 1 < 2**count
-    assert costs(found)[0] == (0, 2**count - 1)
-    assert costs(found)[-1] == (2**count - 1, 0)
-    step = 2**count / (MOST_BEST - 1)
-    for room in range(2**count):
-        fastest = [one.seconds for one in found if one.bytes <= room][-1]
-        assert fastest - (2**count - 1 - room) <= 5 * step
+    profile = region(entries, [Need(number + 1, count) for number in range(count)], 8)
+    times = [float(number + 1) for number in range(count)]
+    every = pareto(profile, times)
+    assert len(every) == count + 1 <= MOST_OPTIONS
+    monkeypatch.setattr("sac.planner.pareto.MOST_OPTIONS", 5)
+    assert pareto(profile, times) == every[::3]
