@@ -62,7 +62,9 @@ class TapeMode(RegionMode):
         site = self.sites[id(func)]
         results, tape = tensors_of(out), self.tape
         is_fresh = site.traits.is_uninitialised or site.is_collective  # it may not have come yet
-        scope.note(results, is_fresh=is_fresh or (site.is_view and any(tape.is_in_flight(tape.find(one)) for one in results)))
+        scope.note(
+            results, is_fresh=is_fresh or (site.is_view and any(tape.is_in_flight(tape.find(one)) for one in results))
+        )
         if site.writes:
             scope.note(written_tensors(site, args, kwargs or {}), is_fresh=site.is_collective)
         return out

@@ -105,7 +105,7 @@ class Tape:
         self.unit_of: dict[int, int] = {}  # collective inside of a unit -> the unit
         self.ends_early = True  # a rerun ends with the last tensor that is missing
         self.input_roots: set[int] = set()
-        self.stored: dict[int, StoredInput] = {}  # roots of inputs that a store has copied when the forward began
+        self.stored: dict[int, StoredInput | None] = {}  # roots of inputs that a store has copied when the forward began
         self.is_careful = False  # there is something of which a forward without a mode takes no notice
         self.parts: dict[
             int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]
@@ -164,7 +164,7 @@ class Tape:
     def close(self) -> None:
         """End the forward: release what only recording needs."""
         self.ids, self.refs, self._reachable, self._owners, self._adopted = {}, [], None, (), {}
-        self.parts = {}
+        self.parts, self.stored = {}, dict.fromkeys(self.stored)
         self.scope = None
 
     def is_list(self, entry: int) -> bool:
@@ -296,8 +296,8 @@ class Tape:
             return
         tensor = self.leaves[root].tensor
         self.is_careful = True
-        if root in self.stored:
-            self.stored[root].tensor.settle()  # its copy may still be on the way
+        if (stored := self.stored.get(root)) is not None:
+            stored.tensor.settle()  # its copy may still be on the way
         if root in self.before:
             return
         if is_wrapper(tensor) or tensor.layout is not torch.strided:

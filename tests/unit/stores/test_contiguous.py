@@ -20,7 +20,7 @@ from tests.support.training import assert_same_training, built
 
 
 def name() -> str:
-    return "args[0]"
+    return "argument 0"
 
 
 def numbers(value: float, count: int = 4) -> Tensor:
@@ -96,7 +96,7 @@ def test_one_checkpoint_too_many():
     with pytest.raises(RegionError) as error:
         sac.checkpoint(lambda *, hidden: model(hidden), hidden=x, config=config)
     assert str(error.value) == (
-        "kwargs['hidden']: no slot of the contiguous buffer is free: each of its 2 (num_checkpoints) holds the input "
+        "argument 0: no slot of the contiguous buffer is free: each of its 2 (num_checkpoints) holds the input "
         "of a region whose backward has not run\n"
         "    fix: let num_checkpoints be the number of regions whose backward is pending at once; of forwards whose "
         "backward will never run, drop the outputs or call reset()"
@@ -124,7 +124,7 @@ def test_inputs_that_differ(what):
     with pytest.raises(RegionError) as error:
         sac.checkpoint(torch.sin, other, config=config)
     assert str(error.value) == (
-        f"args[0]: it has {told}, but the slots of the contiguous buffer have 32 elements of float32 on cpu and cannot "
+        f"argument 0: it has {told}, but the slots of the contiguous buffer have 32 elements of float32 on cpu and cannot "
         "be replaced while some are in use\n"
         "    fix: choose inputs of one size by `keep`, or another `store`; the size may change while no backward is "
         "pending"
@@ -138,7 +138,7 @@ def test_inputs_of_a_region_differ():
     config = FullConfig(store="contiguous", num_checkpoints=3, keep="all")
     x, y = torch.randn(4, requires_grad=True), torch.randn(1, requires_grad=True)
     with without_collector():
-        with pytest.raises(RegionError, match=r"^args\[1\]: it has 1 elements of float32 on cpu, but the slots"):
+        with pytest.raises(RegionError, match=r"^argument 1: it has 1 elements of float32 on cpu, but the slots"):
             sac.checkpoint(torch.mul, x, y, config=config)
         out = sac.checkpoint(torch.mul, y, y, config=config)  # the slot of x is free again
     out.sum().backward()

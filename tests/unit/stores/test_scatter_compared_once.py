@@ -44,7 +44,7 @@ def test_a_split_input_is_found_in_the_first_call_although_nobody_asked(way):
     told = run_ranks(2, split_input_by_default, way)
     assert told[0] == told[1]
     assert told[0][0] == told[0][1]
-    assert told[0][0].startswith("args[0]: its values differ between the 2 ranks of the group")
+    assert told[0][0].startswith("argument 0: its values differ between the 2 ranks of the group")
 
 
 def split_from_the_second_layer_on():
@@ -60,7 +60,7 @@ def split_from_the_second_layer_on():
 
 def test_modules_of_one_class_are_compared_each_for_itself():
     for told in run_ranks(2, split_from_the_second_layer_on):
-        assert told.startswith("args[0]: its values differ between the 2 ranks of the group")
+        assert told.startswith("argument 0: its values differ between the 2 ranks of the group")
 
 
 def sent_in_three_calls():

@@ -125,7 +125,7 @@ def test_an_input_that_is_not_the_same_on_all_ranks(size, what):
         "between them, as in sequence parallelism?)\n    fix: scatter what all ranks have whole: choose by `keep`, or "
         "keep the inputs of this region whole"
     )
-    names = ["args[0]", "kwargs['deep']['x'][0]", "args[1]"]
+    names = ["argument 0", "argument 2", "argument 1"]
     assert run_ranks(size, split, what) == [[name + told for name in names]] * size
 
 

@@ -46,9 +46,10 @@ def test_every_input_on_the_host(name):
     assert compare(name, "host", False, keep="all") == []
 
 
-@pytest.mark.parametrize("program", [written_inside, written_after])
 @pytest.mark.parametrize("store", ["host", "contiguous"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "program"), [("non-reentrant", written_inside), *((mode, written_after) for mode in MODES)]
+)
 def test_a_kept_copy_does_not_mind_writes(mode, store, program):
     torch.manual_seed(3)
     plain = program(plainly)
