@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tests.docs.pages import ROOT
 
-UNITS = ("blocks", "recompute", "region")  # whose errors and warnings a model or a training meets
+UNITS = ("blocks", "engine")  # whose errors and warnings a model or a training meets
 
 
 def problem_texts() -> set[str]:
