@@ -12,7 +12,11 @@ NOT_MET = {  # about arguments, with what is legal
     "… is not a torch.nn.Module",
     "… is not known",
     "model is a …",
-    "recompute_granularity=… is in the config of …",  # a part of the one on the model's own checkpointing
+    # parts of others
+    "recompute_granularity=… is in the config of …",
+    "… and in recomputation with …",
+    "… in … …: …",
+    "…: …",
 }
 
 
