@@ -59,7 +59,7 @@ HIDDEN_ALIASES = _words(
 
 FILLING = _words(
     """copy_ fill_ zero_ set_ resize_ uniform_ normal_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ random_
-    _foreach_copy_ _foreach_zero_"""
+    _foreach_copy_ _foreach_zero_ rrelu_with_noise rrelu_with_noise_"""
 )
 """Aten packets that overwrite a whole argument without reading its old values."""
 
