@@ -17,7 +17,7 @@ from sac.errors import Problem, RegionError
 from sac.outer_hooks import fetch
 from sac.stores.backward_order import CallNode
 from sac.stores.store import InputStoring, StoredInput
-from sac.tensors import describe, storage_address, storage_bytes, version_of
+from sac.tensors import describe, storage_address, storage_bytes, tensor_parts, version_of
 from sac.torch_private import tree_flatten, tree_unflatten
 
 
@@ -92,7 +92,8 @@ class Inputs:
             else:
                 stored.close(None)
                 self.leaves[index] = stored
-        held = [tensor for index, tensor in self.tensors if type(tensor) is Tensor and index not in self._stored]
+        others = [one for index, one in self.tensors if type(one) is not Parameter and index not in self._stored]
+        held = [part for tensor in others for part in tensor_parts(tensor)]
         sizes = [stored.bytes() for stored in self._stored.values()]
         here = sum({storage_address(tensor): storage_bytes(tensor) for tensor in held}.values())
         self.bytes = here + sum(size for size, _ in sizes), sum(size for _, size in sizes)

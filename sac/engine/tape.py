@@ -105,7 +105,9 @@ class Tape:
         self.unit_of: dict[int, int] = {}  # collective inside of a unit -> the unit
         self.ends_early = True  # a rerun ends with the last tensor that is missing
         self.input_roots: set[int] = set()
-        self.stored: dict[int, StoredInput | None] = {}  # roots of inputs that a store has copied when the forward began
+        self.stored: dict[
+            int, StoredInput | None
+        ] = {}  # roots of inputs that a store has copied when the forward began
         self.is_careful = False  # there is something of which a forward without a mode takes no notice
         self.parts: dict[
             int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]

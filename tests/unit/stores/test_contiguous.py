@@ -124,8 +124,8 @@ def test_inputs_that_differ(what):
     with pytest.raises(RegionError) as error:
         sac.checkpoint(torch.sin, other, config=config)
     assert str(error.value) == (
-        f"argument 0: it has {told}, but the slots of the contiguous buffer have 32 elements of float32 on cpu and cannot "
-        "be replaced while some are in use\n"
+        f"argument 0: it has {told}, but the slots of the contiguous buffer have 32 elements of float32 on cpu and "
+        "cannot be replaced while some are in use\n"
         "    fix: choose inputs of one size by `keep`, or another `store`; the size may change while no backward is "
         "pending"
     )

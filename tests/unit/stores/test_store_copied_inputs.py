@@ -25,6 +25,7 @@ from tests.support.cases import WIDTH, layer, loss_of
 from tests.support.recording import Recorder, without_collector
 from tests.support.stores import (
     MODES,
+    every_call,
     every_call_and_reentrant,
     every_store,
     gradients,
@@ -95,7 +96,7 @@ def writes_to_input(block: FunctionBlock, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("view", [lambda x: x, lambda x: x[:], lambda x: x.t()], ids=["whole", "view", "transposed"])
-@every_call_and_reentrant
+@every_call
 def test_region_that_writes_to_its_input(call, view):
     def grads(run: Callable[..., Any], block: FunctionBlock) -> list[Tensor]:
         torch.manual_seed(5)
