@@ -107,7 +107,7 @@ class Tape:
         self.input_roots: set[int] = set()
         self.stored: dict[
             int, StoredInput | None
-        ] = {}  # roots of inputs that a store has copied when the forward began
+        ] = {}  # roots of inputs in a store, as the forward found them
         self.is_careful = False  # there is something of which a forward without a mode takes no notice
         self.parts: dict[
             int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]
