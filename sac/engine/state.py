@@ -112,7 +112,7 @@ class ForwardState:
         if has_own or len(table) <= len(_NOT_OURS):
             self._tables.append((table, held))
         for name in ("_parameters", "_buffers") if FSDP_MANAGED not in table else ("_buffers",):
-            if tensors := table[name]:
+            if (tensors := table[name]) and isinstance(tensors, dict):  # not so in what TorchScript compiles
                 self._tables.append((tensors, tensors.copy()))
                 there = (tensor for tensor in tensors.values() if tensor is not None)
                 self._tensors += [(tensor, version_of(tensor), tensor.requires_grad) for tensor in there]

@@ -251,7 +251,7 @@ def test_transforms_of_torch_func_are_an_error(value: Any, transform: Callable[[
     with pytest.raises(RegionError) as error:
         transform(model)
     assert str(error.value) == (
-        "blocks.0: this region is called inside a transform of torch.func (grad, vjp, vmap, jvp, ...), whose tensors "
+        "blocks.0: it is called inside a transform of torch.func (grad, vjp, vmap, jvp, ...), whose tensors "
         "cannot be kept\n"
         "    fix: call sac.remove(model) before the transform, or torch.autograd instead of torch.func; "
         "torch.func.functional_call by itself is fine"
