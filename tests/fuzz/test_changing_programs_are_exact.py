@@ -83,9 +83,9 @@ def program(*items: Item) -> Program:
 
 def test_a_wrong_result_is_found_and_shrunk() -> None:
     """Torch's own checkpoint counts twice, and does not say so."""
-    found = prepare(program(Item("pure", 1), Item("linear", 1), Item("number in depths", 4), Item("linear", 2)))
+    found = prepare(program(Item("pure", 1), Item("linear", 1), Item("counted", 4), Item("linear", 2)))
     assert outcome(found, "torch").kind == WRONG
-    assert [item.name for item in shrunk(found, "torch").program.blocks[0]] == ["number in depths", "linear"]
+    assert [item.name for item in shrunk(found, "torch").program.blocks[0]] == ["counted", "linear"]
 
 
 def test_a_wrong_result_where_state_cannot_be_seen_is_counted_by_itself() -> None:

@@ -48,10 +48,13 @@ OUTSIDE = frozenset(  # features with state that a rerun finds as it is now, as 
         "if own numpy generator",
         "if own random.Random",
         "layer outside of modules",
+        "load in container",
         "load of global",
         "mutable default",
         "number in depths",
         "own python number",
+        "state: UserDict",
+        "state: UserDict, kept",
         "tensor in depths",
     }
 )
