@@ -85,15 +85,16 @@ def _below_autograd() -> ExitStack:
 
 def _with_changes(tape: Tape, schedule: Schedule, wanted: list[tuple[int, int, int]]) -> Schedule:
     """Return a schedule that does not start from what was written to later; raise ``ChangedError`` if none."""
-    changed = _changed(tape, schedule)
-    if not changed:
-        return schedule
-    try:
-        schedule = schedule_replay(tape, wanted, {tape.roots[value] for value in changed})
-    except UnobtainableError:
-        raise ChangedError(changed[0]) from None
-    if again := _changed(tape, schedule):
-        raise ChangedError(again[0])
+    remade: set[int] = set()
+    while changed := _changed(tape, schedule):
+        roots = {tape.roots[value] for value in changed}
+        if roots <= remade:
+            raise ChangedError(changed[0])
+        remade |= roots
+        try:
+            schedule = schedule_replay(tape, wanted, remade)
+        except UnobtainableError:
+            raise ChangedError(changed[0]) from None
     return schedule
 
 

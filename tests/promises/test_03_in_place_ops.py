@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -140,3 +140,24 @@ def test_hooks_around_are_not_given_a_value_that_was_written_to(value: str) -> N
             break
         assert torch.equal(*grads), step
     assert not refused or (step == 3 and re.search(r"a tensor that backward needs \(.*\) was changed", refused))
+
+
+class Normalized(nn.Module):
+    """Spectral norm writes to two buffers, one from the other; called twice, so that backward starts after both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def normalized_twice() -> Stack:
+    block = Normalized()
+    return Stack(block, block)
+
+
+@pytest.mark.parametrize("do", ["save", {"alternate": ["save", "recompute"]}, {"alternate": ["recompute", "save"]}])
+def test_buffers_that_a_later_call_has_written_to(do: Any) -> None:
+    assert_same_training(normalized_twice, selective(policy({"ops": "*", "do": do})))
