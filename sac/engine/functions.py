@@ -19,11 +19,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sac.checksums import checksum, find_different
 from sac.engine.handles import Handle
+from sac.engine.objects import NotLeaf
 from sac.engine.rng import GeneratorStates, advanced, default_generators, set_states, states_of
 from sac.engine.tape import DiffersError, Tape, as_refs, from_refs
 from sac.engine.tracker import active_mode, without_mode
 from sac.outer_hooks import fetch
-from sac.tensors import copy_of, detached, is_wrapper, placed_on, storage_address, tensors_of
+from sac.tensors import copy_of, detached, is_wrapper, storage_address, tensors_of
 from sac.torch_private import (
     SingleLevelFunction,
     TorchDispatchMode,
@@ -526,20 +527,6 @@ class _Serving(TorchDispatchMode):
                 is_single = tape.counts.get(entry, 1) == 1 and not tape.is_list(entry)
                 return results[0] if is_single else tuple(results)
         return func(*args, **(kwargs or {}))
-
-
-class NotLeaf(torch.autograd.Function):
-    """Gives a tensor in the same storage that is no leaf, so that a region or function may write to it again."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        """Return the tensor on the same storage."""
-        return placed_on(tensor.untyped_storage(), tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """Never called: no backward runs through a recomputation."""
-        raise AssertionError("no backward runs through a recomputation")
 
 
 def run_unit(tape: Tape, entry: int, values: dict[int, Any]) -> None:

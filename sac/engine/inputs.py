@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sac.engine.functions import NotLeaf
 from sac.engine.handles import WRITTEN
-from sac.engine.objects import copied, is_own_object
+from sac.engine.objects import copied, held_in, is_own_object, not_leaf
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import fetch
 from sac.stores.backward_order import CallNode
@@ -22,12 +20,14 @@ from sac.torch_private import tree_flatten, tree_unflatten
 
 
 class _Copy:
-    """An object among the arguments as it was when the forward began."""
+    """An object among the arguments as it was when the forward began. ``tensors``: those in it."""
 
-    __slots__ = ("_copy",)
+    __slots__ = ("_copy", "tensors")
 
     def __init__(self, value: Any) -> None:
-        self._copy = copied(value, {})
+        copies: dict[int, Any] = {}
+        self._copy = copied(value, copies)
+        self.tensors = [tensor for copy in copies.values() if isinstance(tensor := held_in(copy), Tensor)]
 
     def again(self) -> Any:
         """Return a copy for one rerun."""
@@ -47,10 +47,12 @@ class Inputs:
         else:
             self.leaves, self._spec = [*args, *kwargs.values()], (len(args), [*kwargs])
         self.tensors = [(index, leaf) for index, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
-        self._before = [version_of(tensor) for _, tensor in self.tensors]
+        read = [tensor for _, tensor in self.tensors]
         for index, leaf in enumerate(self.leaves):
             if is_own_object(leaf):  # a cache, to which a rerun would add again
-                self.leaves[index] = _Copy(leaf)
+                self.leaves[index] = copy = _Copy(leaf)
+                read += copy.tensors
+        self._before = [(tensor, version_of(tensor)) for tensor in read]
         self._versions: list[tuple[int, int, bool, bool]] = []
         firsts: dict[int, int] = {}
         for index, tensor in self.tensors:
@@ -73,12 +75,11 @@ class Inputs:
 
     def written(self) -> list[Tensor]:
         """Return the tensors that have been written to since the forward began."""
-        pairs = zip(self.tensors, self._before, strict=True)
-        return [tensor for (_, tensor), version in pairs if version_of(tensor) != version]
+        return [tensor for tensor, version in self._before if version_of(tensor) != version]
 
     def drop(self) -> None:
         """Hold nothing any more."""
-        self.leaves, self.tensors, self._stored = [], [], {}
+        self.leaves, self.tensors, self._stored, self._before = [], [], {}, []
 
     def end(self, packed: Callable[[Tensor], Any]) -> None:
         """Hold the tensors as ``packed`` returns them."""
@@ -97,7 +98,7 @@ class Inputs:
         sizes = [stored.bytes() for stored in self._stored.values()]
         here = sum({storage_address(tensor): storage_bytes(tensor) for tensor in held}.values())
         self.bytes = here + sum(size for size, _ in sizes), sum(size for _, size in sizes)
-        self.tensors = []
+        self.tensors, self._before = [], []
 
     def again(self, where: str, *, written: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for a rerun; ``written``: the region writes to inputs, whose contents are put back."""
@@ -115,8 +116,7 @@ class Inputs:
                     tensor.tensor.prefetch()  # what other regions will need
                 leaves[index] = again = again.detach().requires_grad_(requires_grad)
                 if written and requires_grad and not is_leaf:
-                    with torch.enable_grad():
-                        leaves[index] = NotLeaf.apply(again)  # type: ignore[no-untyped-call]
+                    leaves[index] = not_leaf(again)
         if isinstance(self._spec, tuple):
             count, names = self._spec
             return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))

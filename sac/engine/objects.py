@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sac.tensors import detached
+from sac.tensors import detached, placed_on
 
 # A graph is no object of Python's garbage collector. A frame that held a tensor with the region's own history (a layer
 # that keeps its last result, a cache) would be held by that history, for ever. So frames hold stand-ins.
@@ -23,6 +23,41 @@ _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _LIBRARIES = frozenset({"torch", "sac", "builtins", "numpy", *sys.stdlib_module_names})
 PLAIN = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device})
 _MOST_LEVELS = 5  # of objects and containers inside of an argument
+
+
+class NotLeaf(torch.autograd.Function):
+    """Gives a tensor in the same storage that is no leaf, so that a region or function may write to it again."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        """Return the tensor on the same storage."""
+        return placed_on(tensor.untyped_storage(), tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Never called: no backward runs through a recomputation."""
+        raise AssertionError("no backward runs through a recomputation")
+
+
+def not_leaf(tensor: Tensor) -> Tensor:
+    """Return a tensor on the storage of ``tensor`` that needs a gradient and is no leaf."""
+    with torch.enable_grad():
+        again: Tensor = NotLeaf.apply(tensor.detach().requires_grad_())  # type: ignore[no-untyped-call]
+    return again
+
+
+class _WithoutGraph:
+    """Stands for a tensor with a graph in the copy of an object."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = detached(tensor)
+
+
+def held_in(copy: Any) -> Any:
+    """Return what a copy holds of a tensor; everything else as it is."""
+    return copy.tensor if type(copy) is _WithoutGraph else copy
 
 
 class StandIn:
@@ -37,7 +72,7 @@ class StandIn:
     def tensor(self) -> Tensor:
         """Return the tensor if it is still there, otherwise one with its contents that needs a gradient."""
         original = self._reference()
-        return self._tensor.requires_grad_() if original is None else original
+        return not_leaf(self._tensor) if original is None else original
 
 
 class _CopyWithoutGraph:
@@ -118,8 +153,13 @@ def _is_own_class(cls: type) -> bool:
 
 @cache
 def _slots(cls: type) -> tuple[str, ...]:
-    names = (vars(base).get("__slots__", ()) for base in cls.__mro__)
-    return tuple(name for own in names for name in ((own,) if isinstance(own, str) else own))
+    names: list[str] = []
+    for base in cls.__mro__:
+        own = vars(base).get("__slots__", ())
+        for name in (own,) if isinstance(own, str) else own:
+            is_private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
+    return tuple(names)
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -134,11 +174,16 @@ def attributes_of(value: Any) -> dict[str, Any]:
 def copied(value: Any, copies: dict[int, Any], level: int = 0) -> Any:
     """Copy an object of a user's class with the objects and containers in it, but no tensors and modules.
 
-    ``copies``: id -> the copy of what occurs more than once. The copy of a tensor with a graph is without it.
+    ``copies``: id -> the copy of what occurs more than once. A copy holds tensors with a graph without it; a copy of
+    that copy has such tensors again, with another graph.
     """
-    if isinstance(value, Tensor):
-        return detached(value).requires_grad_() if has_graph(value) else value
     if id(value) in copies:
+        return copies[id(value)]
+    if isinstance(value, Tensor):
+        copies[id(value)] = _WithoutGraph(value) if has_graph(value) else value
+        return copies[id(value)]
+    if type(value) is _WithoutGraph:
+        copies[id(value)] = not_leaf(value.tensor)
         return copies[id(value)]
     if level == _MOST_LEVELS:
         return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import warnings
 from typing import Any
 
 import pytest
@@ -88,3 +89,27 @@ def step(model: nn.Module, cache: Any, times: int = 1) -> list[Tensor]:
 def test_a_cache_is_in_recomputation_what_it_was(kind: Any, value: str, times: int) -> None:
     plain, ours = (step(model_of_blocks(one), kind(), times) for one in ("none", value))
     assert all(map(torch.equal, plain, ours))
+
+
+class LateCache(DictCache):
+    """Is written to in place, but not in its first steps."""
+
+    steps = 0
+
+    def step(self, h: Tensor) -> Tensor:
+        self.steps += 1
+        if self.steps > 3:
+            with torch.no_grad():
+                self.state += h.mean(0)
+        return self.state.clone()
+
+
+@pytest.mark.parametrize("value", ["full", "selective"])
+def test_a_cache_that_later_calls_write_to(value: str) -> None:
+    found = []
+    for one in ("none", value):
+        model, cache = model_of_blocks(one), LateCache()
+        with warnings.catch_warnings(record=True):  # the call that does so first keeps its activations
+            warnings.simplefilter("always")
+            found.append([step(model, cache) for _ in range(3)][-1])
+    assert all(map(torch.equal, *found))
