@@ -372,6 +372,12 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING)
 
 
+def compiler_is_tracing() -> bool:
+    """Return whether Dynamo or AOTAutograd is at work, also where it only runs ops on fake tensors. 2.11 to 2.13."""
+    context = getattr(torch._guards, "TracingContext", None)
+    return context is not None and context.try_get() is not None
+
+
 _FAKE: Any = getattr(_mode_keys, "FAKE", None)
 
 

@@ -30,6 +30,7 @@ from sac.torch_private import (
     TorchDispatchMode,
     UnseenByModes,
     apply_function,
+    compiler_is_tracing,
     transform_is_active,
     tree_leaves,
 )
@@ -49,6 +50,8 @@ def _called(cls: Any, *args: Any) -> Any:
     if cls.__module__.startswith("torch.distributed."):  # only ops, and wrappers around their results
         return apply_function(cls, *args)
     if mode is None or not mode.takes_functions or mode.paused or mode.tape.scope is not None or transform_is_active():
+        return apply_function(cls, *args)
+    if compiler_is_tracing():  # on fake tensors, for a graph that runs later
         return apply_function(cls, *args)
     return FunctionCall(mode, cls, args).run()
 

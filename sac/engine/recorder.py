@@ -298,7 +298,7 @@ class TapeMode(RegionMode):
         tape = self.tape
         handle.release()
         root = tape.roots[handle.position[0]]
-        if tape.makers[root] < 0:
+        if tape.makers[root] < 0 and root not in tape.of_unknown_origin:
             handle.hold(tensor, EXTERNAL)
         elif root in tape.kept_roots:
             handle.hold(tensor, KEPT)

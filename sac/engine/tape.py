@@ -112,6 +112,7 @@ class Tape:
         self.parts: dict[
             int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]
         ] = {}  # id of a tensor in a wrapper value
+        self.of_unknown_origin: set[int] = set()  # leaves, held weakly until the forward ends
         self.joined: set[int] = set()  # roots of wrappers that the region has made of other values, and of these
         self.units: dict[int, Any] = {}  # entry -> how to repeat a call of an autograd function
         self.scope: Any = None  # the call of an autograd function that is running
@@ -162,6 +163,15 @@ class Tape:
             self.leaves[value].is_parameter = type(tensor) is Parameter
         self.input_roots.add(self.roots[value])
         return value
+
+    def drop_temporary(self) -> None:
+        """Forget leaves of unknown origin that are gone: the region had made them."""
+        for root in self.of_unknown_origin:
+            tensor = self.refs[root]()
+            if tensor is None:
+                self.before.pop(root, None)
+            else:
+                self.leaves[root].tensor = detached(tensor)
 
     def close(self) -> None:
         """End the forward: release what only recording needs."""
@@ -243,6 +253,11 @@ class Tape:
                 value = self.add_value(tensor, -1, len(self.sites))
                 self.scope.opaque.add(value)
                 return value
+            value = self.add_leaf(tensor)
+            self.of_unknown_origin.add(value)
+            self.leaf_roots.pop(storage_address(tensor))
+            self.leaves[value].tensor = None  # if the region has made it, it is gone when the forward ends
+            return value
         return self.add_leaf(tensor if node is None or is_older else detached(tensor))
 
     def adopt(self, tensor: Tensor, value: int) -> None:
@@ -296,7 +311,7 @@ class Tape:
         root = self.roots[value]
         if root in self.writers or self.makers[root] >= 0:
             return
-        tensor = self.leaves[root].tensor
+        tensor = self.refs[root]()
         self.is_careful = True
         if (stored := self.stored.get(root)) is not None:
             stored.tensor.settle()  # its copy may still be on the way

@@ -128,6 +128,7 @@ class TapedFrame(Frame):
         assert mode is not None
         handles = alive(self._handles)
         tape.ends_early = self.early_stop
+        tape.drop_temporary()
         seen = self._seen(handles, draws=self.state.has_drawn())
         self._wanted = [handle for handle in map(self._missing, handles) if handle is not None]
         if self._python is not None and not same_python_random(self._python, python_random()):

@@ -131,16 +131,16 @@ def by_context_fn(model: nn.Module) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 
 
-# How a model is put under a mode, and whether its recomputation may run the ops of a compiled graph that it has seen.
-MODES: dict[str, tuple[Callable[[nn.Module], Any], bool]] = {
-    "full": (partial(by_apply, value=FULL), False),
-    "full, reentrant": (partial(by_apply, value={**FULL, "use_reentrant": True}), False),
-    "auto": (partial(by_apply, value=selective(MATMULS)), True),
-    "replay": (partial(by_apply, value=selective(MATMULS, engine="replay")), True),
-    "rerun": (partial(by_apply, value=selective(MATMULS, engine="rerun")), False),
-    "a whole module": (partial(by_apply, value=selective(policy({"module": "first", "do": "save"}))), False),
-    "sac.checkpoint": (by_function, False),
-    "sac.context_fn": (by_context_fn, False),
+# How a model is put under a mode.
+MODES: dict[str, Callable[[nn.Module], Any]] = {
+    "full": partial(by_apply, value=FULL),
+    "full, reentrant": partial(by_apply, value={**FULL, "use_reentrant": True}),
+    "auto": partial(by_apply, value=selective(MATMULS)),
+    "replay": partial(by_apply, value=selective(MATMULS, engine="replay")),
+    "rerun": partial(by_apply, value=selective(MATMULS, engine="rerun")),
+    "a whole module": partial(by_apply, value=selective(policy({"module": "first", "do": "save"}))),
+    "sac.checkpoint": by_function,
+    "sac.context_fn": by_context_fn,
 }
 
 
@@ -185,18 +185,12 @@ def trained_without_us(kind: str, unseen: bool) -> tuple[dict[str, Any], Any, in
 
 @in_pairs(mode=MODES.keys(), kind=FUNCTIONS.keys(), unseen={"ops seen": False, "kernels unseen": True})
 def test_what_is_compiled_runs_compiled_in_both_passes(mode: str, kind: str, unseen: bool) -> None:
-    put, may_replay_ops = MODES[mode]
     expected, without, _ = trained_without_us(kind, unseen)
-    ours, runs, graphs = trained(kind, put, unseen=unseen)
+    ours, runs, graphs = trained(kind, MODES[mode], unseen=unseen)
     assert_same(expected, ours)
     assert without == [(LAYERS, 0)] * STEPS
     assert [forward for forward, _ in runs] == [LAYERS] * STEPS
-    if may_replay_ops and not unseen:
-        assert runs == [(LAYERS, 0)] * STEPS  # the ops that the graph ran are on the tape
-    elif not may_replay_ops:
-        assert runs == [(LAYERS, LAYERS)] * STEPS
-    else:
-        assert runs[1:] == [(LAYERS, LAYERS)] * (STEPS - 1)
+    assert runs[1:] == [(LAYERS, LAYERS)] * (STEPS - 1)
     assert graphs == (2 if "reentrant" in mode else 1)  # that forward runs without gradients
 
 
@@ -247,7 +241,7 @@ def test_memory_of_a_compiled_function_is_not_held_for_backward(mode: str) -> No
     torchs, without = bytes_of_steps(by_torch), bytes_of_steps(None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SacWarning)
-        ours = bytes_of_steps(MODES[mode][0])
+        ours = bytes_of_steps(MODES[mode])
     slack = 16 * 1024  # bookkeeping: random states
     for (after, peak), (torchs_after, torchs_peak), (plain_after, _) in zip(ours, torchs, without, strict=True):
         assert after <= torchs_after + slack
@@ -278,4 +272,4 @@ def test_flex_attention_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = torch.compile(flex.flex_attention)
     expected = run(None)
     for mode in ("full", "auto", "rerun"):
-        assert_same(expected, run(MODES[mode][0]))
+        assert_same(expected, run(MODES[mode]))
