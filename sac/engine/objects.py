@@ -72,7 +72,7 @@ class StandIn:
     def tensor(self) -> Tensor:
         """Return the tensor if it is still there, otherwise one with its contents that needs a gradient."""
         original = self._reference()
-        return not_leaf(self._tensor) if original is None else original
+        return self._tensor.requires_grad_() if original is None else original
 
 
 class _CopyWithoutGraph:

@@ -206,7 +206,7 @@ class Tape:
         if (base := self._in_same_storage(tensor)) is not None:  # made where no mode sees it: `x.data`
             layout = list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
             return self._add_entry(torch.ops.aten.as_strided.default, base, layout, {}, tensor, self.roots[base])
-        return self._unknown(tensor, getattr(reader, "op", None))
+        return self._unknown(tensor, reader)
 
     def _find_part(self, tensor: Tensor) -> int | None:
         """Return the value of a tensor that was taken out of a wrapper; add an entry for that."""
@@ -246,13 +246,15 @@ class Tape:
         """Return the value of a tensor of unknown origin: a leaf, unless the region itself seems to have made it."""
         node = tensor.grad_fn
         is_older = node is not None and node._sequence_nr() < self._first_node
-        if not is_older and tensor.numel() > _SMALL and reader is not torch.ops.aten.lift_fresh.default:
-            name = reader or "autograd"
-            self.fail(f"{name} reads a tensor that no op made and that is no input, parameter or module attribute")
+        op = getattr(reader, "op", "autograd")
+        if not is_older and tensor.numel() > _SMALL and op is not torch.ops.aten.lift_fresh.default:
+            self.fail(f"{op} reads a tensor that no op made and that is no input, parameter or module attribute")
             if self.scope is not None:
                 value = self.add_value(tensor, -1, len(self.sites))
                 self.scope.opaque.add(value)
                 return value
+            if reader is not None and reader.is_view:  # FSDP1 makes parameters of a gathered one
+                return self.add_leaf(detached(tensor))
             value = self.add_leaf(tensor)
             self.of_unknown_origin.add(value)
             self.leaf_roots.pop(storage_address(tensor))
