@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from sac.engine.fp8 import Fp8Function
 from sac.engine.region import Region, RegionGroup, parts_of_function
 from sac.engine.settings import PLAIN, Settings, as_torch_says
 from sac.engine.table import DecisionTable
@@ -99,6 +100,8 @@ class _Forward(AbstractContextManager[None]):
         if whole is not None:
             whole.count_hooks = 2  # those of torch too
         self._stack.enter_context(frame.recording())
+        if isinstance(frame.function, Fp8Function):
+            self._stack.enter_context(frame.function.forward())
 
     def __exit__(self, *error: Any) -> None:
         frame, self._frame = self._frame, None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from sac.engine.settings import RERUN, Settings
 from sac.errors import ConfigError, Problem
+from sac.tensors import storage_address
 
 # A module of TransformerEngine quantises with scales that follow from the maxima of earlier steps, which its kernels
 # write unseen. Under the library's contexts it puts a copy of its scales into a queue in the forward, and takes the
@@ -20,7 +21,7 @@ from sac.errors import ConfigError, Problem
 _MODULES = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")  # newer and older
 _CONTEXTS = "transformer_engine.pytorch.distributed"
 FP8_METAS = frozenset({"fp8_meta", "_fp8_metas"})  # attributes with the state of a module, and of an op of `te.ops`
-REASON = "its modules keep FP8 state (TransformerEngine); while FP8 is on, it runs to its end"
+REASON = "its modules keep FP8 state (TransformerEngine); it runs to its end"
 _UNKNOWN = (
     "FP8 is on around the region, and its scales and histories are not put back for recomputation: this version of "
     "TransformerEngine is not known (1.6 to 2.20 are)"
@@ -50,15 +51,23 @@ def check_fp8(where: str) -> None:
 
 
 def keeps_fp8_state(owners: Iterable[nn.Module]) -> bool:
-    """Return whether any of these modules is one of TransformerEngine's that can run in FP8."""
+    """Return whether FP8 is on, or any of these modules is one of TransformerEngine's that can run in FP8."""
     if _library() is None:
         return False
-    return any(not FP8_METAS.isdisjoint(vars(module)) for owner in owners for module in owner.modules())
+    return _is_on() or any(not FP8_METAS.isdisjoint(vars(module)) for owner in owners for module in owner.modules())
+
+
+def fp8_storages(owners: Iterable[nn.Module]) -> set[int]:
+    """Return the addresses of the scales and histories of modules, which a recomputation leaves to the library."""
+    tables = (vars(module).get(name) for owner in owners for module in owner.modules() for name in FP8_METAS)
+    states = [state for table in tables if isinstance(table, dict) for state in table.values()]
+    parts = (part for state in states for part in getattr(state, "__dict__", {}).values())
+    return {storage_address(part) for part in parts if isinstance(part, Tensor)}
 
 
 def for_fp8(settings: Settings) -> Settings:
-    """Return the settings of a call with such modules: Python runs again, to its end while FP8 is on."""
-    return replace(settings, engine=RERUN, use_reentrant=False, early_stop=settings.early_stop and not _is_on())
+    """Return the settings of a call with such modules: Python runs again, to its end, where they put scales back."""
+    return replace(settings, engine=RERUN, use_reentrant=False, early_stop=False)
 
 
 class Fp8Function:
@@ -73,19 +82,22 @@ class Fp8Function:
         if self._is_on:
             self._recipe, self._group = manager.get_fp8_recipe(), manager.get_fp8_group()
         self._library = library
-        self._contexts: list[AbstractContextManager[Any]] = [*_contexts()()] if self._is_on else []
+        # A forward that turns FP8 on itself needs them, too.
+        self._contexts: list[AbstractContextManager[Any]] = [*_contexts()()] if _contexts() is not None else []
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Return the context around the forward."""
+        return self._contexts.pop(0) if self._contexts else nullcontext()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function."""
-        if not self._is_on:
-            return self._function(*args, **kwargs)
-        if len(self._contexts) == 2:
-            with self._contexts.pop(0):
+        if len(self._contexts) != 1:
+            with self.forward():
                 return self._function(*args, **kwargs)
         library, recipe, group = self._library, self._recipe, self._group
         if hasattr(library, "autocast"):
-            autocast = library.autocast(True, recipe=recipe, amax_reduction_group=group)
+            autocast = library.autocast(self._is_on, recipe=recipe, amax_reduction_group=group)
         else:
-            autocast = library.fp8_autocast(True, fp8_recipe=recipe, fp8_group=group)
+            autocast = library.fp8_autocast(self._is_on, fp8_recipe=recipe, fp8_group=group)
         with self._contexts[0], autocast:
             return self._function(*args, **kwargs)

@@ -146,11 +146,7 @@ class Region:
         owners += tuple(argument for argument in args if isinstance(argument, nn.Module))
         if not stats.calls and any(is_lazy(parameter) for owner in owners for parameter in owner.parameters()):
             return function(*args, **kwargs)  # this call makes the parameters
-        if keeps_fp8_state(owners):
-            group.warns = settings.engine == REPLAY
-            group.give_up(REASON, where)
-            function, settings = Fp8Function(function, where), for_fp8(settings)
-        if settings.use_reentrant and can_be_reentrant(args, kwargs):
+        if settings.use_reentrant and can_be_reentrant(args, kwargs) and not keeps_fp8_state(owners):
             output, size = run_reentrant(function, owners, settings, where, args, kwargs)
             stats.take(None, size)
             return output
@@ -190,6 +186,10 @@ class Region:
     ) -> Frame:
         """Return the frame that runs one call: recorded if rules decide on ops, or if the group is careful."""
         group, table, where = self.group, self.group.table, self.path or self.group.name
+        group.warns = settings.engine == REPLAY
+        if keeps_fp8_state(owners):
+            group.give_up(REASON, where)
+            function, settings = Fp8Function(function, where), for_fp8(settings)
         is_asked = table.decides_on_ops or table.matches_modules or table.saves_everything
         is_asked = is_asked or settings.engine == REPLAY
         if not is_asked and group.careful is False:
@@ -198,7 +198,6 @@ class Region:
         is_alone = outer is None or settings.engine == REPLAY
         replays = is_asked and is_alone and settings.engine != RERUN
         trace = OpTraceRecorder() if group.lists_ops and not group.op_trace else None
-        group.warns = settings.engine == REPLAY
         return TapedFrame(function, owners, settings, where, group, trace=trace, replays=replays)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from sac.checksums import checksum, find_different
+from sac.engine.fp8 import Fp8Function, fp8_storages
 from sac.engine.frame import Frame, alive
 from sac.engine.handles import EXTERNAL, KEPT, MISSING, OTHER, OTHER_FIX, WRITTEN, Handle
 from sac.engine.inputs import Inputs
@@ -129,6 +130,9 @@ class TapedFrame(Frame):
         handles = alive(self._handles)
         tape.ends_early = self.early_stop
         tape.drop_temporary()
+        if isinstance(self.function, Fp8Function):
+            own = fp8_storages(self.owners)
+            tape.before = {root: held for root, held in tape.before.items() if storage_address(held[0]) not in own}
         seen = self._seen(handles, draws=self.state.has_drawn())
         self._wanted = [handle for handle in map(self._missing, handles) if handle is not None]
         if self._python is not None and not same_python_random(self._python, python_random()):

@@ -1,28 +1,26 @@
-"""FP8 training as TransformerEngine does it: scales and histories are bit for bit those without regions."""
+"""FP8 training as TransformerEngine does it: scales and histories are bit for bit those of its own checkpoint."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from sac.region.fp8_state import REASON
 from torch import Tensor, nn
 
 import sac
 from sac.compat import megatron
 from sac.compat import transformer_engine as te
-from sac.errors import ConfigError, SacWarning
+from sac.engine.fp8 import REASON
+from sac.errors import ConfigError, RegionError, SacWarning
 from tests.support.blocks import FULL, Stack, install, policy, save, selective
 from tests.support.fp8_modules import MODULE, Block, FP8GlobalStateManager, Recipe, autocast, own_checkpoint, state_of
 from tests.support.fp8_modules import fp8_library as fp8_library
 from tests.support.runs import Noted, runs_of
-from tests.support.stateful import as_it_is
 from tests.support.training import assert_same, built
 
 pytestmark = [pytest.mark.usefixtures("fp8_library"), pytest.mark.filterwarnings("error")]
@@ -47,13 +45,6 @@ def by(call: Callable[..., Any]) -> Callable[[Stack], Stack]:
         return model
 
     return put
-
-
-def discarding(block: nn.Module, *values: Tensor) -> Any:
-    region = megatron.CheckpointWithoutOutput(fp8=True)
-    out = region.checkpoint(block, *values).sin()
-    region.discard_output_and_register_recompute(out)
-    return out
 
 
 WAYS: dict[str, Callable[[Stack], Stack]] = {
@@ -139,24 +130,23 @@ PROGRAMS: dict[str, tuple[Any, Callable[[], Stack]]] = {
     "updates by ops": (lambda model, step: one_autocast(model, step, Recipe(seen=True)), stack()),
     "autocasts inside": (no_autocast, stack(inner=True)),
     "first in, first out": (in_order("012abc"), stack()),
-    "last in, first out": (in_order("012cba"), stack()),
     "pipeline": (pipeline, stack()),
     "shared": (one_autocast, shared),
-    "shared, in flight": (in_order("01ba"), shared),
 }
-
-
-def test_an_output_that_is_discarded() -> None:
-    program, blocks = PROGRAMS["last in, first out"]
-    plain = by(lambda block, *values: block(*values).sin())
-    assert_same(trained(plain, program, blocks, steps=4), trained(by(discarding), program, blocks, steps=4))
 
 
 @ON_EACH_WAY
 @pytest.mark.parametrize(("program", "blocks"), PROGRAMS.values(), ids=PROGRAMS.keys())
-def test_twenty_steps_are_those_without_regions(way: Any, program: Any, blocks: Callable[[], Stack]) -> None:
+def test_twenty_steps_are_those_of_the_librarys_checkpoint(way: Any, program: Any, blocks: Callable[[], Stack]) -> None:
     steps = 20 if program is one_autocast else 8 if program is pipeline else 5
-    assert_same(trained(as_it_is, program, blocks, steps=steps), trained(way, program, blocks, steps=steps))
+    assert_same(trained(by(own_checkpoint), program, blocks, steps=steps), trained(way, program, blocks, steps=steps))
+
+
+@pytest.mark.parametrize("way", ["full", "auto", "context_fn"])
+def test_another_order_is_an_error(way: str) -> None:
+    """The library takes its copies of scales in the order of the forwards."""
+    with pytest.raises(RegionError, match="in recomputation"):
+        trained(WAYS[way], in_order("012cba"), stack(), steps=5)
 
 
 def in_a_region(model: Stack) -> bool:
@@ -171,121 +161,6 @@ def in_a_region(model: Stack) -> bool:
 def test_each_way_runs_the_blocks_again(way: Any) -> None:
     assert not in_a_region(built(stack()))
     assert in_a_region(way(built(stack())))
-
-
-def test_the_librarys_own_way_is_another_training() -> None:
-    """So the tests above can fail: it updates all scales once more after each recomputation, and takes copies in order.
-
-    This is why its protocol is not used; see Note [FP8 state].
-    """
-    for program, blocks in (PROGRAMS["one autocast"], PROGRAMS["last in, first out"], PROGRAMS["shared"]):
-        with pytest.raises(AssertionError, match="largest difference"):
-            assert_same(
-                trained(as_it_is, program, blocks, steps=4), trained(by(own_checkpoint), program, blocks, steps=4)
-            )
-
-
-class Nested(Block):
-    """A block whose inner part is a region inside the region, between two layers of its own."""
-
-    def __init__(self, call: Callable[..., Any] | None) -> None:
-        super().__init__(WIDTH)
-        self.part, self.call = Block(WIDTH), call
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(self.norm(x))
-        h = self.part(h) if self.call is None else self.call(self.part, h)
-        return x + self.second(self.plain(h).sin())
-
-
-@pytest.mark.parametrize("inner", [sac.checkpoint, te.checkpoint], ids=["function", "compat reentrant"])
-@pytest.mark.parametrize("outer", ["compat reentrant", "full", "auto", "a saved layer"])
-@pytest.mark.parametrize("program", [one_autocast, in_order("01ba")], ids=["one autocast", "in flight"])
-def test_regions_inside_regions(inner: Any, outer: str, program: Any) -> None:
-    plain = trained(as_it_is, program, lambda: Stack(Nested(None), Nested(None)), steps=5)
-    assert_same(plain, trained(WAYS[outer], program, lambda: Stack(Nested(inner), Nested(inner)), steps=5))
-
-
-@pytest.mark.parametrize("way", ["full", "auto"])
-def test_the_librarys_own_regions_inside_and_around(way: str) -> None:
-    """Its queues and flags are part of the state: regions of both kinds get their own scales."""
-
-    def around(model: Stack) -> Stack:
-        model = WAYS[way](model)
-        return by(own_checkpoint)(model)
-
-    def step(model: nn.Module, number: int) -> list[Tensor]:
-        with autocast():
-            loss = loss_of(model, number)
-        with autocast(enabled=False):  # keeps the library from updating scales after its recomputations
-            loss.backward()
-        return [loss]
-
-    def nested(call: Any) -> Callable[[], Stack]:
-        return lambda: Stack(Nested(call), Nested(call))
-
-    assert_same(trained(as_it_is, step, stack(), steps=5), trained(around, step, stack(), steps=5))
-    plain = trained(as_it_is, step, nested(None), steps=5)
-    assert_same(plain, trained(WAYS[way], step, nested(own_checkpoint), steps=5))
-    assert not any(FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer)
-
-
-class Failing(Block):
-    """Raises in its forward when told to, after its first layer has run."""
-
-    fails = Noted()  # of numbers of runs
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        if runs_of(self) in self.fails:
-            raise ZeroDivisionError
-        return self.second(x)
-
-
-@pytest.mark.parametrize("way", ["compat", "full", "auto", "a saved layer"])
-def test_an_exception_in_between(way: str) -> None:
-    """One in the forward of a micro-batch, which has noted maxima, and one in a recomputation, which is tried again."""
-
-    def step(model: nn.Module, number: int) -> list[Tensor]:
-        Failing.fails[:] = [runs_of(model.blocks[1]) + 2] if number == 2 else []
-        with autocast():
-            loss = loss_of(model, number)
-        with contextlib.suppress(ZeroDivisionError), autocast():
-            model(torch.full((4, WIDTH), 9.0))
-        Failing.fails[:] = [runs_of(model.blocks[1]) + 1] if number == 3 and type(model) is not Stack else []
-        if Failing.fails:
-            before = state_of(model)
-            with pytest.raises(ZeroDivisionError):
-                loss.backward(retain_graph=True)
-            model.zero_grad()
-            if way == "auto":
-                return [loss]
-            changed = {name for name, value in state_of(model).items() if not torch.equal(value, before[name])}
-            assert not [name for name in changed if "scaling_fwd" in name]
-        loss.backward()
-        return [loss]
-
-    def blocks() -> Stack:
-        return Stack(Block(WIDTH), Failing(WIDTH))
-
-    assert_same(trained(as_it_is, step, blocks, steps=5), trained(WAYS[way], step, blocks, steps=5))
-
-
-def test_backward_twice_and_a_run_without_fp8_in_between() -> None:
-    def step(model: nn.Module, number: int) -> list[Tensor]:
-        with autocast():
-            loss = loss_of(model, number)
-        model.eval()
-        with torch.no_grad():
-            check = loss_of(model, number)
-        model.train()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return [loss, check]
-
-    plain = trained(as_it_is, step, stack(), steps=4)
-    for way in ("compat reentrant", "full", "auto"):
-        assert_same(plain, trained(WAYS[way], step, stack(), steps=4))
 
 
 def test_recipe_and_group_are_those_of_the_forward() -> None:
@@ -303,18 +178,6 @@ def test_recipe_and_group_are_those_of_the_forward() -> None:
         out.sum().backward()
         assert FP8GlobalStateManager.get_autocast_state() == before
     assert seen == [(True, False, recipe, group)] * 2
-
-
-def test_a_history_that_is_replaced_after_the_forward_comes_back() -> None:
-    layer = built(lambda: Block(WIDTH))
-    one_autocast(layer, 0)
-    with autocast():
-        loss = loss_of(WAYS["full"](Stack(layer)), 1)
-    scales = layer.first.fp8_meta["scaling_fwd"]
-    scales.amax_history = longer = torch.zeros(200, 2)
-    loss.backward()
-    assert scales.amax_history is longer
-    assert not longer.any()
 
 
 # Engine, early stop, versions
@@ -352,38 +215,14 @@ class Ending(Block):
 
 
 @pytest.mark.parametrize("value", [FULL, MATMULS], ids=["full", "auto"])
-def test_they_run_to_their_end_while_fp8_is_on(value: Any) -> None:
+def test_they_run_to_their_end(value: Any) -> None:
     model = install(built(lambda: Stack(Ending(WIDTH))), value)
-    for fp8, ends in ((False, 1), (True, 2)):
+    for fp8, ends in ((False, 2), (True, 2)):
         Ending.ends[:] = []
         with autocast(enabled=fp8):
             loss = model(torch.randn(2, WIDTH, requires_grad=True)).sum()
         loss.backward()
         assert Ending.ends == [fp8] * ends
-
-
-class Older(FP8GlobalStateManager):
-    """The same under the names of versions 1.6 to 2.8: fields of the class, and other functions."""
-
-    __module__ = "transformer_engine.pytorch.fp8"
-    global_amax_buffer: ClassVar[dict[str, Any]] = {}
-    global_amax_history_buffer: ClassVar[dict[str, Any]] = {}
-    global_scale_buffer: ClassVar[dict[str, Any]] = {}
-    fp8_tensors_recompute_buffer: ClassVar[list[Any]] = []
-    FP8_AUTOCAST_DEPTH = 0
-    on = (False,)
-
-    @classmethod
-    def is_fp8_enabled(cls) -> bool:
-        return cls.on[0]
-
-    @classmethod
-    def get_fp8_autocast_state(cls) -> tuple[Any, ...]:
-        return cls.on
-
-    @classmethod
-    def set_fp8_autocast_state(cls, state: tuple[Any, ...]) -> None:
-        cls.on = state
 
 
 class Unknown:
@@ -395,25 +234,6 @@ class Unknown:
 def load(monkeypatch: pytest.MonkeyPatch, manager: Any) -> None:
     monkeypatch.delitem(sys.modules, MODULE)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", SimpleNamespace(FP8GlobalStateManager=manager))
-
-
-def test_names_of_older_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("quantization_state", "get_autocast_state", "set_autocast_state"):
-        monkeypatch.delattr(FP8GlobalStateManager, name)
-    load(monkeypatch, Older)
-    seen = Noted()
-
-    def region(x: Tensor) -> Tensor:
-        seen.append((Older.on, Older.FP8_AUTOCAST_DEPTH))
-        return x.sin().cos()
-
-    x = torch.ones(2, requires_grad=True)
-    Older.on, Older.FP8_AUTOCAST_DEPTH = (True,), 1
-    out = te.checkpoint(region, x)
-    Older.on, Older.FP8_AUTOCAST_DEPTH = (False,), 0
-    out.sum().backward()
-    assert seen == [((True,), 1)] * 2
-    assert (Older.on, Older.FP8_AUTOCAST_DEPTH) == ((False,), 0)
 
 
 def test_a_version_whose_state_cannot_be_restored_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,10 +252,9 @@ def test_a_version_whose_state_cannot_be_restored_is_refused(monkeypatch: pytest
 
 @pytest.mark.parametrize("way", ["compat reentrant", "full reentrant"])
 def test_they_are_never_reentrant(way: str) -> None:
-    """Nor are the library's own flags set: its modules take the same path in both passes."""
     model, x = WAYS[way](built(stack())), torch.randn(4, WIDTH, requires_grad=True)
     with autocast():
         loss = model(x).sum()
     (gradient,) = torch.autograd.grad(loss, x)
     assert gradient.shape == x.shape
-    assert not FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer
+    assert not any(FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer)
