@@ -527,8 +527,7 @@ class _Serving(TorchDispatchMode):
                 tape = self.tape
                 set_states(tape.after.get(entry, []))
                 results = [detached(fetch(tape.kept[value])) for value in tape.results(entry)]
-                is_single = tape.counts.get(entry, 1) == 1 and not tape.is_list(entry)
-                return results[0] if is_single else tuple(results)
+                return tape.as_returned(entry, results)
         return func(*args, **(kwargs or {}))
 
 

@@ -268,6 +268,8 @@ class TapeMode(RegionMode):
                 tape.kept_roots.add(tape.roots[value])
                 tape.rule_of[value] = index
             tape.metadata[entry] = metadata_of(args)
+            if isinstance(out, (tuple, list)) and not all(isinstance(one, (Tensor, list, tuple)) for one in out):
+                tape.returned[entry] = [HOLE if isinstance(one, Tensor) else one for one in out]
             if self.verifies and type(out) is Tensor and not site.is_collective:
                 tape.sums[entry] = sums_of(out)
             if self.compares_arguments and not (site.is_collective or site.must_save):
@@ -302,8 +304,14 @@ class TapeMode(RegionMode):
             handle.hold(tensor, EXTERNAL)
         elif root in tape.kept_roots:
             handle.hold(tensor, KEPT)
-        elif self.sums is not None and not (tape.is_in_flight(root) or is_in_flight(tensor)):
+        elif self.sums is not None and not (tape.is_in_flight(root) or is_in_flight(tensor) or self._is_seed(handle)):
             self.sums[handle.index] = checksum(tensor)
+
+    def _is_seed(self, handle: Handle) -> bool:
+        """Return whether a handle is that of a seed or offset, which an attention without dropout leaves undefined."""
+        maker, dtype = self.tape.makers[handle.position[0]], handle.metadata[1]
+        is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+        return is_integer and maker >= 0 and "attention" in str(self.tape.sites[maker].op)
 
     def same_as(self, tensor: Tensor) -> int:
         """Return the value of a tensor that autograd has made of one on the tape."""

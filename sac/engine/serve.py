@@ -202,9 +202,7 @@ class Served(RegionMode):
         for generator, state in tape.after.get(entry, ()):
             generator.set_state(state)
         results = [detached(self._fetch(value)) for value in tape.results(entry)]
-        if tape.counts.get(entry, 1) == 1 and not tape.is_list(entry):
-            return results[0]
-        return tuple(results)
+        return tape.as_returned(entry, results)
 
     def _refuse(self, site: CallSite, what: str) -> None:
         found = f"{site_name(site)} in {_module(site)} {what}: {OTHER}"

@@ -81,6 +81,7 @@ class ForwardState:
         self._tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, int, bool]] = []  # of the modules: version, whether they need a gradient
+        self._children: list[tuple[Any, int]] = []  # tables of modules, with their lengths
         self._seen: set[int] = set()  # objects that modules hold
         self._held: list[Any] = []  # generators and trackers that modules and arguments hold
         for module in modules_in(owners):
@@ -95,6 +96,7 @@ class ForwardState:
             generators = [value for value in self._held if isinstance(value, torch.Generator)]
             trackers = [value for value in self._held if not isinstance(value, torch.Generator)]
             self._random = RngSnapshot(tensors, settings, generators, trackers)
+        self.has_new_layers = False
         self._copies: list[tuple[Tensor, int, Any]] = []
         if copies:
             buffers = [buffer for module in modules_in(owners) for buffer in module.buffers(recurse=False)]
@@ -108,6 +110,7 @@ class ForwardState:
         """Note attributes, parameters and buffers of a module, and what its attributes hold."""
         table = module.__dict__
         held = table.copy()
+        self._children.append((module._modules, len(module._modules)))
         has_own = len(table) > len(_NOT_OURS) and FP8_METAS.isdisjoint(table)  # TransformerEngine restores its own
         if has_own or len(table) <= len(_NOT_OURS):
             self._tables.append((table, held))
@@ -158,6 +161,7 @@ class ForwardState:
             for tensor, version, contents in self._copies
             if contents.nbytes() <= _SMALL or version_of(tensor) != version
         ]
+        self.has_new_layers = any(len(table) > count for table, count in self._children)
         written = [tensor for tensor, version, _ in self._tensors if version_of(tensor) != version]
         if written:
             self._tensors = [(tensor, version_of(tensor), needs) for tensor, _, needs in self._tensors]
@@ -165,7 +169,7 @@ class ForwardState:
 
     def drop(self) -> None:
         """Release what only a rerun needs."""
-        self._tables, self._containers, self._held, self._providers = [], [], [], []
+        self._tables, self._containers, self._held, self._providers, self._children = [], [], [], [], []
         self._random = None
 
     @property
@@ -186,7 +190,14 @@ class ForwardState:
         return self._random is not None and bool(advanced(self._random.states))
 
     def check(self, tape: Tape | None, where: str) -> None:
-        """Raise ``RegionError`` if a parameter or buffer was written to after the forward, and there is no copy."""
+        """Raise ``RegionError`` if a parameter or buffer was written to after the forward, and there is no copy.
+
+        Also if the forward has added a layer: a rerun would make another one, which got its gradients.
+        """
+        if self.has_new_layers:
+            found = "its forward has added a layer to a module, and its Python runs again in backward"
+            fix = "make the layer before training: a call without gradients does; or set `engine: replay`"
+            raise RegionError(Problem(where, found, fix=fix))
         copied = {tensor.untyped_storage()._cdata for tensor, _ in self._contents(tape)}
         for tensor, version, _ in self._tensors:
             if tape is not None and storage_address(tensor) not in tape.leaf_roots:

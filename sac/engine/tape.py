@@ -67,6 +67,7 @@ class Tape:
         self.reads: list[list[int]] = []  # the values of these tensors
         self.firsts: list[int] = []  # the first value that the entry makes
         self.kwargs: dict[int, Any] = {}  # only of entries that have some
+        self.returned: dict[int, Any] = {}  # kept entry -> what it returned, with HOLE for tensors, if not these alone
         self.counts: dict[int, int] = {}  # how many values an entry makes, if that is not one
         self.roots: list[int] = []  # per value
         self.makers: list[int] = []  # per value: its entry; -1 for a leaf
@@ -105,9 +106,7 @@ class Tape:
         self.unit_of: dict[int, int] = {}  # collective inside of a unit -> the unit
         self.ends_early = True  # a rerun ends with the last tensor that is missing
         self.input_roots: set[int] = set()
-        self.stored: dict[
-            int, StoredInput | None
-        ] = {}  # roots of inputs in a store, as the forward found them
+        self.stored: dict[int, StoredInput | None] = {}  # roots of inputs in a store, as the forward found them
         self.is_careful = False  # there is something of which a forward without a mode takes no notice
         self.parts: dict[
             int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]
@@ -183,6 +182,15 @@ class Tape:
         """Return whether the op of ``entry`` returns its results in a tuple or list."""
         schema = getattr(self.sites[entry].op, "_schema", None)
         return schema is not None and (len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor")
+
+    def as_returned(self, entry: int, results: Sequence[Tensor]) -> Any:
+        """Return the tensors ``results`` of an op as it returned them: attention also returns sizes, or no tensor."""
+        if (template := self.returned.get(entry)) is not None:
+            tensors = iter(results)
+            return tuple(next(tensors) if one is HOLE else one for one in template)
+        if self.counts.get(entry, 1) == 1 and not self.is_list(entry):
+            return results[0]
+        return tuple(results)
 
     def known(self, tensor: Tensor) -> int | None:
         """Return the value of a tensor, None if this very tensor is not on the tape."""

@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +23,15 @@ from sac.planner.rules import layers_of, matches_entry
 from sac.policy.model import Rule, dump_policy
 from sac.policy.read import bytes_text
 from sac.tables import seconds_text
+
+
+def sac_version() -> str:
+    """Return the version of sac; of a checkout that is not installed, that it is one."""
+    try:
+        return version("sac")
+    except PackageNotFoundError:
+        return "(not installed)"
+
 
 # -- Alternatives to a plan: hand-chosen baselines, and the curve of plans
 
@@ -115,7 +124,7 @@ def _header(made: Plan, about: Mapping[str, str]) -> Iterator[str]:
     point, forward = made.point, forward_seconds(made)
     how = "checked by a step" if point.is_checked else "predicted"
     share = f", {point.seconds / forward:.1%} of the blocks' forward" if forward else ""
-    yield f"Planned by sac {version('sac')} with torch {torch.__version__}."
+    yield f"Planned by sac {sac_version()} with torch {torch.__version__}."
     for name, value in about.items():
         yield f"{name}: {value}"
     yield f"device: {made.pricing.device.name} ({made.pricing.device.title})"

@@ -698,6 +698,27 @@ def test_a_state_with_a_graph_that_is_given_up_before_backward(way: str) -> None
     assert_same(CarriesAState, way, loop)
 
 
+class MakesALayer(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.later: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.later is None:
+            self.later = nn.Linear(4, 4)
+        return x + self.mlp(self.later(x).sin())
+
+
+@pytest.mark.parametrize("way", ["full", "rerun", "sac.checkpoint", "replay"])
+def test_a_layer_that_the_forward_makes(way: str) -> None:
+    """A rerun would make another one, and that would get the gradients."""
+    if way == "replay":
+        assert_same(MakesALayer, way)
+    else:
+        with pytest.raises(sac.errors.RegionError, match="its forward has added a layer"):
+            train(MakesALayer, way)
+
+
 # State outside the modules
 
 CALLS = [0]
