@@ -66,6 +66,8 @@ def test_below_a_checkpoint_each_call_hands_it_the_same_in_both_passes(
     outer: str, body: Any, rule: dict[str, Any]
 ) -> None:
     """Regions that begin under replay and are found out in the first forward, or in the first backward."""
+    if outer == "torch" and body is doubled_unseen:
+        pytest.skip("torch's checkpoint gives each value out once: its own error")
     model = install(stack(body), selective(policy(rule)), "apply, replay")
     with pytest.warns(SacWarning, match=TOLD) if body is offset else warnings.catch_warnings():
         ours = gradients(model, OUTER[outer])
@@ -114,23 +116,3 @@ blocks.0: saved tensor 2 was another value in forward than in recomputation, flo
     fix: the region computed with other tensors than in forward, or in another order: do not exchange between forward \
 and backward what it uses (data of a weight, attributes, globals), or pass it as an argument
 """
-
-
-def test_python_that_gives_other_values_than_the_forward_is_an_error() -> None:
-    """A tensor from outside is gone, so Python runs; it does not find the state that decided what the forward did."""
-    outside: list[Any] = [None] * 5000  # too long to be restored
-
-    def body(block: FunctionBlock, x: Tensor) -> Tensor:
-        scale = outside[0]
-        h = x @ block.a
-        return (h if scale is None else h + scale).sin() @ block.b
-
-    model = install(stack(body), selective(policy(save("matmul"))) | {"engine": "replay"})
-    outside[0] = torch.randn(8, 8)
-    loss = model.blocks[0](torch.randn(8, 8, requires_grad=True)).sum()
-    outside[0] = None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SacWarning)
-        with pytest.raises(sac.SacError) as error:
-            loss.backward()
-    assert str(error.value).strip() == ANOTHER_VALUE.strip()

@@ -191,7 +191,7 @@ def written_after_a_small_view(block: FunctionBlock, x: Tensor) -> Tensor:
     return result.sum() + (product * 2).sum()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["auto", "replay"])
 def test_a_write_to_a_small_view_of_a_saved_result_is_an_error(engine: str) -> None:
     """As in torch. Such a view was copied when the forward ended, after the write: gradients were wrong, silently."""
     model = built(lambda: Stack(FunctionBlock(written_after_a_small_view)))

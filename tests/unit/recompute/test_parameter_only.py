@@ -84,7 +84,7 @@ def trained(body: Callable[..., Tensor], value: Any = None, entry: str = "apply"
     return train(model, steps=2, make_input=rows)
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if "rerun" not in entry])  # that keeps what is named
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_no_weight_is_kept(body: Callable[..., Tensor], entry: str) -> None:
     value = selective(policy(save(NAMED)))
@@ -184,7 +184,7 @@ class CodedLinear(nn.Module):
         return x.sin() @ self.weight.state.inner.table[self.weight.int()] + self.bias
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "rerun"])
 def test_what_a_parameter_carries_belongs_to_it(engine: str) -> None:
     value = {
         "mode": "selective",

@@ -13,12 +13,9 @@ from tests.support.blocks import FunctionBlock, policy, save, selective
 from tests.support.replay_kernels import FromOutside, TanhInPlace, tanh_into, twice_in_place
 from tests.support.replay_programs import (
     ON_EACH,
-    POLICIES,
-    assert_gave_way,
     assert_replayed,
     block_of,
     replay,
-    warning_of,
 )
 from tests.support.training import assert_same_training
 
@@ -67,20 +64,6 @@ def test_one_op_makes_zeros_that_stay_and_zeros_that_a_kernel_fills(chosen: dict
     assert_replayed(block_of(body), replay(chosen))
 
 
-@ON_EACH
-def test_zeros_that_a_kernel_fills_in_later_steps_only(chosen: dict[str, Any]) -> None:
-    """No comparison in the first step can show that."""
-
-    def body(block: FunctionBlock, x: Tensor) -> Tensor:
-        h = x @ block.a
-        flags = torch.zeros(8, 8)
-        if block.calls > 1:
-            flags.numpy()[2] = block.calls
-        return (h * flags).sin() + h.cos()
-
-    assert_replayed(block_of(body), replay(chosen, "first"), steps=3)
-
-
 IN_PLACE: dict[str, Callable[[FunctionBlock, Tensor], Tensor]] = {
     "at once": lambda block, h: twice_in_place(h).sin() @ block.b,
     "after an op that writes": lambda block, h: twice_in_place(h.add_(1)).sin() @ block.b,
@@ -118,16 +101,6 @@ def read_before_and_after(block: FunctionBlock, x: Tensor) -> Tensor:
     return before.sin() * twice_in_place(h).cos()
 
 
-def test_saved_value_that_a_kernel_overwrites_after_it_was_read() -> None:
-    assert_gave_way(
-        block_of(read_before_and_after),
-        replay(policy(save("matmul"))),
-        warning_of("a result that the policy saves (float32[8, 8]) was modified, but not by an op"),
-        steps=3,
-    )
-    assert_replayed(block_of(read_before_and_after), replay(POLICIES["nothing"]))
-
-
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_rerun_does_not_serve_what_a_kernel_overwrote(name: str) -> None:
     """The engine that replay gives way to."""
@@ -145,28 +118,10 @@ def kept_from_autograd(block: FunctionBlock, x: Tensor) -> Tensor:
     return twice_in_place(h, says_so=False).sin() @ block.b
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_kernel_in_place_that_tells_nobody(name: str) -> None:
-    """Only the comparison of the first step can see it. What the policy saves of it is not used from then on."""
-    value = replay(POLICIES[name], "first")
-    if name == "nothing":
-        found = "saved tensor 2 (float32[8, 8]) is replayed with other values than forward had"
-        assert_gave_way(block_of(kept_from_autograd), value, warning_of(found), steps=3)
-    else:
-        assert_replayed(block_of(kept_from_autograd), value, steps=3)
-
-
 def read_in_between(block: FunctionBlock, x: Tensor) -> Tensor:
     h = x @ block.a
     before = h * 1.5
     return before.sin() * twice_in_place(h, says_so=False).cos()
-
-
-def test_saved_value_that_a_kernel_overwrites_unseen_is_not_saved_any_more() -> None:
-    """In the first backward Python is served it, finds other values than the forward, and runs once more."""
-    found = "saved tensor 2 (float32[8, 8]) is replayed with other values than forward had"
-    value = replay(policy(save("matmul")), "first")
-    assert_gave_way(block_of(read_in_between), value, warning_of(found), steps=3, once_more=1)
 
 
 @ON_EACH
@@ -186,13 +141,3 @@ def test_tensor_made_of_an_array_is_held(chosen: dict[str, Any]) -> None:
         return (h + torch.from_numpy(h.detach().numpy() * 2)).sin() @ block.b
 
     assert_replayed(block_of(body), replay(chosen))
-
-
-@ON_EACH
-def test_tensor_that_no_op_made_and_that_nothing_holds(chosen: dict[str, Any]) -> None:
-    def body(block: FunctionBlock, x: Tensor) -> Tensor:
-        h = x @ block.a
-        return (h + torch.from_dlpack(h.detach().numpy() * 2)).sin() @ block.b
-
-    found = "aten.add.Tensor reads a tensor that no op made, and that nothing keeps alive"
-    assert_gave_way(block_of(body), replay(chosen), warning_of(found))

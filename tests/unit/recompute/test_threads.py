@@ -189,8 +189,8 @@ model = sac.apply(model, selective(policy(save("matmul")), engine=sys.argv[1]))
 for _ in range(3):
     try:
         model(torch.randn(8, 8))
-    except sac.SacError as error:
-        print(error, flush=True)
+    except RuntimeError as error:  # of the interpreter of TorchScript, around ours
+        print("do not fork inside of the block" in str(error), flush=True)
 os._exit(0)  # torch may abort at exit if threads that it has forked have run Python
 """
 
@@ -204,7 +204,4 @@ def test_a_region_that_forks_is_refused(engine: str, tmp_path: Path) -> None:
     command = [sys.executable, str(program), engine]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == 3 * (
-        "blocks.0: another thread has run ops of this region, as `torch.jit.fork` does: their order is not known\n"
-        "    fix: do not fork inside of the block, or leave the block out of checkpointing\n"
-    )
+    assert done.stdout == 3 * "True\n"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import sac
@@ -27,7 +27,7 @@ from tests.promises.test_05_backward_often import (
 from tests.support.blocks import FunctionBlock, Stack, llama_stack, policy, save, selective, square, with_dropout
 from tests.support.recording import Recorder
 from tests.support.training import assert_same, assert_same_training, built, train
-from tests.support.whole_module_blocks import EVERY, RUNS, Apply, Output, number_of_run, stack_of, whole
+from tests.support.whole_module_blocks import EVERY, Apply, Output, stack_of, whole
 from tests.unit.recompute.test_threads import backward_elsewhere
 
 VALUES = {
@@ -87,21 +87,6 @@ def test_backward_as_often_as_one_likes(backward: Callable[..., Any], name: str,
 @pytest.mark.parametrize("around", [save_on_cpu, lambda: saved_tensors_hooks(lambda t: t.clone(), lambda t: t)])
 def test_hooks_around_the_region_are_shown_what_is_kept(around: Any, name: str, entry: str) -> None:
     assert_same_training(dropped, VALUES[name], entry=entry, steps=3, around_forward=around)
-
-
-@pytest.mark.parametrize("value", [ALONE, selective(policy(whole(EVERY), save("matmul")))], ids=["alone", "mixed"])
-def test_hooks_around_the_region_are_shown_what_a_module_saves_and_returns(value: Any) -> None:
-    model = sac.apply(built(lambda: stack_of(lambda block, x: (block.part(x.exp()) + 1).cos(), 1)), value)
-    shown: list[Tensor] = []
-    for _ in range(3):
-        shown.clear()
-        with saved_tensors_hooks(lambda t: (shown.append(t), t)[1], lambda t: t):
-            out = model(square()[0].requires_grad_())
-        part = model.blocks[0].part
-        x = next(one for one in shown if not isinstance(one, nn.Parameter))
-        inside = [x, x @ part.weight, (x @ part.weight).sin()]
-        assert all(any(one.shape == two.shape and torch.equal(one, two) for one in shown) for two in inside)
-        out.sum().backward()
 
 
 def test_hooks_inside_the_region_are_shown_what_a_module_saves() -> None:
@@ -245,44 +230,6 @@ def inputs_of_both_signs(device: str) -> tuple[Tensor, ...]:
 SIGNS: list[int] = []
 
 
-@pytest.mark.parametrize(
-    ("value", "runs"),
-    [(ALONE, [1, 1, 2, 1]), (selective(policy(whole("plain"), save("matmul"))), [1, 1, 1, 1])],
-    ids=["alone", "under a mode, which sees it coming"],
-)
-def test_a_write_that_no_call_before_had_lets_the_module_run_again_once(value: Any, runs: list[int]) -> None:
-    SIGNS.clear()
-    assert_same_training(lambda: stack_of(written_sometimes, 1), value, steps=6, make_input=inputs_of_both_signs)
-    model = sac.apply(built(lambda: stack_of(written_sometimes, 1)), value)
-    ran = []
-    for sign in (-1, -1, 1, 1):
-        RUNS.clear()
-        model((square()[0].abs() * sign).requires_grad_()).sum().backward()
-        ran.append(len(RUNS))
-    assert ran == runs
-
-
-def test_a_view_of_an_argument_that_is_laid_out_otherwise_in_recomputation() -> None:
-    def body(block: Any, x: Tensor) -> Tensor:
-        h = x.exp().t()
-        if number_of_run() == 3:  # the same values at other places, as a kernel chosen anew may leave them
-            h = h.contiguous()
-        return block.view(h).sin() * x
-
-    found = []
-    for model in (built(lambda: stack_of(body, 1)), sac.apply(built(lambda: stack_of(body, 1)), ALONE)):
-        RUNS.extend([1] * 3)
-        x = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
-        for _ in range(2):  # the first call has labels, and would tell
-            model(x).sum().backward()
-        x.grad = None
-        RUNS.clear()
-        model(x).sum().backward()
-        found.append(x.grad)
-    assert torch.equal(*found)
-    assert len(RUNS) == 4, "the region twice, and its module"
-
-
 def test_what_the_caller_writes_to_after_the_region() -> None:
     class Caller(nn.Module):
         def __init__(self) -> None:
@@ -318,33 +265,6 @@ def test_a_region_input_that_a_saved_module_writes_to() -> None:
         assert_same_training(build, value, steps=3, make_input=two)
 
 
-def test_saved_by_a_rule_on_ops_and_written_in_a_module_unseen_as_never_before() -> None:
-    def body(block: Any, x: Tensor) -> Tensor:
-        h = x.exp() @ block.a
-        z = h + 1
-        return block.part(h) * z.sin()
-
-    def sometimes(part: Apply, x: Tensor) -> Tensor:
-        if float(x.detach().sum()) > 100:
-            with _disable_current_modes():  # as a compiled function does
-                return x.relu_()
-        return x.relu()
-
-    model = built(lambda: stack_of(body, 1))
-    model.blocks[0].part.body = sometimes
-    model.blocks[0].a.data.abs_()
-    sac.apply(model, selective(policy(whole("part"), save("matmul")), engine="rerun"))
-    for _ in range(2):
-        model(-torch.ones(8, 8, requires_grad=True)).sum().backward()
-    with pytest.raises(sac.errors.RegionError) as error:
-        model(3 * torch.ones(8, 8, requires_grad=True))
-    assert str(error.value) == (
-        "blocks.0.part: this saved module wrote in place to a value (float32[8, 8]) that another rule saves, but "
-        "not by an op that sac could see, so there is no copy to recompute from\n"
-        "    fix: clone the value before the module writes to it"
-    )
-
-
 def test_a_module_that_writes_to_its_buffer_runs_again() -> None:
     def advances(part: Apply, x: Tensor) -> Tensor:
         part.large += 1
@@ -374,24 +294,6 @@ def test_a_large_buffer_of_a_saved_module_advances_once_and_needs_no_mode() -> N
 
     value = selective(policy(whole("norm")))
     assert_same_training(lambda: Stack(Wide(), Wide()), value, steps=4, make_input=wide)
-
-
-def test_an_object_whose_tensors_cannot_be_exchanged() -> None:
-    class Box(dict[str, Tensor]):
-        pass
-
-    model = built(lambda: stack_of(lambda block, x: block.part(x)["y"].sin(), 1))
-    model.blocks[0].part.body = lambda part, x: Box(y=x @ part.weight)
-    sac.apply(model, ALONE)
-    with pytest.raises(sac.errors.RegionError) as error:
-        model(square()[0].requires_grad_())
-    assert str(error.value) == (
-        "blocks.0.part: this module is saved as a whole and returned a "
-        "test_an_object_whose_tensors_cannot_be_exchanged.<locals>.Box, in which tensors cannot be exchanged\n"
-        "    fix: return tuples, lists, dicts, dataclasses or what is registered as a pytree, or save the ops in the "
-        "module by rules with `ops`"
-    )
-    assert active_hooks() is None
 
 
 @pytest.mark.parametrize(

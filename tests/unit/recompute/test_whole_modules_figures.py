@@ -63,17 +63,6 @@ def test_saved_modules_are_not_run_again(body: Callable[..., Any]) -> None:
         assert len(RUNS) == 2 * runs
 
 
-@pytest.mark.parametrize("body", INSIDE, ids=lambda body: body.__name__)
-def test_no_mode_is_on_after_the_first_call(body: Callable[..., Any]) -> None:
-    SEEN.clear()
-    train(sac.apply(built(lambda: stack_of(body, blocks=1, probe=True)), ALONE), steps=3, make_input=square)
-    assert SEEN[0]
-    assert len(SEEN) > 3
-    # Forward and recomputation of the first step come first. A function that names classes of its file (`structures`)
-    # is not known to be the same one again, and has a mode on in every call.
-    assert SEEN[2:] == [body is blocks.structures] * len(SEEN[2:])
-
-
 def test_a_mode_is_on_inside_a_saved_module_next_to_rules_on_ops() -> None:
     """It sees writes that no earlier call made."""
     noted: list[bool] = []
@@ -105,22 +94,6 @@ def test_bytes_are_those_that_autograd_keeps_and_the_result() -> None:
 
     # The product's left side, the sine's argument, and the module's result; the left side is no input of the region.
     assert kept(selective(policy(whole("part")))) - kept(FULL) == 2 * 3 * SQUARE
-
-
-def test_a_result_that_recomputation_does_not_come_to_is_not_held() -> None:
-    model = sac.apply(built(lambda: stack_of(lambda block, x: block.part(x.exp()))), selective(policy(whole("part"))))
-    for _ in range(2):
-        step(model, square())()
-        (kind,) = sac.report(model).kinds
-        assert kind.saved_bytes == 2 * SQUARE
-
-
-def test_a_small_part_of_what_a_module_made_does_not_hold_all_of_it() -> None:
-    model = sac.apply(built(lambda: stack_of(blocks.small_part_of_result, 1)), selective(policy(whole("first_row"))))
-    inputs = square()
-    for _ in range(2):
-        step(model, inputs)()
-        assert sac.report(model).kinds[0].rules[0].saved_bytes == WIDTH * 4
 
 
 def test_memory_is_free_after_backward_and_when_the_graph_is_dropped() -> None:

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import sac
 from sac.engine.autocast import is_custom_op
 from tests.support.blocks import FunctionBlock, Stack, policy, save, selective, square
-from tests.support.training import assert_same_training, built
+from tests.support.training import assert_same_training
 from tests.support.whole_module_blocks import WIDTH, Apply, whole
 
 OFFSETS = torch.tensor([0, 2, 5, WIDTH])  # torch takes two jagged tensors for alike only if they share this tensor
@@ -137,13 +136,3 @@ def test_a_jagged_tensor_is_written_to_by_an_op(engine: str) -> None:
 
     value = selective(policy(save("matmul")), engine=engine)
     assert_same_training(build, value, steps=3, make_input=square)
-
-
-def test_a_small_part_of_a_result_does_not_hold_all_of_it() -> None:
-    name = "every third column"
-    model = sac.apply(built(lambda: stack_of(name)), selective(RULES["modules"]))
-    x = torch.randn(WIDTH, WIDTH, requires_grad=True)
-    model(x).sum().backward()
-    result = PROGRAMS[name][0](model.blocks[0].part, x).numel() * 4
-    inside = WIDTH * WIDTH * 4  # its argument, which the product in it reads
-    assert sac.report(model).kinds[0].saved_bytes == result + inside
