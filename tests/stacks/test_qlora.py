@@ -6,17 +6,13 @@ import functools
 from typing import Any
 
 import pytest
-import torch
 
 import sac
 from tests.stacks import qlora_models as models
-from tests.stacks.composition import Outcome, differences
-from tests.stacks.other_trainers import assert_composes, measured, qlora
-from tests.support.blocks import policy, save
+from tests.stacks.other_trainers import assert_composes, qlora
 from tests.support.recording import Recorder
 
 PRODUCT, DEQUANTISE = "bitsandbytes.gemm_4bit", "bitsandbytes.dequantize_4bit"
-CASTS = {"mode": "selective", "policy": policy(save([DEQUANTISE, "bitsandbytes.dequantize_blockwise"]))}
 
 
 @pytest.mark.parametrize(
@@ -51,34 +47,6 @@ def test_products_in_4_bits_are_matmuls_to_a_policy() -> None:
 
 def test_recomputation_dequantises_no_more_than_backward_needs() -> None:
     assert [ran(value).count(DEQUANTISE) for value in ("full", "selective")] == [ran("none").count(DEQUANTISE)] * 2
-
-
-class Dequantised(torch.nn.Module):
-    """Uses the weight as kernels without a fused product do: in full precision, for the time of the call."""
-
-    def __init__(self, linear: torch.nn.Module) -> None:
-        super().__init__()
-        self.weight = linear.weight
-        self.scale = torch.nn.Parameter(torch.ones(linear.weight.quant_state.shape[0]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        import bitsandbytes
-
-        weight = bitsandbytes.functional.dequantize_4bit(self.weight, self.weight.quant_state)
-        return torch.nn.functional.linear(x, weight) * self.scale
-
-
-def test_a_dequantised_weight_is_not_kept() -> None:
-    def kept(value: Any) -> Outcome:
-        model = models.build()
-        for layer in model.base_model.model.model.layers:
-            for name in ("gate_proj", "down_proj"):
-                setattr(layer.mlp, name, Dequantised(getattr(layer.mlp, name)))
-        return measured(model, value, functools.partial(models.loss, length=2))
-
-    full, casts = kept("full"), kept(CASTS)
-    assert differences(casts, full) == []
-    assert casts.kept_bytes - full.kept_bytes < models.WIDTH * models.HIDDEN
 
 
 def test_gradients_reach_the_adapters_alone() -> None:
