@@ -1,4 +1,4 @@
-"""Forward-mode differentiation through regions, and then backward."""
+"""Forward-mode differentiation through regions that are replayed, and then backward; where Python runs again, an error."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 
-import sac
 from sac.errors import RegionError
 from tests.support.every_mode import MODES, assert_as_without, modules_of
 
-every_mode = pytest.mark.parametrize("mode", MODES)
+REPLAYED = ("auto", "replay", "everything", "whole")
+replayed = pytest.mark.parametrize("mode", REPLAYED)
+rerun = pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in REPLAYED])
 
 
 class Block(nn.Module):
@@ -44,7 +45,7 @@ def through(calls: list[Callable[..., Any]], x: Tensor) -> Tensor:
     return x
 
 
-@every_mode
+@replayed
 @pytest.mark.parametrize("needs_grad", [True, False])
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward after"])
 def test_a_dual_number_and_then_backward(mode: str, needs_grad: bool, inside: bool) -> None:
@@ -63,7 +64,7 @@ def test_a_dual_number_and_then_backward(mode: str, needs_grad: bool, inside: bo
     assert_as_without(mode, blocks(), program)
 
 
-@every_mode
+@replayed
 def test_steps_with_and_without_tangents_take_turns(mode: str) -> None:
     def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
         x, tangent = inputs()
@@ -77,7 +78,7 @@ def test_steps_with_and_without_tangents_take_turns(mode: str) -> None:
     assert_as_without(mode, blocks(), program, steps=6)
 
 
-@every_mode
+@replayed
 def test_a_tangent_that_needs_a_gradient_of_its_own(mode: str) -> None:
     def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
         x, tangent = inputs()
@@ -90,7 +91,7 @@ def test_a_tangent_that_needs_a_gradient_of_its_own(mode: str) -> None:
     assert_as_without(mode, blocks(), program)
 
 
-@every_mode
+@replayed
 def test_the_derivative_of_a_gradient(mode: str) -> None:
     def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
         x, tangent = inputs()
@@ -104,7 +105,7 @@ def test_the_derivative_of_a_gradient(mode: str) -> None:
     assert_as_without(mode, blocks(), program)
 
 
-@every_mode
+@replayed
 def test_one_tensor_as_two_arguments_and_tangents_in_keywords(mode: str) -> None:
     def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
         x, tangent = inputs()
@@ -113,19 +114,6 @@ def test_one_tensor_as_two_arguments_and_tangents_in_keywords(mode: str) -> None
             out = forward_ad.unpack_dual(calls[1](calls[0](dual, dual), gate=dual))
             (out.primal * out.tangent).sum().backward()
         return [out.primal.detach(), out.tangent.detach()]
-
-    assert_as_without(mode, blocks(), program)
-
-
-@every_mode
-def test_a_region_inside_a_region(mode: str) -> None:
-    def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
-        x, tangent = inputs()
-        with forward_ad.dual_level():
-            out = sac.checkpoint(lambda x: through(calls, x), forward_ad.make_dual(x, tangent))
-            primal, found = forward_ad.unpack_dual(out)
-            (primal * found).sum().backward()
-        return [primal.detach(), found.detach()]
 
     assert_as_without(mode, blocks(), program)
 
@@ -141,7 +129,7 @@ class Holder(nn.Module):
         return self.calls[0](x)
 
 
-@every_mode
+@replayed
 def test_parameters_with_tangents_by_functional_call(mode: str) -> None:
     def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
         block = modules_of(calls)[0]
@@ -156,7 +144,7 @@ def test_parameters_with_tangents_by_functional_call(mode: str) -> None:
     assert_as_without(mode, blocks(1), program)
 
 
-@every_mode
+@replayed
 def test_parameters_with_tangents_as_attributes(mode: str) -> None:
     def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
         up = modules_of(calls)[0].up
@@ -173,47 +161,13 @@ def test_parameters_with_tangents_as_attributes(mode: str) -> None:
     assert_as_without(mode, blocks(1), program)
 
 
-def test_a_parameters_tangent_that_has_ended_is_an_error() -> None:
-    block = sac.apply(blocks(1), {"mode": "full", "blocks": ["*"]})[0]
-    weight = block.up.weight
-    with forward_ad.dual_level():
-        del block.up.weight
-        block.up.weight = forward_ad.make_dual(weight, torch.ones(4, 4))
-        primal, tangent = forward_ad.unpack_dual(block(inputs()[0]))
-        loss = (primal * tangent).sum()
-    with pytest.raises(RegionError) as error:
-        loss.backward()
-    assert str(error.value) == (
-        "0: a parameter or buffer had a tangent in forward and has none in recomputation: the dual_level that it was "
-        "made in is over\n"
-        "    fix: call backward inside the dual_level of the forward"
-    )
+@rerun
+def test_where_python_runs_again_it_is_an_error(mode: str) -> None:
+    def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
+        x, tangent = inputs()
+        with forward_ad.dual_level():
+            forward_ad.unpack_dual(through(calls, forward_ad.make_dual(x, tangent))).tangent.sum().backward()
+        return []
 
-
-def test_writing_to_an_input_with_a_tangent_is_an_error() -> None:
-    x, tangent = inputs()
-    with forward_ad.dual_level(), pytest.raises(RegionError) as error:
-        sac.checkpoint(lambda x: x.add_(1).sin(), forward_ad.make_dual(x, tangent))
-    assert str(error.value).endswith(
-        "the region wrote in place to an input that carries a tangent (forward-mode differentiation)\n"
-        "    fix: clone the input inside the region before writing to it"
-    )
-
-
-def test_the_reentrant_mode_refuses_tangents() -> None:
-    block = blocks(1)[0]
-    x, tangent = inputs()
-    with forward_ad.dual_level(), pytest.raises(RegionError) as error:
-        sac.checkpoint(block, forward_ad.make_dual(x, tangent), use_reentrant=True)
-    assert str(error.value) == (
-        "Block: a reentrant region is called on a tensor that carries a tangent (forward-mode differentiation), or its "
-        "modules hold one\n"
-        "    fix: pass use_reentrant=False"
-    )
-
-
-def test_without_the_private_name_no_level_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sac.region import forward_ad as tangents
-
-    monkeypatch.setattr(tangents, "forward_ad", object())
-    assert not tangents.dual_level_is_on()
+    with pytest.raises(RegionError, match=r"called with dual tensors .forward-mode differentiation.*\n.*engine: replay"):
+        assert_as_without(mode, blocks(), program)
