@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -15,7 +16,15 @@ from sac.errors import Problem, RegionError
 from sac.outer_hooks import fetch
 from sac.stores.backward_order import CallNode
 from sac.stores.store import InputStoring, StoredInput
-from sac.tensors import describe, storage_address, storage_bytes, tensor_parts, version_of
+from sac.tensors import (
+    describe,
+    is_plain,
+    storage_address,
+    storage_bytes,
+    tensor_parts,
+    version_of,
+    version_watch,
+)
 from sac.torch_private import tree_flatten, tree_unflatten
 
 
@@ -60,6 +69,8 @@ class Inputs:
         # One tensor in several places is one tensor again.
         self._same = {index: firsts[id(tensor)] for index, tensor in self.tensors if firsts[id(tensor)] != index}
         self._stored: dict[int, StoredInput] = {}
+        self._watched: dict[int, Any] = {}  # of those in the hands of hooks: what shares the version counter
+        self._addresses: dict[int, int] = {}
 
     @property
     def stored(self) -> Mapping[int, StoredInput]:
@@ -89,7 +100,11 @@ class Inputs:
         for index, tensor in self.tensors:
             stored = self._stored.get(index)
             if stored is None:
-                self.leaves[index] = packed(tensor)
+                self.leaves[index] = held = packed(tensor)
+                if held is not tensor:
+                    self._watched[index] = version_watch(tensor) if is_plain(tensor) else held
+                elif type(tensor) is Tensor and tensor.layout is torch.strided:
+                    self._addresses[index] = storage_address(tensor)
             else:
                 stored.close(None)
                 self.leaves[index] = stored
@@ -105,7 +120,10 @@ class Inputs:
         leaves = [leaf.again() if type(leaf) is _Copy else leaf for leaf in self.leaves]
         for index, version, requires_grad, is_leaf in self._versions:
             tensor = leaves[index]
-            if isinstance(tensor, Tensor) and version_of(tensor) != version:
+            watched = self._watched.get(index, tensor)
+            is_written = isinstance(watched, Tensor) and version_of(watched) != version
+            if is_written or (index in self._addresses and storage_address(tensor) != self._addresses[index]):
+                tensor = fetch(tensor)
                 found = f"its input {index} ({describe(tensor)}) was changed in place after the forward"
                 raise RegionError(Problem(where, found, fix=WRITTEN))
             if index in self._same:

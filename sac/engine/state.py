@@ -80,6 +80,7 @@ class ForwardState:
         """``copies``: of buffers, since no recorder takes them."""
         self._tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
+        self._flags: list[tuple[nn.Module, bool]] = []
         self._tensors: list[tuple[Tensor, int, bool]] = []  # of the modules: version, whether they need a gradient
         self._children: list[tuple[Any, int]] = []  # tables of modules, with their lengths
         self._seen: set[int] = set()  # objects that modules hold
@@ -111,6 +112,8 @@ class ForwardState:
         table = module.__dict__
         held = table.copy()
         self._children.append((module._modules, len(module._modules)))
+        if "training" not in table:  # a scripted module has it elsewhere
+            self._flags.append((module, module.training))
         has_own = len(table) > len(_NOT_OURS) and FP8_METAS.isdisjoint(table)  # TransformerEngine restores its own
         if has_own or len(table) <= len(_NOT_OURS):
             self._tables.append((table, held))
@@ -231,6 +234,9 @@ class ForwardState:
                 _swap(stack, table, then, _set_items)
             for container, then in self._containers:
                 _swap(stack, container, then, _set_contents)
+            for module, training in self._flags:
+                stack.callback(setattr, module, "training", module.training)
+                module.training = training
             for tensor, _, needs in self._tensors:
                 if tensor.requires_grad is not needs and tensor.is_leaf:
                     stack.callback(tensor.requires_grad_, tensor.requires_grad)

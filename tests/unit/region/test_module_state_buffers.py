@@ -76,55 +76,10 @@ def by_torch(model: Stack) -> Stack:
     return model
 
 
-@pytest.mark.parametrize("way", LOOSE_WAYS.values(), ids=LOOSE_WAYS.keys())
-def test_without_it_buffers_advance_as_under_torch(way: Way) -> None:
-    """Twice, and gradients are what they were, since the value does not depend on them."""
-    build = stack(Normed, Normed)
-    plain, stock, ours = (stepped(build, one) for one in (as_it_is, by_torch, way))
-    assert_same(stock, ours)
-    assert float(ours["2 buffer blocks.0.calls"]) == 2 * float(plain["2 buffer blocks.0.calls"]) == 6
-    gradients = [name for name in plain if "buffer" not in name]
-    assert_same({name: plain[name] for name in gradients}, {name: ours[name] for name in gradients})
-
-
-def test_calls_of_one_function_with_and_without_it_share_no_evidence() -> None:
-    """What needs no mode without it needs one with it."""
-    module = Normed()
-    for config in (LOOSE, LOOSE, FROZEN, FROZEN):
-        before = float(module.calls), int(module.norm.num_batches_tracked)
-        x = torch.randn(8, 8, requires_grad=True)
-        sac.checkpoint(module, x, config=config).sum().backward()
-        more = 2 if config is LOOSE else 1
-        assert (float(module.calls), int(module.norm.num_batches_tracked)) == (before[0] + more, before[1] + more)
-
-
-def test_without_it_a_region_that_writes_buffers_needs_no_mode() -> None:
-    module, x = Scaled(), torch.randn(8, 8, requires_grad=True)
-    depth: list[int] = []
-    module.linear.register_forward_pre_hook(lambda *_: depth.append(torch._C._len_torch_dispatch_stack()))
-    for config in (LOOSE, LOOSE, FROZEN, FROZEN):
-        sac.checkpoint(module, x, config=config)
-    assert depth == [1, 0, 1, 1]
-
-
-class _Holder:
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
-
-    def method(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
 def closures(module: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
-    held = {"module": module}
-    kept = _Holder(module)
     return {
         "the module": module,
         "a lambda": lambda x: module(x),
-        "a default": lambda x, layer=module: layer(x),
-        "a dict": lambda x: held["module"](x),
-        "a method": kept.method,
-        "an object": lambda x: kept.layer(x),
         "a method of the module": module.forward,
         "nested": lambda x: (lambda y: module(y))(x),
     }

@@ -51,20 +51,9 @@ def test_the_text():
     with pytest.raises(RegionError) as caught:
         out.sum().backward()
     assert str(caught.value).partition(": ")[2] == (
-        "parameter 'weight' (float32[8, 8]) was changed in place after the forward: it is at version 2, "
-        "backward expects version 1\n"
-        "    fix: step the optimizer when every backward of these weights is done"
+        "a parameter or buffer (float32[8, 8]) was changed in place between forward and backward\n"
+        "    fix: change it after backward, or leave the block out of checkpointing"
     )
-
-
-def test_determinism_check_none_does_not_look():
-    model = nn.Linear(WIDTH, WIDTH)
-    body = warmed_up(model)
-    x = torch.randn(4, WIDTH, requires_grad=True)
-    out = sac.checkpoint(body, x, determinism_check="none")
-    step(model)
-    out.sum().backward()
-    assert torch.equal(x.grad, torch.autograd.grad(body(x).sum(), x)[0])
 
 
 def test_apply_notices_it_too():
