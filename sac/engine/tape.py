@@ -327,7 +327,7 @@ class Tape:
             stored.tensor.settle()  # its copy may still be on the way
         if root in self.before:
             return
-        if is_wrapper(tensor) or tensor.layout is not torch.strided:
+        if tensor is None or is_wrapper(tensor) or tensor.layout is not torch.strided:
             self.fail("the region writes to a tensor of a wrapper class from outside")
             return
         self.before[root] = detached(tensor), copy_of(tensor.untyped_storage())

@@ -1,4 +1,4 @@
-"""Forward-mode differentiation through regions that are replayed, and then backward; where Python runs again, an error."""
+"""Forward-mode differentiation through regions that are replayed, then backward; where Python runs again, an error."""
 
 from __future__ import annotations
 
@@ -169,5 +169,7 @@ def test_where_python_runs_again_it_is_an_error(mode: str) -> None:
             forward_ad.unpack_dual(through(calls, forward_ad.make_dual(x, tangent))).tangent.sum().backward()
         return []
 
-    with pytest.raises(RegionError, match=r"called with dual tensors .forward-mode differentiation.*\n.*engine: replay"):
+    with pytest.raises(
+        RegionError, match=r"called with dual tensors .forward-mode differentiation.*\n.*engine: replay"
+    ):
         assert_as_without(mode, blocks(), program)

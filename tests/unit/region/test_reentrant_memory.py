@@ -65,16 +65,22 @@ def test_the_recomputed_graph_goes_with_the_backward():
         assert recorder.live_bytes(besides=[parameter.grad for parameter in model.parameters()]) <= 2 * h.nbytes
 
 
-def test_dropping_a_region_leaves_no_garbage():
+def test_dropping_a_region_leaves_no_tensor_to_the_collector():
     model = layer()
 
     def garbage() -> int:
         _, h = hidden(4, WIDTH)
         gc.collect()
-        with without_collector():
-            reentrant(model, h)
-            reentrant(model, h).sum().backward()
-            return gc.collect()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            with without_collector():
+                reentrant(model, h)
+                reentrant(model, h).sum().backward()
+                gc.collect()
+            return sum(isinstance(one, torch.Tensor) for one in gc.garbage)
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
 
     # In one of them what is remembered of other regions may go, which has nothing to do with this one.
     assert 0 in [garbage() for _ in range(5)][3:]
