@@ -40,7 +40,7 @@ def checkpoint_contexts(
         return forward, recompute
     if in_graph:
         compiled_calls(table).left_in_eager += 1
-    return eager_contexts(table, module)
+    return eager_contexts(table, module, in_graph=in_graph)
 
 
 # -- Regions in what ``torch.compile`` traces

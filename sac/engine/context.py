@@ -43,10 +43,16 @@ class _Call(NamedTuple):
 
 
 def eager_contexts(
-    table: DecisionTable, module: nn.Module | None
+    table: DecisionTable, module: nn.Module | None, *, in_graph: bool = False
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the two contexts of one call of ``torch.utils.checkpoint``; see Note [Inside torch.utils.checkpoint]."""
-    return _Forward(_group_of(table), module, _call_of_torch()), nullcontext()
+    """Return the two contexts of one call of ``torch.utils.checkpoint``; see Note [Inside torch.utils.checkpoint].
+
+    ``in_graph``: the call is part of a Dynamo graph, in which torch restores no random states.
+    """
+    call = _call_of_torch()
+    if in_graph:
+        call = call._replace(settings=replace(call.settings, preserve_rng_state=True))
+    return _Forward(_group_of(table), module, call), nullcontext()
 
 
 def _group_of(table: DecisionTable) -> RegionGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -80,7 +81,10 @@ class Inputs:
     def store(self, storing: InputStoring, where: str, call: CallNode) -> None:
         """Copy the chosen inputs to their store before the forward."""
         leaves = [*self.leaves]
+        shared = Counter(storage_address(tensor) for _, tensor in self.tensors)
         for index in storing.choose(leaves):
+            if shared[storage_address(leaves[index])] > 1:
+                continue  # a write through one of them is seen through the other
             name = partial("argument {}".format, index)
             self._stored[index] = StoredInput(leaves[index], storing.store, call, (where, index), name)
 
