@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from sac.blocks.install import remove
     from sac.checkpointing import checkpoint
     from sac.errors import SacError
-    from sac.fitting.applying import apply
+    from sac.planner.applying import apply
     from sac.planner.planning import plan
     from sac.policy.load import load_policy
     from sac.reporting import report
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Each name is imported when it is first used, so that `sac --help` does not import torch, and training not the tools.
 _HOMES = {
     "SacError": "sac.errors",
-    "apply": "sac.fitting.applying",
+    "apply": "sac.planner.applying",
     "checkpoint": "sac.checkpointing",
     "compare": "sac.tools.measuring",
     "context_fn": "sac.blocks.checkpoint_context",

@@ -16,9 +16,3 @@ def import_extra(module: str, extra: str) -> ModuleType:
         missing = error.name or module
         problem = Problem("python", f"the package '{missing}' is not installed", fix=f"pip install 'sac[{extra}]'")
         raise ConfigError(problem) from error
-
-
-def import_solver() -> None:
-    """Import what a plan is computed with; raises ``ConfigError`` if it is not installed."""
-    for module in ("numpy", "scipy"):
-        import_extra(module, "tools")

@@ -115,19 +115,8 @@ def graph_is_retained() -> bool:
     return bool(_keeps_graph()) if _keeps_graph is not None and current_graph_task_id() != NO_TASK else True
 
 
-# The node that the running backward executes, None outside of one, and the number of the next node that this thread
-# makes. `sac plan --explain` finds with them the module that a backward belongs to; without them it names none. 2.1 to
-# 2.13.
-current_node: Callable[[], Any] = getattr(torch._C, "_current_autograd_node", lambda: None)
+# The number of the next node that this thread makes. 2.1 to 2.13.
 next_node_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
-
-# The code that runs when a module is called; in its frame, `self` is the module. An explanation of a peak names no
-# modules without it. 1.8 to 2.13.
-MODULE_CALL: CodeType | None = getattr(getattr(nn.Module, "_call_impl", None), "__code__", None)
-
-# The attribute whose callable a module calls in place of its hooks and its forward; `nn.Module.compile` sets it.
-# Without it, each of the layers that are alike runs in a plan's steps. 2.3 to 2.13.
-MODULE_STAND_IN: str | None = "_compiled_call_impl" if hasattr(nn.Module, "_compiled_call_impl") else None
 
 # Whether the running backward will execute a node. Needed to bring values in host memory back ahead of time. 2.0
 # to 2.13.
@@ -233,11 +222,6 @@ set_version_counters: Any = getattr(_autograd, "_unsafe_set_version_counter", No
 
 # The reference count of a storage. Without it nothing is offloaded. 2.11 to 2.13.
 storage_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
-
-# The reference count of a tensor, and the code that starts a backward. Without them, plans count a new tensor for each
-# sum of gradients, also where autograd adds in place. 2.9 to 2.13.
-tensor_use_count: Any = getattr(Tensor, "_use_count", None)
-ENGINE_RUN: CodeType | None = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
 
 # A view that negates lazily, as `Tensor.conj` conjugates; there is no public name. 1.10 to 2.13.
 neg_view: Callable[[Tensor], Tensor] = torch._neg_view
@@ -525,13 +509,8 @@ def scoped_library(namespace: str) -> AbstractContextManager[torch.library.Libra
 
 # -- Fake tensors, for the planner
 
-# With these three the planner makes a fake result from that of an earlier call; if one of them is missing, torch
-# computes it again, which takes longer. 2.11 to 2.13.
+# The planner puts a fake tensor into a given storage in it; without it, torch computes. 2.11 to 2.13.
 in_kernel: Any = getattr(_fake_tensor, "in_kernel_invocation_manager", None)
-refuse_data: Any = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
-CAN_MAKE_FAKES = in_kernel is not None and refuse_data is not None and hasattr(Tensor, "_make_subclass")
-# Attributes of a fake tensor that depend on its data.
-FAKE_DATA = ("constant", "real_tensor", "pytype", "dispatch_keys", "_nonzero_memo", "_item_memo", "_unique_memo")
 
 # -- Calls of autograd functions
 

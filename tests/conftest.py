@@ -83,18 +83,6 @@ def in_float64() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def few_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans of a dozen save options for each region group and not of hundreds: a step is run with each."""
-    monkeypatch.setattr("sac.planner.pareto.MOST_OPTIONS", 12)
-
-
-@pytest.fixture
-def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans of all save options after a few steps: what most take is estimated, and checked where they are used."""
-    monkeypatch.setattr("sac.planner.planner._MOST_MEASURED", 16)
-
-
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Report which tests did not run."""
     if "not gpu" in terminalreporter.config.option.markexpr:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing  # type: ignore[import-untyped]
 
-from sac.fitting.applying import apply
+from sac.planner.applying import apply
 
 __all__ = ["SacAC"]
 

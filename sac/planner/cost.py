@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
-from sac.ops.facts import INFRASTRUCTURE, traits_of
+from sac.ops.facts import traits_of
 from sac.ops.flops import flops_of
 from sac.ops.names import op_name
 from sac.ops.registry import NamePattern
@@ -61,23 +60,6 @@ def is_low_precision(entry: Entry) -> bool:
     return _is_of(entry.op, "low_precision_matmul")
 
 
-def unpriced_ops(profile: RegionProfile) -> tuple[str, ...]:
-    """Return the ops, in order, that probably multiply but have no FLOP formula, so that their times are too low.
-
-    These are matrix products, convolutions and attentions, and all ops of a library, which may do anything.
-    """
-    found = (entry.op for entry in profile.entries if not entry.flops and 0 not in entry.shape and _may_multiply(entry))
-    return tuple(dict.fromkeys(found))
-
-
-def _may_multiply(entry: Entry) -> bool:
-    op_kind = op_class(entry)
-    namespace = entry.op.partition(".")[0]
-    return op_kind in (MATMUL, *ATTENTIONS) or (
-        op_kind == MEMORY and namespace not in {"aten", "prims", *INFRASTRUCTURE}
-    )
-
-
 @cache
 def _is_of(op: str, save_set: str) -> bool:
     backward = any(mark in op for mark in BACKWARD_MARKS)
@@ -121,27 +103,6 @@ def entry_of_call(op: Any, args: Any, kwargs: Any, out: Any) -> Entry:
         shape=tuple(made[0].shape) if made else (),
         dtype=str(made[0].dtype).removeprefix("torch.") if made else "",
     )
-
-
-# -- The time of the host that checkpointing takes
-
-
-@dataclass(frozen=True, slots=True)
-class Overhead:
-    """Seconds of the host, see Note [The overhead of checkpointing].
-
-    ``record_s``: per op of a forward that is recorded. ``rerun_s``: per op that Python runs again. ``replayed_call_s``
-    and ``rerun_call_s``: per call of a region, by what its backward does.
-    """
-
-    record_s: float
-    rerun_s: float
-    replayed_call_s: float
-    rerun_call_s: float
-
-
-# Measured with torch 2.13.0+cpu and the C++ library on a core of an AMD EPYC.
-OVERHEAD = Overhead(record_s=3.5e-6, rerun_s=4e-6, replayed_call_s=150e-6, rerun_call_s=200e-6)
 
 
 # -- The time of an op on a device, by the roofline

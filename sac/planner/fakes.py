@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from sac.errors import PlanError, Problem, SacError
-from sac.planner.tracing import CannotProfile
 from sac.tensors import tensor_parts
 from sac.torch_private import (
     DataDependentOutputException,
@@ -135,11 +134,11 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
         return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
     except _NEEDS_DATA as error:
         raise needs_data(model, error) from error
-    except (SacError, CannotProfile):  # the latter: a block runs but is not replayable
+    except SacError:
         raise
     except Exception as error:
         found = f"its forward does not run with these inputs: {type(error).__name__}: {error}"
-        fix = "see that it runs without sac; if it does, but not without data: sac.plan(…, real=True), or --real"
+        fix = "see that it runs without sac; if it does, but not without data: give sac.apply a `budget`"
         raise PlanError(Problem(type(model).__name__, found, fix=fix)) from error
 
 
@@ -158,7 +157,7 @@ def needs_data(model: nn.Module, error: Exception) -> PlanError:
         Problem(
             type(model).__name__,
             f"{op} needs the data of a tensor, but a plan is made on tensors without data",
-            fix="plan on real tensors: sac.plan(…, real=True), or --real",
+            fix="give sac.apply a `budget`: then the first step of the training is observed",
         )
     )
 
@@ -172,17 +171,6 @@ def mode_of(model: nn.Module) -> FakeTensorMode | None:
     """Return the fake mode of the parameters of ``model``, or None if they have data."""
     fakes = (part for parameter in model.parameters() for part in tensor_parts(parameter))
     return next((part.fake_mode for part in fakes if isinstance(part, FakeTensor)), None)
-
-
-def real_copy(model: nn.Module) -> nn.Module:
-    """Return a deep copy of ``model`` with data, without gradients; raises ``PlanError`` if it cannot be copied."""
-    try:
-        copied = copy.deepcopy(model)
-    except Exception as error:
-        raise _no_copy(model, error) from error
-    for parameter in copied.parameters():
-        parameter.grad = None
-    return copied
 
 
 # -- Models on the meta device, planned as if on the CPU, without data
@@ -199,16 +187,12 @@ def is_on_meta(model: nn.Module) -> bool:
     return any(_is_on_meta(parameter) for parameter in model.parameters())
 
 
-def off_meta(model: nn.Module, inputs: Inputs, device: Any, *, real: bool) -> tuple[nn.Module, Inputs]:
+def off_meta(model: nn.Module, inputs: Inputs, device: Any) -> tuple[nn.Module, Inputs]:
     """Return a copy of a model on the meta device, and of its inputs, with fake tensors of the CPU.
 
-    See Note [The meta device]. Raises ``PlanError`` if no ``device`` is named, if the plan needs data (``real``), or if
-    the model cannot be copied.
+    See Note [The meta device]. Raises ``PlanError`` if no ``device`` is named, or if the model cannot be copied.
     """
     name = type(model).__name__
-    if real:
-        found = "it is on the meta device, and a plan on real tensors needs data"
-        raise PlanError(Problem(name, found, fix="plan without real=True, or give it data: model.to_empty(device=…)"))
     if device is None:
         found = "the model is on the meta device, so sac does not know where it will be trained"
         raise PlanError(Problem("device", found, fix='name the device: device="h100"'))

@@ -5,30 +5,290 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import pickle
+import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from sac.engine.rng import random_state_kept
 from sac.errors import PlanError, Problem, SacError, listing
-from sac.extras import import_solver
-from sac.planner.by_hand import SELECTIVE
-from sac.planner.devices import Device
+from sac.planner.budget import read_budget
+from sac.planner.cost import MEMORY, PRIORS
+from sac.planner.devices import Device, device_at_hand, device_named
+from sac.planner.explain import Explanation
 from sac.planner.fakes import Inputs, is_on_meta, off_meta
 from sac.planner.gpu_ops import lowered_to, not_lowered
-from sac.planner.plan_file import Plan, make_plan, with_step_seconds
-from sac.planner.plan_view import policy_of_sizes, policy_with_figures
-from sac.planner.planner import Progress
-from sac.planner.prepare import figures_of, prepare, refuse_unfit
-from sac.planner.sizes import plan_sizes
-from sac.planner.write_policy import by_hand, plain_baselines
-from sac.policy.model import Policy
+from sac.planner.predict import Choice, TooSmallError
+from sac.planner.regions import planned_regions
+from sac.planner.rehearsal import Rehearsal, refuse_unfit
+from sac.planner.sharding import fake_ranks, fsdp_over
+from sac.policy.model import PlanFigures, Policy, dump_policy
+from sac.policy.read import bytes_text
+from sac.tables import Table, flops_text, seconds_text
+from sac.tensors import tensor_parts
+
+# -- A plan and its figures
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to checkpoint the model: its peak in bytes, and what it recomputes in FLOPs and seconds.
+
+    ``is_checked``: a step was run with it; otherwise the peak is predicted, as an upper bound.
+    """
+
+    label: str
+    peak: int
+    flops: int
+    seconds: float
+    is_checked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A plan, its figures, and those of the usual ways. ``rows``: the plan first.
+
+    ``step_s``: the predicted seconds of a step with its optimizer, without what is recomputed.
+    """
+
+    policy: Policy
+    rows: tuple[Row, ...]
+    device: Device
+    budget: int
+    least: int
+    most: int
+    static: int
+    extra: int
+    forward_s: float
+    step_s: float
+    notes: tuple[str, ...] = ()
+    explanation: Explanation | None = None
+
+    def heading(self) -> tuple[str, ...]:
+        """Return the lines above the table: device, budget and peaks."""
+        return (
+            f"for {self.device.name} ({self.device.title}), torch {torch.__version__}",
+            f"budget {bytes_text(self.budget)}; least peak {bytes_text(self.least)}, without checkpointing "
+            f"{bytes_text(self.most)}; of it {bytes_text(self.static)} parameters, buffers and inputs"
+            + (f", {bytes_text(self.extra)} state of the optimizer" if self.extra else ""),
+        )
+
+    def table(self) -> Table:
+        """Return a row for the plan and for each of the usual ways."""
+        columns = ("", "peak", "recomputed", "time", "of forward", "fits", "")
+        return Table(columns, tuple(map(self._cells, self.rows)), right=columns[1:5])
+
+    def _cells(self, row: Row) -> tuple[str, ...]:
+        share = f"{row.seconds / self.forward_s:.1%}" if self.forward_s else "–"
+        fits = "yes" if row.peak <= self.budget else "no"
+        how = "checked" if row.is_checked else "predicted"
+        return row.label, bytes_text(row.peak), flops_text(row.flops), seconds_text(row.seconds), share, fits, how
+
+    def text(self, about: Mapping[str, str] | None = None) -> str:
+        """Return the policy as YAML with the figures in comments. ``about``: further lines of the header by title."""
+        row = self.rows[0]
+        head = [f"Planned by sac with torch {torch.__version__}."]
+        head += [f"{name}: {value}" for name, value in (about or {}).items()]
+        head.append(f"device: {self.device.name} ({self.device.title})")
+        head.append(f"budget: {self.budget} bytes ({bytes_text(self.budget)})")
+        head.append(f"peak: {row.peak} bytes ({bytes_text(row.peak)}), {'checked' if row.is_checked else 'predicted'}")
+        head.append(f"recomputed: {flops_text(row.flops)} in {seconds_text(row.seconds)} per step (predicted)")
+        head += [f"note: {note}" for note in self.notes]
+        shown = ("".join(letter if letter.isprintable() else " " for letter in line) for line in head)
+        lines = [f"# {part}" for line in shown for part in textwrap.wrap(line, 98, subsequent_indent="  ")]
+        return "\n".join([*lines, dump_policy(self.policy)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures as plain values."""
+        names = ("budget", "least", "most", "static", "extra")
+        found: dict[str, Any] = {f"{name}_bytes": getattr(self, name) for name in names}
+        rows = [
+            {"label": one.label, "peak_bytes": one.peak, "fits": one.peak <= self.budget, "recompute_flops": one.flops,
+             "recompute_s": one.seconds, "checked": one.is_checked}
+            for one in self.rows
+        ]  # fmt: skip
+        found |= {"device": self.device.name, "torch": torch.__version__, "forward_s": self.forward_s}
+        found |= {"step_s": self.step_s + self.rows[0].seconds, "rows": rows, "notes": [*self.notes]}
+        found["explained"] = None if self.explanation is None else self.explanation.to_dict()
+        return found
+
+
+NEEDS_NONE = "no checkpointing is needed"
+
+
+def make_plan(
+    model: nn.Module,
+    inputs: Any,
+    budget: Any,
+    *,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    device: str | torch.device | None = None,
+    optimizer: Any = None,
+    parallelize: Callable[[nn.Module], Any] | None = None,
+    fsdp: int | None = None,
+    explains: bool = False,
+) -> Plan:
+    """Return the plan of ``sac.plan`` with its figures. ``fsdp``: the number of ranks that shard the model by FSDP2."""
+    refuse_unfit(model)
+    if not isinstance(inputs, (tuple, list, Mapping)):
+        found = f"a {type(inputs).__name__} is not what a model is called with"
+        raise PlanError(Problem("inputs", found, "a tuple or a dict of arguments", fix="write (x,) for one argument"))
+    arguments: Inputs = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)  # pytrees look into dicts only
+    _refuse_other_devices(model)
+    figures = figures_of(model, device)
+    wanted = read_budget(budget)
+    if is_on_meta(model):
+        model, arguments = off_meta(model, arguments, device)
+
+    def work() -> Plan:
+        with fake_ranks(fsdp) if fsdp is not None else nullcontext():
+            shards = parallelize if fsdp is None else fsdp_over(fsdp)
+            steps = Rehearsal(model, arguments, figures, loss_fn=loss_fn, optimizer=optimizer, parallelize=shards)
+            try:
+                prediction = steps.prediction
+                least, most = prediction.least(), prediction.peak_of(prediction.fastest)
+                if wanted.bytes is None:
+                    most = max(least, steps.run(prediction.fastest).peak + steps.extra)
+                return _planned(steps, wanted.within(least, most), most, explains=explains)
+            finally:
+                steps.close()
+
+    with torch.random.fork_rng(devices=()):
+        if figures.name == "cpu" or {parameter.device.type for parameter in model.parameters()} != {"cpu"}:
+            return work()
+        made = lowered(work, figures)
+    return replace(made, notes=(*made.notes, *not_lowered()))
+
+
+def _planned(steps: Rehearsal, allowed: int, most: int, *, explains: bool) -> Plan:
+    prediction, model = steps.prediction, steps.model
+    chosen = steps.choose(allowed)
+    notes = [f"{path} is recomputed in full: {reason}" for path, reason in steps.unplanned.items()]
+    notes += [NEEDS_NONE] if chosen.choice == prediction.fastest else []
+
+    def row(label: str, choice: Choice, peak: int | None = None) -> Row:
+        options = [prediction.options[kind][one] for kind, one in zip(prediction.kinds, choice, strict=True)]
+        shown = prediction.peak_of(choice) if peak is None else peak
+        return Row(label, shown, sum(one.flops for one in options), prediction.time_of(choice), peak is not None)
+
+    rows = [row("plan", chosen.choice, chosen.peak), row("none", prediction.fastest), row("full", prediction.full)]
+    rows.append(row("selective", prediction.shipped))
+    trained = (part for one in model.parameters() if one.requires_grad for part in tensor_parts(one))
+    moved = 3 * sum(part.numel() * part.element_size() for part in trained) + 2 * steps.extra
+    return Plan(
+        planned_regions(prediction, chosen.choice, "planned").policy,
+        tuple(rows),
+        steps.device,
+        allowed,
+        prediction.least(),
+        most,
+        prediction.record.static,
+        steps.extra,
+        sum(sum(prediction.times[kind]) for kind in prediction.kinds),
+        steps.step_s + moved / (steps.device.bytes_per_s * PRIORS[MEMORY]),
+        tuple(notes),
+        steps.explain(chosen) if explains else None,
+    )
+
+
+def figures_of(model: nn.Module, device: str | torch.device | None) -> Device:
+    """Return the figures of the named device, or by default of the device of the parameters."""
+    if isinstance(device, str) and device.partition(":")[0] not in ("cpu", "cuda"):
+        return device_named(device)
+    if not isinstance(device, str | torch.device | None):
+        raise PlanError(Problem("device", f"{device!r} names no device", "a name such as h100, or a torch.device"))
+    if device is None and is_on_meta(model):
+        raise PlanError(Problem("device", "the model is on the meta device", fix='name the device: device="h100"'))
+    if device is None:
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return device_at_hand(torch.device(device))
+
+
+def _refuse_other_devices(model: nn.Module) -> None:
+    """Raise ``PlanError`` if parameters are on a device that plans do not support."""
+    types = sorted({parameter.device.type for parameter in model.parameters()} - {"cpu", "cuda", "meta"})
+    if types:
+        found = f"its parameters are on {listing(types)}"
+        fix = 'plan it on the CPU or on the meta device and name the GPU: device="h100"'
+        raise PlanError(Problem(type(model).__name__, found, "cpu, cuda, meta", fix=fix))
+
+
+def plan(
+    model: nn.Module,
+    inputs: Inputs,
+    budget: Any,
+    *,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    device: str | torch.device | None = None,
+    optimizer: Any = None,
+    parallelize: Callable[[nn.Module], Any] | None = None,
+) -> Policy:
+    """Return the policy that fits one training step of ``model`` into ``budget`` with little recomputation.
+
+    ``inputs``: the arguments of the model, as a tuple or a dict.
+    ``budget``: the peak of allocated bytes over forward and backward of one step, including parameters, gradients, and
+    the state of ``optimizer`` (a name or an optimizer) if one is given. It is an int (bytes), a text such as
+    ``"40GiB"``, or a share of the way from the least peak to the peak without checkpointing, such as ``"50%"``.
+    ``loss_fn``: the loss is ``loss_fn(output)``, else ``output.loss``, else a scalar output.
+    ``device``: the device whose figures price the ops (``"h100"``, …; default: the device of the parameters). For a
+    model on the CPU or on the meta device, the ops that this device would run are planned, in a separate process.
+    ``parallelize``: a function that shards the copy in place (``fully_shard``, ``parallelize_module``), over a process
+    group that sends nothing; the budget is then that of one rank.
+    No data is read, and the model and torch's random state are not changed. The policy's ``table()`` shows the plan
+    next to the usual choices, and ``save(path)`` writes it with its figures in comments.
+
+    Raises ``PlanError`` for a budget below the least peak, an unknown loss or device, inputs that are neither a tuple
+    nor a dict, or a forward that needs data; ``ModelError`` for a model that sac is already on or that has no blocks.
+    """
+    made = make_plan(
+        model, inputs, budget, loss_fn=loss_fn, device=device, optimizer=optimizer, parallelize=parallelize
+    )
+    return replace(made.policy, figures=PlanFigures(made.heading(), made.table(), made.notes, made.text()))
+
+
+# -- The best of several sizes
+
+
+def best_size(
+    sizes: Sequence[int], plan_of: Callable[[int], Plan]
+) -> tuple[int | None, dict[int, tuple[Plan | None, int]]]:
+    """Return the size with the most throughput, and for each one that was tried its plan (or None) and its peak.
+
+    The powers of two and both ends are tried, up to the first that does not fit; then the gap above the largest that
+    fits is halved twice.
+    """
+    tried: dict[int, tuple[Plan | None, int]] = {}
+
+    def fits(size: int) -> bool:
+        try:
+            made = plan_of(size)
+            tried[size] = made, made.rows[0].peak
+        except TooSmallError as error:
+            tried[size] = None, error.least
+        return tried[size][0] is not None
+
+    low, high = 0, 0
+    for size in sizes:
+        if size in (sizes[0], sizes[-1]) or not size & (size - 1):
+            if not fits(size):
+                high = size
+                break
+            low = size
+    for _ in range(2 if low and high else 0):
+        middle = (low + high) // 2
+        if middle not in (low, high):
+            low, high = (middle, high) if fits(middle) else (low, middle)
+    speeds = {
+        size: size / (made.step_s + made.rows[0].seconds) for size, (made, _) in tried.items() if made is not None
+    }
+    return max(speeds, key=speeds.__getitem__, default=None), dict(sorted(tried.items()))
+
 
 # -- Planning for an absent device, in a separate process
 
@@ -41,37 +301,9 @@ T = TypeVar("T")
 # fork, so the child runs on one thread. If autograd has run on a GPU, it refuses to run in a forked process.
 
 
-def planned(
-    model: nn.Module,
-    device: str | torch.device | None,
-    make: Callable[[Progress], Plan],
-    progress: Progress | None = None,
-    *,
-    real: bool = False,
-) -> Plan:
-    """Return the result of ``make``, run in a separate process if ``device`` runs other ops than the model's device.
-
-    ``make`` is called with a function that reports progress, which is forwarded to ``progress``. With ``real`` tensors,
-    ops run where the model is. For ``device`` and errors see ``sac.plan``.
-    """
-    refuse_unfit(model)
-    figures = figures_of(model, device)
-    if real or not needs_lowering(model, figures):
-        return make(progress or (lambda done, total, label: None))
-    made = lowered(make, figures, progress)
-    return replace(made, notes=(*made.notes, *not_lowered()))
-
-
-def needs_lowering(model: nn.Module, device: Device) -> bool:
-    """Return whether ``device`` runs other ops than the device of the tensors of ``model``."""
-    where = {parameter.device.type for parameter in model.parameters()}
-    return device.name != "cpu" and where == {"cpu"}
-
-
-def lowered(work: Callable[[Progress], T], device: Device, progress: Progress | None = None) -> T:
+def lowered(work: Callable[[], T], device: Device) -> T:
     """Run ``work`` in a process in which ops run as on ``device``, and return its result; see Note [Lowering].
 
-    ``work`` is called with a function that reports progress, which is forwarded to ``progress``. Its result is pickled.
     Errors that it raises are raised here. Raises ``PlanError`` if no process can be forked, or if the process dies.
     """
     if "fork" not in multiprocessing.get_all_start_methods():
@@ -84,16 +316,10 @@ def lowered(work: Callable[[Progress], T], device: Device, progress: Progress | 
         child.start()
     its.close()
     try:
-        while True:
-            message, found = mine.recv()
-            if message == "progress":
-                if progress is not None:
-                    progress(*found)
-            elif message == "result":
-                return found  # type: ignore[no-any-return]
-            else:
-                error, told = found
-                raise error from (None if isinstance(error, SacError) else RuntimeError(told))
+        error, found = mine.recv()
+        if error is None:
+            return found  # type: ignore[no-any-return]
+        raise error from (None if isinstance(error, SacError) else RuntimeError(found))
     except EOFError:
         child.join()
         raise _no_child(f"the process that planned it ended with status {child.exitcode}") from None
@@ -103,127 +329,22 @@ def lowered(work: Callable[[Progress], T], device: Device, progress: Progress | 
         child.join()
 
 
-def _run(pipe: Connection, work: Callable[[Progress], Any], device: str) -> None:
+def _run(pipe: Connection, work: Callable[[], Any], device: str) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # existing objects live as long as the process: keep the collector from scanning them repeatedly
     try:
         with lowered_to(device):
-            message = "result", work(lambda *done: pipe.send(("progress", done)))
-        pipe.send(message)
+            sent: tuple[Any, Any] = None, work()
     except Exception as error:
-        pipe.send(("error", (_portable(error), traceback.format_exc())))
+        sent = error, traceback.format_exc()
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            sent = PlanError(Problem("plan", f"{type(error).__name__}: {error}")), sent[1]
+    pipe.send(sent)
+    pipe.close()
 
 
-def _portable(error: Exception) -> Exception:
-    """Return ``error`` if it can be pickled, else an error that describes it."""
-    if "fork-based multiprocessing" in str(error):  # torch's own words
-        return _no_child("backward has run on a GPU in this process, and autograd cannot run in a fork of it")
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
-
-
-def _no_child(found: str) -> PlanError:
-    fix = "plan before the first backward or in a process of its own, or for the device that the model is on"
-    return PlanError(Problem("device", f"planning for another device takes a process of its own: {found}", fix=fix))
-
-
-# -- ``sac.plan``
-
-
-def _refuse_other_devices(model: nn.Module) -> None:
-    """Raise ``PlanError`` for a model on a device whose ops are not known."""
-    types = {parameter.device.type for parameter in model.parameters()}
-    if unknown := types - {"cpu", "cuda", "meta"}:
-        found = f"its parameters are on {listing(sorted(unknown))}, whose ops and memory the planner does not know"
-        fix = 'to plan for a GPU, keep the model on the CPU or on the meta device and name the GPU: device="h100"'
-        raise PlanError(Problem(type(model).__name__, found, "cpu, cuda, meta", fix=fix))
-
-
-def plan(
-    model: nn.Module,
-    inputs: Inputs | Callable[[int], Inputs],
-    budget: Any,
-    *,
-    loss_fn: Callable[[Any], Tensor] | None = None,
-    device: str | torch.device | None = None,
-    engine: str = "auto",
-    optimizer: Any = None,
-    real: bool = False,
-    parallelize: Callable[[nn.Module], Any] | None = None,
-    sizes: Sequence[int] | None = None,
-) -> Policy:
-    """Return the policy that fits one training step of ``model`` into ``budget`` with the least recomputation time.
-
-    ``inputs``: the arguments of the model, as a tuple or a dict; with ``sizes``, a function from a size to these.
-    ``budget``: the peak of allocated bytes over forward and backward of one step, including parameters, gradients, and
-    the state of ``optimizer`` (a name or an optimizer) if one is given. It is an int (bytes), a text such as
-    ``"40GiB"``, or a share of the way from the least peak to the peak without checkpointing, such as ``"50%"``.
-    ``loss_fn``: the loss is ``loss_fn(output)``, else ``output.loss``, else a scalar output.
-    ``device``: the device whose figures price the ops (``"h100"``, …; default: the device of the parameters). For a
-    model on the CPU or on the meta device, the ops that this device would run are planned, in a separate process.
-    ``engine``: the engine that will run; with rerun, everything that is not saved runs again.
-    ``real``: if True, train a copy of the model for some steps, on its device. Otherwise no data is read.
-    ``parallelize``: a function that shards the copy in place (``fully_shard``, ``parallelize_module``), over a process
-    group that sends nothing; the budget is then that of one rank.
-    ``sizes``: batch sizes, or lengths of sequences, to choose among, such as ``range(1, 65)``. Some of them are tried:
-    powers of two, then sizes around the best and up to the largest that fits. The policy is that of the size with the
-    most predicted tokens (else rows) per second, ``policy.figures.size``; its ``table()`` has a row per tried size.
-    The model and torch's random state are not changed. The policy's ``table()`` shows the plan next to the usual
-    choices, and ``save(path)`` writes it with its figures in comments.
-
-    Raises ``PlanError`` for a budget below the least peak, an unknown loss or device, inputs that are neither a tuple
-    nor a dict, sizes that do not ascend, or a forward that needs data; ``ModelError`` for a model that sac is already
-    on or that has no blocks; ``ConfigError`` if SciPy is not installed.
-    """
-    refuse_unfit(model)
-    _refuse_other_devices(model)
-    import_solver()
-
-    def plan_of(inputs: Any, progress: Progress | None = None) -> Plan:
-        given, placed = _given(inputs), model
-        if is_on_meta(placed):
-            placed, given = off_meta(placed, given, device, real=real)
-
-        def make(progress: Progress) -> Plan:
-            planner = prepare(
-                placed,
-                given,
-                loss_fn=loss_fn,
-                device=device,
-                engine=engine,
-                optimizer=optimizer,
-                real=real,
-                parallelize=parallelize,
-                progress=progress,
-            )
-            made = make_plan(planner, budget)
-            if sizes is not None:
-                return with_step_seconds(planner, made)
-            return replace(made, baselines=(*plain_baselines(planner), by_hand(planner, SELECTIVE)))
-
-        with random_state_kept(model.parameters() if real else ()):  # without data, nothing is drawn on a GPU
-            return planned(placed, device, make, progress, real=real)
-
-    if sizes is None:
-        return policy_with_figures(plan_of(inputs))
-    if not callable(inputs):
-        found = f"with sizes, a {type(inputs).__name__} is not a function of a size"
-        raise PlanError(Problem("inputs", found, "a function that returns a tuple or a dict of arguments"))
-    make_inputs: Callable[[int], Inputs] = inputs
-
-    def of_size(size: int, progress: Progress) -> tuple[Plan, Any]:
-        inputs = make_inputs(size)
-        return plan_of(inputs, progress), inputs
-
-    return policy_of_sizes(plan_sizes("size", sizes, of_size, budget, lambda done, total, label: None))
-
-
-def _given(inputs: Any) -> Inputs:
-    """Return the arguments of the model; raises ``PlanError`` if they are neither a tuple nor a dict."""
-    if not isinstance(inputs, (tuple, list, Mapping)):
-        found = f"a {type(inputs).__name__} is not what a model is called with"
-        raise PlanError(Problem("inputs", found, "a tuple or a dict of arguments", fix="write (x,) for one argument"))
-    return dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)  # pytrees look into dicts only
+def _no_child(reason: str) -> PlanError:
+    fix = "plan on a machine with this device"
+    return PlanError(Problem("plan", f"{reason}, and a plan for a device that is not here needs one", fix=fix))

@@ -1,11 +1,11 @@
-"""Profiles of region groups: their ops, the values that these read and make, and the values that backward needs."""
+"""Profiles of regions: their ops, the values that these read and make, and the values that backward needs."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from sac.engine.schedule import schedule_replay
 
@@ -14,13 +14,8 @@ from sac.engine.schedule import schedule_replay
 # A profile is the tape of one region (Note [The tape]) without tensors. It has numbered values; each is made by one
 # entry, or by none (a leaf: an input or a parameter). Values are located in storages; a storage is identified by its
 # first value, the root. A *save option* is the set of entries whose results are saved. `schedule_replay`, which the
-# replay engine itself uses, computes its cost: the entries that run again, and the values that are held because replay
-# starts from them. Under rerun, every entry up to the last need runs again unless it is saved, and only values that
-# these entries read are held. (Rerun ends earlier if everything that backward needs from the end is saved. This is not
-# modelled: rerun then holds less and takes less time.) All results of an entry that must be saved are held in any case,
-# because rerun serves them if replay falls back to it.
-
-Engine = Literal["replay", "rerun"]
+# engine itself uses, computes its cost: the entries that run again, and the values that are held because replay
+# starts from them. All results of an entry that must be saved are held in any case.
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,27 +99,24 @@ class BareTape:
 
 @dataclass(frozen=True, slots=True)
 class RegionProfile:
-    """The profile of a region group, see Note [Profiles]. ``roots`` and ``bytes`` (of the storage) are per value.
+    """The profile of a region, see Note [Profiles]. ``roots`` and ``bytes`` (of the storage) are per value.
 
-    ``paths`` are the regions of the group, in forward order, and ``layers`` their positions in the stack ``stack``.
-    ``results``: roots of what the region returns; ``input_bytes``: of its first floating-point argument.
+    ``paths`` are the regions that it is true of, in forward order, and ``layers`` their positions in ``stack``.
     ``until``: per value, if it is a root that was seen alive, the last entry after which it was alive in the forward
     under full recomputation; otherwise -1. Empty if calls ran different ops.
+    ``reason``: why the region cannot be planned op by op; it has no entries then.
     """
 
-    name: str
     paths: tuple[str, ...]
     layers: tuple[int, ...]
-    entries: tuple[Entry, ...]
-    roots: tuple[int, ...]
-    bytes: tuple[int, ...]
-    needs: tuple[Need, ...]
-    signature: str = ""
+    entries: tuple[Entry, ...] = ()
+    roots: tuple[int, ...] = ()
+    bytes: tuple[int, ...] = ()
+    needs: tuple[Need, ...] = ()
     stack: str = ""
     stack_size: int = 0
-    results: frozenset[int] = frozenset()
-    input_bytes: int = 0
     until: tuple[int, ...] = field(default=(), compare=False)
+    reason: str = ""
     maker: dict[int, int] = field(init=False, compare=False, repr=False)
     tape: BareTape = field(init=False, compare=False, repr=False)
 
@@ -139,42 +131,46 @@ class RegionProfile:
         return tuple(entry for entry in self.entries if entry.savable and not entry.must_save)
 
     @property
-    def routed(self) -> tuple[int, ...]:
-        """The values that are held in any case: all results of entries that must be saved."""
-        return tuple(value for entry in self.entries if entry.must_save for value in entry.makes)
+    def needed(self) -> set[int]:
+        """The storages that autograd saves and the region makes."""
+        return {self.roots[need.value] for need in self.needs if need.value in self.maker}
 
     @property
-    def end(self) -> int:
-        """The entry before which Python, if it runs again, has made everything that backward needs."""
-        return max((need.time for need in self.needs), default=0)
+    def routed(self) -> set[int]:
+        """The storages that are held in any case: all results of entries that must be saved."""
+        return {self.roots[value] for entry in self.entries if entry.must_save for value in entry.makes}
 
-    def recomputed(self, saved: Collection[int], engine: Engine = "replay") -> Recompute:
-        """Return what ``engine`` runs again and holds if the entries ``saved``, and those that must be, are saved."""
-        kept = self._kept(saved)
-        held: Collection[int]
-        if engine == "replay":
-            again, held = self._schedule(kept, self.needs)
-        else:
-            again = [one.number for one in self.entries[: self.end] if one.number not in saved and not one.must_save]
-            held = kept & {need.value for need in self.needs}.union(*(self.entries[number].reads for number in again))
-        values = sorted({*held, *self.routed})
-        storages = {self.roots[value]: self.bytes[value] for value in values}
-        return Recompute(tuple(again), tuple(values), sum(storages.values()))
+    def bytes_of(self, roots: Collection[int]) -> int:
+        """Return the bytes of these storages."""
+        return sum(self.bytes[root] for root in roots)
 
-    def late_replay(self, saved: Collection[int]) -> tuple[int, tuple[int, ...]]:
-        """Return when the replay begins if exactly the entries ``saved`` are saved, and the values it starts from.
+    def used_by(self, entry: Entry) -> set[int]:
+        """Return the storages that an entry reads, makes or writes to."""
+        return {*(self.roots[value] for value in (*entry.reads, *entry.makes)), *entry.writes}
+
+    def recomputed(self, saved: Collection[int]) -> Recompute:
+        """Return what replay runs again and holds if the entries ``saved``, and those that must be, are saved."""
+        again, held = self._schedule(self._kept(saved), self.needs)
+        routed = (value for entry in self.entries if entry.must_save for value in entry.makes)
+        values = sorted({*held, *routed})
+        return Recompute(tuple(again), tuple(values), self.bytes_of({self.roots[value] for value in values}))
+
+    def late_replay(self, saved: Collection[int]) -> tuple[int, set[int]]:
+        """Return when the replay begins if the entries ``saved`` are saved, and the storages that it starts from.
 
         Backward, which reads the needs from the last to the first, begins it at a need that is in no saved storage:
         that of the first result, or -1 if there is none.
         """
         kept = self._kept(saved)
         roots = {self.roots[value] for value in kept}
-        missing = [need for need in self.needs if need.value in self.maker and not self._is_kept(need, roots)]
-        return max((need.time for need in missing), default=-1), tuple(self._schedule(kept, missing)[1])
-
-    def _is_kept(self, need: Need, kept_roots: Collection[int]) -> bool:
-        root = self.roots[need.value]
-        return root in kept_roots and self.tape.last_write(need.value) < need.time
+        missing = [
+            need
+            for need in self.needs
+            if need.value in self.maker
+            and not (self.roots[need.value] in roots and self.tape.last_write(need.value) < need.time)
+        ]
+        starts = self._schedule(kept, missing)[1]
+        return max((need.time for need in missing), default=-1), {self.roots[value] for value in starts}
 
     def _kept(self, saved: Collection[int]) -> set[int]:
         chosen = {*saved, *(entry.number for entry in self.entries if entry.must_save)}

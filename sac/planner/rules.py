@@ -11,9 +11,8 @@ from itertools import pairwise
 from sac.ops.names import resolve_ops
 from sac.ops.registry import find_op
 from sac.ops.save_sets import SAVE_SETS
-from sac.planner.pareto import SaveOption
 from sac.planner.profile import Entry, RegionProfile
-from sac.policy.model import Calls, Decision, Layers, Rule
+from sac.policy.model import Calls, Decision, Layers, Policy, Rule
 from sac.policy.patterns import PathPattern
 
 # Note [The rules of a plan]
@@ -31,11 +30,11 @@ _SETS = tuple(name for name, one in SAVE_SETS.items() if not any(entry.condition
 
 @dataclass(frozen=True, slots=True)
 class PlannedLayer:
-    """A layer of a stack: its profile, and the option that it saves; None if it runs without checkpointing."""
+    """A layer of a stack: its profile, and the entries that it saves; None if it runs without checkpointing."""
 
     number: int
     profile: RegionProfile
-    keep: SaveOption | None
+    saved: frozenset[int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +59,42 @@ class _Product:
     sites: frozenset[_Site]
 
 
+def policy_of(rows: Sequence[tuple[str, RegionProfile, frozenset[int] | None]], name: str) -> Policy:
+    """Return the policy by which the region at each path saves these entries, or is not checkpointed (None)."""
+    stacks: dict[PathPattern, list[PlannedLayer]] = {}
+    sizes: dict[PathPattern, int] = {}
+    for path, profile, saved in rows:
+        if not profile.reason:
+            pattern = stack_pattern(profile)
+            layer = dict(zip(profile.paths, profile.layers, strict=True))[path]
+            stacks.setdefault(pattern, []).append(PlannedLayer(layer, profile, saved))
+            sizes[pattern] = profile.stack_size
+    several = len(stacks) > 1
+    rules: list[Rule] = []
+    for number, (pattern, layers) in enumerate(stacks.items()):
+        prefix = f"{chr(97 + number) if number < 26 else number}-" if several else ""
+        rules += rules_of(layers, sizes[pattern], (pattern,) if several else (), prefix)
+    return Policy(name, tuple(rules))
+
+
+def stack_pattern(profile: RegionProfile) -> PathPattern:
+    """Return the pattern that matches the regions of a profile at its place in its stack, and none of other stacks."""
+    path = profile.paths[0]
+    rest = path.removeprefix(profile.stack).lstrip(".").partition(".")[2]
+    number = "*" if path != profile.stack else ""
+    return PathPattern.parse(".".join(part for part in (profile.stack, number, rest) if part))
+
+
+def saved_by(policy: Policy, profile: RegionProfile) -> frozenset[int]:
+    """Return the entries that the rules of a policy on ops save in a region, as far as ops and modules tell."""
+    saved = set()
+    for entry in profile.candidates:
+        rule = next((one for one in policy.rules if one.ops and matches_entry(one, entry)), None)
+        if rule is not None and rule.do == Decision.SAVE.value:
+            saved.add(entry.number)
+    return frozenset(saved)
+
+
 def rules_of(
     layers: Sequence[PlannedLayer], stack_size: int, blocks: tuple[PathPattern, ...], prefix: str
 ) -> list[Rule]:
@@ -67,7 +102,7 @@ def rules_of(
 
     ``blocks`` matches the regions of the stack, if there are others. ``prefix`` begins the names of the rules.
     """
-    plain = frozenset(layer.number for layer in layers if layer.keep is None)
+    plain = frozenset(layer.number for layer in layers if layer.saved is None)
     everywhere = frozenset(layer.number for layer in layers)
     found: list[Rule] = []
     taken: Counter[str] = Counter()
@@ -81,7 +116,7 @@ def rules_of(
 
     if plain:
         add("none", plain, everywhere - plain, module=PathPattern.parse(""))
-    sites = _sites([layer for layer in layers if layer.keep is not None])
+    sites = _sites([layer for layer in layers if layer.saved is not None])
     for product in _products(sites):
         others = (site.recomputed for site in sites if _matches(product, site))
         add(
@@ -98,11 +133,12 @@ def rules_of(
 def matches_entry(rule: Rule, entry: Entry) -> bool:
     """Return whether a rule on ops matches this entry of a region that it is for."""
     at_module = rule.module is None or rule.module.matches(entry.module)
-    return at_module and (rule.call is None or rule.call.matches(entry.call)) and _is_named(rule.ops, entry.op)
+    return at_module and (rule.call is None or rule.call.matches(entry.call)) and is_named(rule.ops, entry.op)
 
 
 @cache
-def _is_named(names: tuple[str, ...], op: str) -> bool:
+def is_named(names: tuple[str, ...], op: str) -> bool:
+    """Return whether an op is one of those that a rule names."""
     found = find_op(op)
     return op in names if found is None else resolve_ops(names).matches(found)
 
@@ -112,9 +148,9 @@ def _sites(layers: Iterable[PlannedLayer]) -> tuple[_Site, ...]:
     saved: dict[tuple[str, str, int], set[int]] = {}
     recomputed: dict[tuple[str, str, int], set[int]] = {}
     for layer in layers:
-        assert layer.keep is not None
+        assert layer.saved is not None
         for entry in layer.profile.candidates:
-            into = saved if entry.number in layer.keep.saved else recomputed
+            into = saved if entry.number in layer.saved else recomputed
             into.setdefault((entry.op, entry.module, entry.call), set()).add(layer.number)
     return tuple(
         _Site(*key, frozenset(saved.get(key, ())), frozenset(recomputed.get(key, ())))
@@ -128,7 +164,7 @@ def _products(sites: Sequence[_Site]) -> list[_Product]:
     They are in the order in which a block runs the first of their ops.
     """
     open_sites = {site: None for site in sites if site.saved}
-    named = {name: [site for site in sites if _is_named((name,), site.op)] for name in _specs(open_sites)}
+    named = {name: [site for site in sites if is_named((name,), site.op)] for name in _specs(open_sites)}
     offers = [
         offer
         for chosen in dict.fromkeys(site.saved for site in open_sites)
@@ -151,7 +187,7 @@ def _products(sites: Sequence[_Site]) -> list[_Product]:
 def _specs(sites: Iterable[_Site]) -> list[str]:
     """Return the names that a rule may have for ops: save-sets, then ops, then overloads."""
     ops = dict.fromkeys(site.op for site in sites)
-    sets = [name for name in _SETS if any(_is_named((name,), op) for op in ops)]
+    sets = [name for name in _SETS if any(is_named((name,), op) for op in ops)]
     packets = dict.fromkeys(op.rpartition(".")[0] for op in ops if op.count(".") > 1 and find_op(op) is not None)
     return [*sets, *packets, *ops]
 
@@ -206,7 +242,7 @@ def _joined(products: Sequence[_Product], sites: Sequence[_Site]) -> list[_Produ
 
 def _matches(product: _Product, site: _Site) -> bool:
     at_module = product.modules is None or site.module in product.modules
-    return at_module and (product.calls is None or site.call in product.calls) and _is_named(product.names, site.op)
+    return at_module and (product.calls is None or site.call in product.calls) and is_named(product.names, site.op)
 
 
 def _filled(chosen: frozenset[int], free: frozenset[int]) -> frozenset[int]:

@@ -1,101 +1,38 @@
-"""Profiles of a model's regions, from one forward."""
+"""Profiles of regions, from one step under full recomputation."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sac.blocks.find import Block
-from sac.blocks.install import InstalledForward, set_forward, take_off, track_modules
-from sac.blocks.paths import parts_of
+from sac.engine.fp8 import keeps_fp8_state
+from sac.engine.frame import Frame
 from sac.engine.handles import EXTERNAL
-from sac.engine.op_trace import OpTraceRecorder, RegionStats, signature
+from sac.engine.op_trace import OpTraceRecorder, RegionStats
 from sac.engine.recorder import TapeMode
 from sac.engine.region import Region, RegionGroup
-from sac.engine.settings import NEVER, REPLAY, RERUN, Settings
-from sac.engine.table import CallSite, DecisionTable, decide, resolve_policy
+from sac.engine.settings import REPLAY, Settings
+from sac.engine.table import CallSite, DecisionTable, decide
 from sac.engine.tape import Tape
 from sac.engine.taped import TapedFrame
-from sac.errors import PlanError, Problem
 from sac.ops.names import op_name
-from sac.outer_hooks import PackHooks, active_hooks
+from sac.outer_hooks import PackHooks
 from sac.planner.cost import is_causal, moved_bytes
 from sac.planner.profile import Entry, Need, RegionProfile
-from sac.policy.model import Decision, Policy, Rule
-from sac.stores.store import InputStoring, OnDevice
-from sac.tensors import storage_address, storage_bytes, tensors_of
-from sac.torch_private import tree_leaves
+from sac.policy.model import Decision
+from sac.tensors import storage_bytes, tensors_of
 
 # Note [How a profile comes about]
 #
-# The model runs forward once, with each block under the recorder of the engine and a policy that saves everything that
-# can be saved. So the engine itself determines what a policy may save, the identity of each value, and what autograd
-# has saved. Sizes and FLOPs come from the arguments as each op runs. Regions with equal tapes form one group.
-
-_EVERYTHING = Policy("everything", (Rule("everything", Decision.SAVE.value, ("*",)),))
-_SETTINGS = Settings(engine=REPLAY, verify=NEVER)
-
-
-class CannotProfile(Exception):  # noqa: N818 (the caller says it in the user's words)
-    """The region cannot be replayed; the text gives the reason."""
-
-
-def profile_regions(
-    blocks: Sequence[Block], forward: Callable[[], Any], order: list[str] | None = None
-) -> tuple[RegionProfile, ...]:
-    """Return the profiles of ``blocks``, one per group in model order; ``forward`` runs the model once, with gradients.
-
-    The path of each called block is appended to ``order``; blocks that are not called have no profile.
-
-    Raises ``CannotProfile`` if a block is not replayable.
-    """
-    bound = resolve_policy(_EVERYTHING)
-    track_modules([block.module for block in blocks])
-    # The uses of one region's inputs count for the next region with the same table. Stacks may have their own rules.
-    tables = {stack: bound.table(range(len(bound.rules))) for stack in {block.stack for block in blocks}}
-    calls: list[str] = [] if order is None else order
-    watchers = [_Profiled(block, tables[block.stack], calls) for block in blocks]
-    for block, watcher in zip(blocks, watchers, strict=True):
-        set_forward(block.module, watcher)
-    try:
-        with torch.enable_grad():
-            forward()
-    finally:
-        for block in blocks:
-            for _, module in parts_of(block.module):
-                take_off(module)
-    return merged([watcher.profile for watcher in watchers if watcher.profile is not None])
-
-
-class _Profiled(InstalledForward):
-    """Runs a block under the profiling recorder in its first call, which makes its ``profile``."""
-
-    def __init__(self, block: Block, table: DecisionTable, calls: list[str]) -> None:
-        self._calls = calls
-        self.module = block.module
-        self.before = block.module.__dict__.get("forward")
-        self.block = block
-        self.profile: RegionProfile | None = None
-        self._table = table
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block, and profile it if it has no profile yet."""
-        if not torch.is_grad_enabled():
-            return self.original(*args, **kwargs)
-        self._calls.append(self.block.path)
-        if self.profile is not None:
-            return self.original(*args, **kwargs)
-        group = RegionGroup(self._table, self.block.path)
-        frame = _ProfilingFrame(self.original, (self.module,), _SETTINGS, self.block, group, took=self._take)
-        return frame.run(args, kwargs, is_careful=False)
-
-    def _take(self, profile: RegionProfile) -> None:
-        self.profile = profile
+# In the observed step, each block runs under full recomputation and the recorder of the engine, with a policy that
+# saves everything that can be saved, of which nothing is kept. So the engine itself determines what a policy may save,
+# the identity of each value, and what autograd has saved. Sizes and FLOPs come from the arguments as each op runs.
+# Regions with equal tapes get one profile.
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,17 +103,9 @@ class _ProfileTrace(OpTraceRecorder):
 
 
 class _ProfilingMode(TapeMode):
-    """Saves what the policy saves."""
+    """Notes what a policy would save, and saves nothing but the results of ops that must be saved."""
 
     op_trace: _ProfileTrace
-
-    def savable(self) -> set[int]:
-        """Return the values that the policy saves."""
-        return {*self.tape.rule_of}
-
-
-class _ThriftyMode(_ProfilingMode):
-    """Notes what a policy would save, and saves nothing but the results of ops that must be saved."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -193,59 +122,31 @@ class _ThriftyMode(_ProfilingMode):
 
     def savable(self) -> set[int]:
         """Return the values that the policy would save."""
-        return super().savable() | self._would_save
+        return {*self.tape.rule_of} | self._would_save
 
 
 class _ProfilingFrame(TapedFrame):
-    """A call that passes a profile of its tape to ``took``; raises ``CannotProfile`` if it cannot be replayed."""
+    """A call that makes a ``profile`` of its tape, or None if it cannot be replayed."""
 
     tape: _SizedTape
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        owners: Sequence[nn.Module],
-        settings: Settings,
-        block: Block,
-        group: RegionGroup,
-        *,
-        took: Callable[[RegionProfile], None],
-        is_thrifty: bool = False,
-        after_op: Callable[[int], None] | None = None,
-    ) -> None:
-        self._mode_class = _ThriftyMode if is_thrifty else _ProfilingMode
-        self._block, self._took, self._after_op = block, took, after_op
-        self._profile: RegionProfile | None = None
-        self._at_end: dict[int, int] = {}  # address of each storage that is alive at the end -> its root
-        super().__init__(function, owners, settings, block.path, group, trace=None, replays=True)
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_careful: bool) -> Any:
-        """See ``Frame.run``."""
-        leaves = tree_leaves((args, kwargs))
-        input_bytes = sum(storage_bytes(leaves[index]) for index in InputStoring(OnDevice()).choose(leaves))
-        output = super().run(args, kwargs, is_careful=is_careful)
-        if self._profile is None:
-            raise CannotProfile(self.group.not_replayable)
-        addresses = {storage_address(tensor) for tensor in tensors_of(output)}
-        results = frozenset(root for address, root in self._at_end.items() if address in addresses)
-        self._took(replace(self._profile, results=results, input_bytes=input_bytes))
-        return output
+    def __init__(self, *args: Any, block: Block, after_op: Callable[[int], None] | None) -> None:
+        self._block, self._after_op = block, after_op
+        self.profile: RegionProfile | None = None
+        super().__init__(*args, trace=None, replays=True)
 
     def _new_tape(self) -> _SizedTape:
         return _SizedTape(self.group.table, self.owners)
 
     def _new_mode(self) -> _ProfilingMode:
-        return self._mode_class(self.group.table, self.tape, _ProfileTrace(self.tape, self._after_op))
+        return _ProfilingMode(self.group.table, self.tape, _ProfileTrace(self.tape, self._after_op))
 
     def _schedule_replay(self) -> None:
-        tape = self.tape
-        alive = ((value, tensor) for value, reference in enumerate(tape.refs) if (tensor := reference()) is not None)
-        self._at_end = {storage_address(tensor): tape.roots[value] for value, tensor in alive}
         handles = [handle for reference in self._handles if (handle := reference()) is not None]
         needs = dict.fromkeys(Need(*handle.position) for handle in handles if handle.state != EXTERNAL)
         profile = self._profile_of(tuple(needs))
         super()._schedule_replay()
-        self._profile = profile if self._replays else None
+        self.profile = profile if self._replays else None
 
     def _profile_of(self, needs: tuple[Need, ...]) -> RegionProfile:
         tape, mode, block = self.tape, self.mode, self._block
@@ -253,14 +154,12 @@ class _ProfilingFrame(TapedFrame):
         trace = mode.op_trace
         saved = mode.savable()
         return RegionProfile(
-            name=block.path,
             paths=(block.path,),
             layers=(block.layer,),
             entries=tuple(self._entry(number, saved, trace.sizes) for number in range(len(tape.sites))),
             roots=tuple(tape.roots),
             bytes=tuple(tape.value_bytes),
             needs=needs,
-            signature=signature(trace.rows),
             stack=block.stack,
             stack_size=block.stack_size,
             until=tuple(trace.until.get(value, -1) for value in range(len(tape.roots))),
@@ -290,7 +189,7 @@ class _ProfilingFrame(TapedFrame):
 
 
 class ProfiledRegion(Region):
-    """A region that is recomputed in full, and profiled: ``profile`` is what its policy may save.
+    """A region that is recomputed in full, and profiled: ``profile`` is what its policy may save, or why it cannot.
 
     If its calls differ in size, the profile has the largest sizes. ``after_op`` is called with the number of each entry
     of a call's tape whose op has run. ``last_frame``: that of the last call.
@@ -313,14 +212,22 @@ class ProfiledRegion(Region):
         kwargs: dict[str, Any],
     ) -> Any:
         """See ``Region.run``."""
-        is_alone = active_hooks() is None or settings.engine == REPLAY
-        if settings.use_reentrant or settings.engine == RERUN or not is_alone:
-            self._refuse("it does not run under the replay engine")
         self.stats = RegionStats()  # a policy that saves everything has only the first call recorded
+        self._frame: _ProfilingFrame | None = None
         try:
-            return super().run(function, owners, settings, args, kwargs)
-        except CannotProfile as error:
-            self._refuse(str(error))
+            output = super().run(function, owners, settings, args, kwargs)
+        finally:
+            frame, self._frame = self._frame, None
+            self.last_frame = None if frame is None else weakref.ref(frame)
+        reason = self.group.not_replayable or "it does not run under the replay engine"
+        profile = frame.profile if frame is not None else None
+        if profile is None:
+            profile = RegionProfile((self.path,), (self._block.layer,), reason=reason)
+        known = self.profile
+        self.profile = (
+            profile if known is None or profile.reason else known if known.reason else _larger(known, profile)
+        )
+        return output
 
     def frame(
         self,
@@ -328,27 +235,14 @@ class ProfiledRegion(Region):
         owners: tuple[nn.Module, ...],
         settings: Settings,
         outer: PackHooks | None,
-    ) -> TapedFrame:
+    ) -> Frame:
         """See ``Region.frame``."""
-        frame = _ProfilingFrame(
-            function,
-            owners,
-            settings,
-            self._block,
-            self.group,
-            took=self._take,
-            is_thrifty=True,
-            after_op=self.after_op,
-        )
-        self.last_frame = weakref.ref(frame)
+        if (outer is not None and settings.engine != REPLAY) or keeps_fp8_state(owners):
+            return super().frame(function, owners, settings, outer)
+        where, block = self.path or self.group.name, self._block
+        frame = _ProfilingFrame(function, owners, settings, where, self.group, block=block, after_op=self.after_op)
+        self._frame = frame
         return frame
-
-    def _take(self, profile: RegionProfile) -> None:
-        self.profile = profile if self.profile is None else _larger(self.profile, profile)
-
-    def _refuse(self, reason: str) -> NoReturn:
-        found = f"this block cannot be planned op by op: {reason}"
-        raise PlanError(Problem(self.path, found, fix="use mode: full, or a policy by hand"))
 
 
 def _larger(one: RegionProfile, other: RegionProfile) -> RegionProfile:
@@ -369,17 +263,17 @@ def earliest(profiles: Iterable[RegionProfile]) -> tuple[int, ...]:
 
 def merged(profiles: Sequence[RegionProfile]) -> tuple[RegionProfile, ...]:
     """Return one profile for all regions of a stack that run the same ops on the same sizes."""
-    groups: dict[Any, list[RegionProfile]] = {}
+    kinds: dict[Any, list[RegionProfile]] = {}
     for one in profiles:
-        parts = one.name.removeprefix(one.stack).lstrip(".").partition(".")[2]
-        key = (one.stack, parts, one.entries, one.roots, one.bytes, one.needs, one.signature)
-        groups.setdefault(key, []).append(one)
+        rest = one.paths[0].removeprefix(one.stack).lstrip(".").partition(".")[2]
+        own = one.paths if one.reason else ()
+        kinds.setdefault((one.stack, rest, one.entries, one.roots, one.bytes, one.needs, own), []).append(one)
     return tuple(
         replace(
-            of_group[0],
-            paths=tuple(path for one in of_group for path in one.paths),
-            layers=tuple(layer for one in of_group for layer in one.layers),
-            until=earliest(of_group),
+            alike[0],
+            paths=tuple(path for one in alike for path in one.paths),
+            layers=tuple(layer for one in alike for layer in one.layers),
+            until=earliest(alike),
         )
-        for of_group in groups.values()
+        for alike in kinds.values()
     )

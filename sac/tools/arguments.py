@@ -13,36 +13,17 @@ from typing import Any
 from sac.config import parse_config, usable_policy
 from sac.engine.op_trace import check_trace_target
 from sac.errors import ConfigError, Problem, SacError, nearest
-from sac.extras import import_extra, import_solver
+from sac.extras import import_extra
 from sac.tools.comparison import NONE, Training, check_device
 from sac.tools.models import Scale, check_spec
-from sac.tools.plan_table import PlanRequest, Sizes, check_wish
+from sac.tools.plan_table import check_wish, smallest_batch
 
 Check = Callable[[], object]
 
 
 def scale_of(arguments: argparse.Namespace) -> Scale:
     """Return the sizes that the arguments ask for."""
-    return Scale(arguments.layers, arguments.seq, arguments.batch, arguments.vocab, arguments.dtype)
-
-
-def sizes_of(arguments: argparse.Namespace) -> Sizes | None:
-    """Return the range of sizes that `sac plan` chooses among, if one is given, and replace it by its lower end.
-
-    Raises ``ConfigError`` if there are two, or if a picture is asked for.
-    """
-    ranges = [Sizes(name, *value) for name in ("batch", "seq") if isinstance(value := getattr(arguments, name), tuple)]
-    problems = []
-    if len(ranges) > 1:
-        problems.append(Problem("--seq", "it is a range, and so is --batch", fix="fix one of them"))
-    if ranges and arguments.picture:
-        found = "it shows the plans for one size, and a range is given"
-        problems.append(Problem("--picture", found, fix=f"plan with the best --{ranges[0].name}"))
-    if problems:
-        raise ConfigError(problems)
-    for one in ranges:
-        setattr(arguments, one.name, one.low)
-    return ranges[0] if ranges else None
+    return Scale(arguments.layers, arguments.seq, smallest_batch(arguments.batch), arguments.vocab, arguments.dtype)
 
 
 def training_of(arguments: argparse.Namespace) -> Training:
@@ -68,9 +49,9 @@ def check_compare(arguments: argparse.Namespace) -> None:
     refuse([*_of_model(arguments), *checks, *_of_output(arguments)])
 
 
-def check_plan(arguments: argparse.Namespace, request: PlanRequest) -> None:
+def check_plan(arguments: argparse.Namespace) -> None:
     """Raise ``ConfigError`` with all problems in the arguments of `sac plan`."""
-    checks: list[Check] = [lambda: check_wish(request), import_solver]
+    checks: list[Check] = [lambda: check_wish(arguments)]
     if arguments.out:
         checks.append(lambda: check_writable(arguments.out))
     refuse([*_of_model(arguments), *checks, *_of_output(arguments)])
@@ -145,9 +126,8 @@ def _check_model(arguments: argparse.Namespace) -> None:
 
 
 def _of_output(arguments: argparse.Namespace) -> list[Check]:
-    pictures = filter(None, (getattr(arguments, name, None) for name in ("picture", "explain")))
-    checks: list[Check] = [partial(check_picture, picture) for picture in pictures]
-    return checks
+    picture = getattr(arguments, "picture", None)
+    return [partial(check_picture, picture)] if picture else []
 
 
 def _check_rate(rate: float) -> None:

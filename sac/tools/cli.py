@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from sac.errors import SacError, SacWarning
@@ -20,7 +20,6 @@ from sac.tools.parser import DONE, INTERRUPTED, REFUSED, Command, parse
 if TYPE_CHECKING:  # these import torch, which help does not need
     from sac.planner.fakes import Build
     from sac.tools.models import BuiltModel
-    from sac.tools.plan_table import PlanRequest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,8 +110,7 @@ def _trace(arguments: argparse.Namespace) -> int:
 def _compare(arguments: argparse.Namespace) -> int:
     from sac.tools.arguments import check_compare, modes_of, training_of
     from sac.tools.comparison import compare
-    from sac.tools.peak_table import print_explained
-    from sac.tools.pictures import save_peak_picture, save_picture
+    from sac.tools.pictures import save_picture
     from sac.tools.render import progress_bar
 
     check_compare(arguments)
@@ -122,81 +120,36 @@ def _compare(arguments: argparse.Namespace) -> int:
             lambda: _build(arguments),
             modes_of(arguments),
             training_of(arguments),
-            explains=arguments.explain is not None,
             progress=progress,
         )
-    shown = [row.explained for row in comparison.rows if row.explained is not None]
     if arguments.json:
         _print_json(comparison.to_dict())
     else:
         print(comparison)
-        if shown:
-            least = min(shown, key=lambda one: one.peak_bytes)
-            print_explained(shown, shown, f"What lowers the peak of {least.label} where no policy does:")
     if arguments.picture:
         print(f"picture: {save_picture(comparison, arguments.picture)}", file=sys.stderr)
-    for row in comparison.rows:
-        if row.not_explained:
-            print(f"{row.mode}: its peak is not explained: {row.not_explained}", file=sys.stderr)
-    if arguments.explain and shown:
-        print(f"picture: {save_peak_picture(shown, comparison.model, arguments.explain)}", file=sys.stderr)
     return REFUSED if comparison.failed else DONE
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from sac.tools.arguments import check_plan, sizes_of
-    from sac.tools.pictures import save_peak_picture, save_plan_picture
-    from sac.tools.plan_table import PlanRequest, plan_model, print_plan, save_policy
+    from sac.tools.arguments import check_plan
+    from sac.tools.plan_table import plan_model, print_plan, save_policy
     from sac.tools.render import progress_bar
 
-    arguments.sizes = sizes_of(arguments)
-    request = PlanRequest(**{field.name: getattr(arguments, field.name) for field in fields(PlanRequest)})
-    check_plan(arguments, request)
-    if request.sizes is not None:
-        return _plan_sizes(arguments, request)
+    check_plan(arguments)
     with progress_bar() as progress:
-        planned = plan_model(lambda build: _build(arguments, build), request, arguments.typed, progress)
-    text = planned.policy_text()
+        progress(0, 0, "planning on tensors without data")
+        planned = plan_model(arguments, lambda build: _build(arguments, build))
     if arguments.out:
-        save_policy(text, arguments.out)
+        save_policy(planned.policy_text(), arguments.out)
     if arguments.json:
         _print_json(planned.to_dict())
-    else:
-        print_plan(planned)
-        if arguments.out:
-            print(f"policy: {arguments.out}; try it: {_comparison(arguments)}")
-        else:
-            print(f"\n{text}", end="")
-    title = f"{planned.model}, {planned.inputs}"
-    if arguments.picture:
-        print(f"picture: {save_plan_picture(planned.plan, title, arguments.picture)}", file=sys.stderr)
-    if arguments.explain:
-        print(f"picture: {save_peak_picture(planned.plan.explained, title, arguments.explain)}", file=sys.stderr)
-    return 0
-
-
-def _plan_sizes(arguments: argparse.Namespace, request: PlanRequest) -> int:
-    from sac.tools.plan_table import plan_model_sizes, print_sizes, save_policy
-    from sac.tools.render import progress_bar
-
-    assert request.sizes is not None
-    name = request.sizes.name
-
-    def load(size: int, build: Build | None) -> BuiltModel:
-        setattr(arguments, name, size)
-        return _build(arguments, build)
-
-    with progress_bar() as progress:
-        found = plan_model_sizes(load, request, arguments.typed, progress)
-    setattr(arguments, name, found.found.best.size)
-    text = found.best.policy_text()
-    if arguments.out:
-        save_policy(text, arguments.out)
-    if arguments.json:
-        _print_json(found.to_dict())
         return DONE
-    print_sizes(found)
-    print(f"policy: {arguments.out}; try it: {_comparison(arguments)}" if arguments.out else f"\n{text.rstrip()}")
+    print_plan(planned)
+    if arguments.out:
+        print(f"policy: {arguments.out}; try it: {_comparison(arguments)}")
+    else:
+        print(f"\n{planned.policy_text().rstrip()}")
     return DONE
 
 
@@ -225,7 +178,7 @@ def _comparison(arguments: argparse.Namespace) -> str:
         value = getattr(arguments, name)
         if value is not None:
             words += [f"--{name}", str(value)]
-    if arguments.device != "cpu" and not arguments.real:
+    if arguments.device != "cpu":
         words += ["--device", "cuda"]  # a CPU runs other ops and refuses the policy
     path = arguments.out if os.path.isabs(arguments.out) else os.path.join(os.curdir, os.path.normpath(arguments.out))
     return shlex.join([*words, "--modes", f"none,full,selective,{path}"])

@@ -18,12 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sac.blocks.stacks import find_stacks
 from sac.errors import ConfigError, Problem, SacError, nearest
-from sac.fitting.applying import apply
 from sac.memory_timeline import MemoryTimeline, mark, measure_memory
 from sac.ops.flops import added_formulas
-from sac.planner.live_bytes import Ledger, ledgers_of
-from sac.planner.peak import OPTIMIZER, UNSEEN, AliveRow, PeakBreakdown, with_more
-from sac.planner.planner import explained_step
+from sac.planner.applying import apply
 from sac.policy.read import bytes_text
 from sac.reporting import Report, report
 from sac.tables import Table, flops_text, parameters_text, percent_text, screen_width, time_text, wrapped_text
@@ -48,8 +45,6 @@ class ModeResult:
     losses: tuple[float, ...] = ()  # one per step
     max_gradient_difference: float | None = None  # from `none`, after the first step's backward, over all parameters
     report: Report | None = None  # what sac itself reports as kept
-    explained: PeakBreakdown | None = None  # if asked for: what is alive at the peak, with what was there before
-    not_explained: str = ""  # why it could not be found out
 
     @property
     def peak_bytes(self) -> int:
@@ -92,8 +87,6 @@ class ModeResult:
             "losses": list(self.losses),
             "max_gradient_difference": self.max_gradient_difference,
             "report": None if self.report is None else self.report.to_dict(),
-            "explained": None if self.explained is None else self.explained.to_dict(),
-            "not_explained": self.not_explained,
         }
 
 
@@ -290,8 +283,6 @@ class ModeRun:
         self._max_difference: float | None = None
         self._memory: MemoryTimeline | None = None
         self._region_kept_bytes: dict[str, int] = {}
-        self._explained: PeakBreakdown | None = None
-        self._not_explained = ""
 
     def attempt(self, part: Callable[[], None]) -> None:
         """Run a part of the measurement unless an earlier part failed; an error of sac becomes the row's text."""
@@ -352,25 +343,6 @@ class ModeRun:
             )
         self._optimizer.zero_grad(set_to_none=True)
 
-    def explain_peak(self) -> None:
-        """Run the step that ``measure_memory`` measured once more, and find out what is alive at its peak."""
-        assert self._memory is not None
-        model = self._live_model
-        inputs: Any = self._inputs(self._training.steps)
-        states = [one for state in self._optimizer.state.values() for one in state.values() if isinstance(one, Tensor)]
-        state_bytes = sum(state.untyped_storage().nbytes() for state in states)
-        ledger = Ledger() if self._training.device == "cpu" else ledgers_of(None)()
-        try:
-            loss = self._training.loss_fn or loss_of
-            found = explained_step(model, inputs, ledger, loss, self.mode, accumulates=True)
-        except (SacError, torch.OutOfMemoryError) as error:  # the row itself is measured
-            self._not_explained = str(error)
-            return
-        found = with_more(found, [AliveRow(OPTIMIZER, "(model)", "", "", len(states), state_bytes)])
-        missed = self._memory.peak_bytes - (found.peak_bytes - found.before_bytes)
-        unseen = AliveRow(UNSEEN, "(model)", "", "", 0, missed)
-        self._explained = with_more(found, [unseen], are_before=False)
-
     def result(self, baseline_flops: int | None) -> ModeResult:
         """Return the finished row."""
         if self.error or self._memory is None:
@@ -386,8 +358,6 @@ class ModeRun:
             losses=tuple(self._losses),
             max_gradient_difference=self._max_difference,
             report=None if self.mode == NONE else report(self._live_model),
-            explained=self._explained,
-            not_explained=self._not_explained,
         )
 
     @property
@@ -451,13 +421,12 @@ def compare(
     modes: Sequence[str] | Mapping[str, Any],
     training: Training | None = None,
     *,
-    explains: bool = False,
     progress: Progress | None = None,
 ) -> Comparison:
     """Measure each of ``modes`` (none, full, selective, a policy's name or file; or config values by label).
 
     ``none`` is always the first row: the others are measured against it, and it never goes through sac. A mode that sac
-    refuses keeps its row, with the error. ``explains``: find out what is alive at each peak, in one more step per mode.
+    refuses keeps its row, with the error.
     ``progress`` is called with (passes done, total passes, current pass).
     """
     training = training or Training()
@@ -470,7 +439,7 @@ def compare(
         for (label, value), copy in zip(values.items(), copies, strict=True)
     ]
     del copies
-    advance = _counted(progress, len(runs) * (training.steps + 2 + explains))
+    advance = _counted(progress, len(runs) * (training.steps + 2))
     for run in runs[1:]:
         run.attempt(run.apply)
     _train(runs, training.steps, advance)
@@ -479,9 +448,6 @@ def compare(
         run.attempt(run.count_flops)
         advance(f"{run.mode}: memory")
         run.attempt(run.measure_memory)
-        if explains:
-            advance(f"{run.mode}: what is alive at the peak")
-            run.attempt(run.explain_peak)
     baseline_flops = None if runs[0].error else runs[0].step_flops
     rows = tuple(run.result(baseline_flops) for run in runs)
     parameters = sum(parameter.numel() for parameter in model.parameters())

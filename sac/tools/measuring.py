@@ -15,7 +15,7 @@ from sac.blocks.install import regions_of
 from sac.config import parse_config
 from sac.engine.rng import random_state_kept
 from sac.errors import ConfigError, ModelError, Problem
-from sac.fitting.applying import apply
+from sac.planner.applying import apply
 from sac.policy.model import Policy
 from sac.reporting import Trace, trace_of
 from sac.tools.arguments import check_value, refuse

@@ -16,7 +16,6 @@ FORMS = (
     "hf:CONFIG.json (a Hugging Face config file), hf:NAME (a shipped one), "
     "package.module:function (returns a model and its inputs)"
 )
-_ENGINES = ("auto", "replay", "rerun")
 
 DONE, REFUSED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 EXIT_CODES = f"""\
@@ -85,14 +84,6 @@ def file_path(text: str) -> str:
     return os.path.expanduser(text)
 
 
-def _engine(text: str) -> str:
-    if text not in _ENGINES:
-        near = nearest(text, _ENGINES)
-        hint = f"; did you mean: {near}" if near else ""
-        raise argparse.ArgumentTypeError(f"'{text}' is not an engine{hint}; legal: {', '.join(_ENGINES)}")
-    return text
-
-
 def _size(text: str) -> int | tuple[int, int]:
     """Return a size, or the ends of a range of sizes."""
     if ".." not in text:
@@ -126,11 +117,6 @@ def _parsers(
     plan = found.add_parser("plan", help="compute a policy that fits a memory budget with the least recomputation")
     _add_model_options(plan, "cpu, cuda, or whose figures price the ops: h100, h200, a100, b200, mi300x", ranges=True)
     _add_plan_options(plan)
-    for command in (compare, plan):
-        command.add_argument(
-            "--explain", nargs="?", type=file_path, const="", metavar="FILE",
-            help="also show what is alive at the peak, and why; save a picture of it over the step in FILE",
-        )  # fmt: skip
     for command in (check, trace, compare, plan):
         command.add_argument("--json", action="store_true", help="write the same as JSON to stdout")
     of_command = {"check": check, "trace": trace, "compare": compare, "plan": plan}
@@ -142,10 +128,9 @@ def _parsers(
 def _add_model_options(parser: argparse.ArgumentParser, devices: str = "cpu or cuda", *, ranges: bool = False) -> None:
     parser.add_argument("--model", required=True, metavar="SPEC", help=FORMS)
     parser.add_argument("--layers", type=int, metavar="N", help="layers per stack (default: as the config says)")
+    parser.add_argument("--seq", type=int, default=128, metavar="N", help="tokens per row (default: %(default)s)")
     size, metavar, more = (_size, "N|A..B", "; A..B: the best of these") if ranges else (int, "N", "")
-    for name, default, meaning in (("--seq", 128, "tokens per row"), ("--batch", 1, "rows")):
-        told = f"{meaning} (default: %(default)s){more}"
-        parser.add_argument(name, type=size, default=default, metavar=metavar, help=told)
+    parser.add_argument("--batch", type=size, default=1, metavar=metavar, help=f"rows (default: %(default)s){more}")
     parser.add_argument("--vocab", type=int, metavar="N", help="tokens in the vocabulary (default: as the config says)")
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, … (default: %(default)s)")
     parser.add_argument(
@@ -171,19 +156,11 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget", metavar="SIZE", help='peak of one step: "40GiB", bytes, or "50%%" of the way from the least peak '
-        "to that without checkpointing (default: the memory of --device less --margin)",
+        "to that without checkpointing (default: 90%% of the memory of --device)",
     )  # fmt: skip
-    parser.add_argument("--margin", metavar="SHARE", help='of the device\'s memory to leave free (default: "10%%")')
     parser.add_argument("--optimizer", metavar="NAME", help="the one whose state counts: sgd, momentum, adam, adamw")
-    parser.add_argument(
-        "--engine", type=_engine, default="auto", metavar="NAME", help=f"{', '.join(_ENGINES)} (default: %(default)s)"
-    )
-    parser.add_argument("--same-layers", action="store_true", help="use the same rules on all layers of a region group")
-    parser.add_argument("--real", action="store_true", help="run on tensors with data (default: on shapes alone)")
     parser.add_argument("--fsdp", type=int, metavar="N", help="plan for one of N ranks that shard the model by FSDP2")
+    parser.add_argument("--explain", action="store_true", help="also show what is alive at the peak, and why")
     parser.add_argument(
         "--out", type=file_path, metavar="FILE", help="write the policy here (default: to stdout, after the table)"
-    )
-    parser.add_argument(
-        "--picture", type=file_path, metavar="FILE", help="save recompute time over peak (png, svg, pdf)"
     )

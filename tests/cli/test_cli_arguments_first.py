@@ -141,11 +141,8 @@ def test_training(given: list[str], text: str, capsys: pytest.CaptureFixture[str
     [
         (["--device", "h1000"], "device: the planner has no figures for 'h1000'\n    did you mean: h100"),
         (["--budget", "lots"], 'budget: "lots" is not a budget: it is not a number with a unit'),
-        (["--device", "h100", "--margin", "x"], '--margin: "x" is not a margin'),
-        (["--margin", "5%"], "--budget: it is missing, and the memory of a CPU is not known"),
         (["--optimizer", "adamm"], "optimizer: 'adamm' is not known\n    did you mean: adam"),
         (["--fsdp", "1"], "ranks: 1 ranks to shard over\n    legal: 2, 3, 4, …"),
-        (["--fsdp", "2", "--real"], "--fsdp: ranks that do not exist cannot send data\n    fix: leave --real out"),
         (["--out", "nowhere/p.yaml"], "nowhere/p.yaml: the file cannot be written: No such file or directory"),
     ],
 )
@@ -153,7 +150,7 @@ def test_plans(given: list[str], text: str, capsys: pytest.CaptureFixture[str]) 
     assert refusal(capsys, *command("plan", *given)).startswith(text)
 
 
-@pytest.mark.parametrize("name", ["compare", "plan"])
+@pytest.mark.parametrize("name", ["compare"])
 def test_pictures(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "file").touch()

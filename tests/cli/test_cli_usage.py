@@ -56,13 +56,6 @@ def test_a_missing_flag(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_an_engine_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refusal(capsys, "plan", "--model", "x", "--engine", "rerunn") == (
-        "sac plan: argument --engine: 'rerunn' is not an engine; did you mean: rerun; legal: auto, replay, rerun\n"
-        "    fix: `sac plan --help` lists the arguments\n"
-    )
-
-
 def test_without_a_command_help_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: sac" in refusal(capsys)
 

@@ -42,10 +42,9 @@ def hf_trainer_fsdp2(first: list[str], second: list[str]) -> list[float]:
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "true"}
     in_force = mock.patch.object(AcceleratorState, "__init__", with_plugin)
-    quick = mock.patch("sac.planner.pareto.MOST_OPTIONS", 12)  # as the fixture few_choices
     losses: list[float] = []
     for arguments in (first, second):
-        with mock.patch.dict(os.environ, environment), in_force, quick:
+        with mock.patch.dict(os.environ, environment), in_force:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
             try:

@@ -67,7 +67,6 @@ def without_checkpointing(name: str) -> list[float]:
         ("diffusion_transformer", "diffusers"),
     ],
 )
-@pytest.mark.usefixtures("few_choices", "few_steps")
 def test_losses_are_those_without_checkpointing(name: str, package: str, value: str, tmp_path: Path) -> None:
     pytest.importorskip(package, reason=f"the example needs {package}")
     assert in_two_parts(name, VALUES[value], tmp_path / value) == without_checkpointing(name)

@@ -24,9 +24,8 @@ LAYERS = (
     {"checkpointing"},
     {"full"},
     {"blocks"},
-    {"planner"},
     {"reporting"},
-    {"fitting"},
+    {"planner"},
     {"compat"},
     {"tools"},
     {"__init__"},  # the face

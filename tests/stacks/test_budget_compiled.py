@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import sac
 from sac.memory_timeline import measure_memory
-from tests.unit.fitting.small_training import X, Y, built, bytes_of, controller_of, share, within
+from tests.unit.planner.small_training import X, Y, built, bytes_of, controller_of, share, within
 
 
 def compiled(value: Any, *, whole: bool) -> tuple[list[Tensor], list[int], nn.Module]:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sac.fitting.controller import Controller
 from sac.memory_timeline import StepMemory
+from sac.planner.controller import Controller
 from tests.support.model_zoo import tiny
-from tests.unit.fitting.small_training import Y, built, bytes_of, controller_of, within
+from tests.unit.planner.small_training import Y, built, bytes_of, controller_of, within
 
 STEPS = 4
 
@@ -94,7 +94,7 @@ def lightning_training(value: Any, **options: Any) -> tuple[list[Tensor], list[i
     lightning = pytest.importorskip("lightning", reason="lightning is in the extra `stacks`")
     from sac.compat.lightning import SacCallback
     from tests.stacks.lightning_module import QUIET
-    from tests.unit.fitting.small_training import X
+    from tests.unit.planner.small_training import X
 
     peaks = Peaks()
 

@@ -1,0 +1,131 @@
+"""What is alive at the peak of a step, by category, block and rule, and what would lower the peak."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from sac.blocks.paths import group_label
+from sac.ops.names import op_name
+from sac.planner.ledger import Ledger
+from sac.planner.observing import BETWEEN, FORWARD
+from sac.policy.read import bytes_text
+from sac.tensors import tensor_parts, tensors_of
+from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
+INPUTS, GATHERED, BLOCKS = "buffers and inputs", "gathered parameters", "activations of blocks"
+OTHERS, BACKWARD = "activations outside of blocks, logits and loss", "made by backward"
+REMEDIES = {
+    PARAMETERS: "shard them (`sac plan --fsdp N`), hold them in a narrower dtype, or train adapters on frozen weights",
+    GRADIENTS: "shard them (`sac plan --fsdp N`), or let the optimizer step in backward, so that each is freed at once",
+    OPTIMIZER: "shard it (`sac plan --fsdp N`), or use an optimizer with less state (8 bits, or factored)",
+    INPUTS: "a smaller batch, with more accumulation steps",
+    GATHERED: "shard in smaller units: call fully_shard on smaller modules",
+    BLOCKS: "a smaller budget, or a smaller batch with more accumulation steps",
+    OTHERS: "a chunked or fused loss, which never holds all logits at once; or a smaller batch",
+    BACKWARD: "a smaller batch, with more accumulation steps",
+}
+_WORTH_SAYING = 0.1  # of the peak
+_WORTH_A_ROW = 0.01
+_SNAPSHOT = "for single tensors: torch.cuda.memory._record_memory_history() and _dump_snapshot() in a real step"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What is alive at a peak: bytes by category, and for blocks by what keeps them. ``optimizer``: state to come."""
+
+    rows: tuple[tuple[str, str, int], ...]  # category, where and why, bytes
+    optimizer: int = 0
+
+    @property
+    def categories(self) -> dict[str, int]:
+        """The bytes of each category that has any, largest first."""
+        found = Counter({OPTIMIZER: self.optimizer})
+        for category, _, size in self.rows:
+            found[category] += size
+        return {name: size for name, size in found.most_common() if size}
+
+    def lines(self) -> list[str]:
+        """Return the explanation as text, which ends with what would lower the peak."""
+        peak = max(1, sum(self.categories.values()))
+        found = [f"alive at the peak of {bytes_text(peak)}:"]
+        for category, size in self.categories.items():
+            found.append(f"  {bytes_text(size):>10}  {size / peak:6.1%}  {category}")
+            rows = [row for row in self.rows if row[0] == category and row[1]]
+            found += [f"  {bytes_text(one):>10}  {one / peak:6.1%}    {where}" for _, where, one in rows]
+        large = [name for name, size in self.categories.items() if size >= _WORTH_SAYING * peak]
+        found += ["what would lower it:", *(f"  {name}: {REMEDIES[name]}" for name in large), f"  {_SNAPSHOT}"]
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the explanation as plain values."""
+        rows = [{"category": category, "where": where, "bytes": size} for category, where, size in self.rows]
+        return {"categories": self.categories, "rows": rows}
+
+
+class Origins(Ledger):
+    """A ledger that knows who made each storage, and notes what is alive when the live bytes reach ``level``.
+
+    ``place``: returns the part of the step and the path of the block that is running. ``rule_of``: returns what a plan
+    says of an op in the block at a path.
+    """
+
+    place: Callable[[], tuple[str, str]] = staticmethod(lambda: (BETWEEN, ""))
+
+    def __init__(
+        self, device: Any, gathers: Any, model: nn.Module, inputs: Any, level: int, rule_of: Callable[[str, str], str]
+    ) -> None:
+        super().__init__(device, gathers)
+        self._model, self._level, self._rule_of = model, level, rule_of
+        self._alive: dict[int, int] = {}
+        self._origins: dict[int, tuple[str, str, str]] = {}  # category, path of the block, op
+        known: list[tuple[str, list[Any]]] = [
+            (PARAMETERS, [*self._model.parameters()]),
+            (INPUTS, [*self._model.buffers(), *(one for one in tree_leaves(inputs) if isinstance(one, Tensor))]),
+        ]
+        for category, tensors in known:
+            for tensor in (part for one in tensors for part in tensor_parts(one)):
+                self._origins[tensor.untyped_storage()._cdata] = category, "", ""
+
+    def _rise(self, size: int) -> None:
+        super()._rise(size)
+        if self.live >= self._level and not self._alive:
+            self._alive = {key: size for key, (_, size) in self.storages.items()}
+            self._known = dict(self._origins)
+            for parameter in self._model.parameters():
+                for part in tensor_parts(parameter.grad) if parameter.grad is not None else ():
+                    self._known[part.untyped_storage()._cdata] = GRADIENTS, "", ""
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """See ``Ledger.run``."""
+        out = super().run(func, args, kwargs)
+        part, path = self.place()
+        category = BLOCKS if part == FORWARD else OTHERS if current_graph_task_id() == NO_TASK else BACKWARD
+        for tensor in tensors_of(out):
+            for piece in tensor_parts(tensor):
+                key = piece.untyped_storage()._cdata
+                if key not in self.storages or key not in self._origins:
+                    self._origins[key] = category, path, op_name(func)
+        return out
+
+    def explanation(self) -> Explanation:
+        """Return what was alive."""
+        found: Counter[tuple[str, str, str]] = Counter()
+        paths: dict[tuple[str, str, str], set[str]] = {}
+        for key, size in self._alive.items():
+            category, path, op = self._known.get(key, (GATHERED if self.gathers is not None else OTHERS, "", ""))
+            row = category, op, self._rule_of(path, op) if category == BLOCKS else ""
+            found[row] += size
+            paths.setdefault(row, set()).add(path)
+        rows = []
+        for (category, op, rule), size in found.most_common():
+            blocks = paths[category, op, rule] - {""}
+            where = f"{op} in {group_label(sorted(blocks))}" if blocks else op
+            is_shown = size >= _WORTH_A_ROW * sum(self._alive.values())
+            rows.append((category, (f"{where} ({rule})" if rule else where) if is_shown else "", size))
+        return Explanation(tuple(rows))

@@ -1,0 +1,172 @@
+"""Live bytes of a step, op by op, from the storages of tensors: without an allocator or data."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sac.engine.tracker import BareMode
+from sac.planner.cost import entry_of_call, seconds
+from sac.planner.devices import Device
+from sac.tensors import STORAGE_WATCHERS, tensor_parts, tensors_of
+from sac.torch_private import FakeTensor, FakeTensorMode, fake_mode_is_active, in_kernel
+
+# Note [What the ledger counts]
+#
+# A storage counts from the end of the op that made it until it is freed, with its own bytes, rounded up to the
+# allocator's block size if there is one. An op on tensors that wrap others, such as DTensors, counts as the ops into
+# which it is divided: each works on one rank's share, and there may be collectives and copies between them. Ops by
+# which DTensor only finds the layout of a result, in a fake mode of its own, do not count. Written arguments and
+# results located in known storages are not new. A resized storage, as in FSDP2, counts with its new size. The memory
+# that a kernel allocates and frees while it runs is not a tensor of any op, and does not count.
+
+# Note [Gathered parameters]
+#
+# FSDP2 gathers parameters into uninitialised memory, which it allocates without any tensor that has no data. Such a
+# parameter would have data, and so would all results computed from it and real inputs (token numbers): the embedding
+# and the products of the first block would run for real. So where a plan shards the model, uninitialised
+# floating-point memory is made without data.
+
+_CUDA_BLOCK = 512  # bytes; torch's caching allocator rounds sizes up to a multiple of this
+_EMPTY = torch.ops.aten.empty.memory_format
+_GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
+_PLACED = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
+
+
+class Ledger(BareMode):
+    """Counts the bytes of storages while it is active; see Note [What the ledger counts].
+
+    ``device``: that whose ops are planned. ``gathers``: the mode in which uninitialised memory is made without data,
+    see Note [Gathered parameters]. ``seconds``: the predicted time of the ops so far.
+    """
+
+    def __init__(self, device: Device, gathers: FakeTensorMode | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device, self.gathers = device, gathers
+        self.block_bytes = 1 if device.name == "cpu" else _CUDA_BLOCK
+        self.live = 0
+        self.peak = 0  # since the last reset
+        self.seconds = 0.0
+        self.storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def __enter__(self) -> Ledger:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        STORAGE_WATCHERS.append(self._note_unseen)
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._resized  # type: ignore[method-assign,assignment]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        STORAGE_WATCHERS.remove(self._note_unseen)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _note_unseen(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that was not made by an op, such as the state of a random generator on the CPU."""
+        if self.device.name == "cpu" or storage.device.type != "cpu":
+            self.note_storage(storage)
+
+    def note(self, tensors: Iterable[Any]) -> None:
+        """Count the storages of tensors if they are not counted yet."""
+        for tensor in tensors:
+            for part in tensor_parts(tensor):
+                try:
+                    self.note_storage(part.untyped_storage())
+                except (RuntimeError, NotImplementedError):  # sparse layouts have no storage
+                    continue
+
+    def note_storage(self, storage: torch.UntypedStorage) -> bool:
+        """Count a storage; returns False if it is counted already."""
+        key = storage._cdata
+        if key in self.storages:
+            return False
+        size = self._size(storage)
+        self.storages[key] = weakref.ref(storage, self._freed(key)), size
+        self._rise(size)
+        return True
+
+    def size_of(self, tensors: Iterable[Tensor | None]) -> int:
+        """Return the bytes that count for the storages of ``tensors``."""
+        parts = [part for tensor in tensors if tensor is not None for part in tensor_parts(tensor)]
+        return sum(self.storages[key][1] for key in {part.untyped_storage()._cdata for part in parts})
+
+    def _size(self, storage: torch.UntypedStorage) -> int:
+        return -(-storage.nbytes() // self.block_bytes) * self.block_bytes
+
+    def _rise(self, size: int) -> None:
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    @property
+    def _resized(self) -> Callable[[torch.UntypedStorage, int], Any]:
+        """Return the replacement of the method by which FSDP2 allocates and frees the memory of whole parameters."""
+        ledger, resize = self, self._resize
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            out = resize(storage, size)
+            known = ledger.storages.get(storage._cdata)
+            if known is not None:
+                ledger.storages[storage._cdata] = known[0], ledger._size(storage)
+                ledger._rise(ledger._size(storage) - known[1])
+            return out
+
+        return resized
+
+    def _freed(self, key: int) -> Callable[[Any], None]:
+        mine = weakref.ref(self)
+
+        def freed(_: Any) -> None:
+            ledger = mine()
+            if ledger is not None and (known := ledger.storages.pop(key, None)) is not None:
+                ledger.live -= known[1]
+
+        return freed
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op."""
+        if func in _PLACED and type(args[0]) is FakeTensor and in_kernel is not None:
+            with in_kernel(args[0].fake_mode):
+                return func(*args)
+        if func is _EMPTY and self.gathers is not None:
+            dtype: torch.dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            if dtype.is_floating_point:
+                with self.gathers:
+                    return func(*args, **kwargs)
+        if _GROUPED is not None and func is _GROUPED.default and isinstance(args[0], FakeTensor):
+            return _run_grouped(args, kwargs)
+        return func(*args, **kwargs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(one is not FakeTensor and hasattr(one, "__tensor_flatten__") for one in types):
+            return NotImplemented  # its ops on the tensors inside come here
+        if func.namespace == "prim" or fake_mode_is_active():
+            return func(*args, **(kwargs or {}))
+        out = self.run(func, args, kwargs or {})
+        if not func.is_view:
+            self.seconds += seconds(entry_of_call(func, args, kwargs or {}, out), self.device)
+        self.note(tensors_of(out))
+        if torch.Tag.nondeterministic_seeded in func.tags and _would_draw(func, args, kwargs or {}, out):
+            torch.empty(1).uniform_()  # nothing is drawn without data; advance the generator's state visibly
+        return out
+
+
+def _run_grouped(args: Any, kwargs: Any) -> Any:
+    """Run a grouped product of fake tensors, including dtypes that only the CPU's kernel accepts."""
+    left, right, *rest = args  # torch 2.13 knows the shape for bfloat16 only
+    op: Any = _GROUPED
+    out = op.default(left.bfloat16(), right.bfloat16(), *rest, **{**kwargs, "out_dtype": None})
+    return out.new_empty(out.shape, dtype=kwargs.get("out_dtype") or left.dtype)
+
+
+def _would_draw(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    """Return whether a random op without data would have drawn numbers: false if nothing is to be dropped."""
+    if not any(isinstance(tensor, FakeTensor) for tensor in tensors_of(out)):
+        return False
+    named = {argument.name: argument.default_value for argument in func._schema.arguments}
+    named |= dict(zip(named, args, strict=False)) | kwargs
+    share = named.get("dropout_p", named.get("p") if "dropout" in func.name() else None)
+    return share != 0.0 and named.get("train") is not False

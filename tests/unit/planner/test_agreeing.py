@@ -1,0 +1,82 @@
+"""Ranks that share parameters make one plan, for the largest sizes among them, and stay within the budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from sac.errors import PlanError
+from sac.planner.agreeing import Grounds, largest
+from sac.planner.observing import FORWARD, StepPhase, StepRecord
+from sac.planner.profile import Entry, Need, RegionProfile
+from tests.support.ranks import run_ranks
+from tests.unit.planner.rank_trainings import Found, replicated, sharded, tensor_parallel, trained
+from tests.unit.planner.small_training import within
+
+WAYS = pytest.mark.parametrize("way", [sharded, tensor_parallel, replicated])
+
+
+@cache
+def on_ranks(way: Any, mode: str | None) -> list[Found]:
+    return run_ranks(2, trained, way, mode)
+
+
+@WAYS
+@pytest.mark.slow
+def test_each_rank_is_within_the_budget(way: Any) -> None:
+    # gloo's threads sometimes hold longer what they have sent: the least of some steps is that of the ops
+    low, high = (min(peak for peaks, *_ in on_ranks(way, mode) for peak in peaks) for mode in ("full", None))
+    budget = int(low + 0.6 * (high - low))
+    found = run_ranks(2, trained, way, within(budget))
+    for (peaks, losses, _), (_, others, _) in zip(found, on_ranks(way, None), strict=True):
+        assert low + 0.8 * (budget - low) <= min(peaks) <= budget
+        assert all(torch.equal(one, other) for one, other in zip(losses, others, strict=True))
+    assert found[0][2] == found[1][2]
+
+
+@pytest.mark.slow
+def test_the_plan_is_for_the_largest_batch_among_the_ranks() -> None:
+    alike, uneven = (run_ranks(2, trained, sharded, within("50%"), rows) for rows in ((6, 6), (4, 6)))
+    (saved, peak, least, most), other = uneven[0][2], uneven[1][2]
+    assert (saved, peak, least, most) == other
+    assert most >= 0.95 * alike[0][2][3]
+    assert max(min(peaks) for peaks, *_ in uneven) <= peak
+
+
+def profile(size: int, op: str = "aten.mm.default") -> RegionProfile:
+    entry = Entry(0, "up", op, 0, (0,), (1,), savable=True, flops=size * 2, moved_bytes=size * 3, shape=(size,))
+    return RegionProfile(("layers.0",), (0,), (entry,), (0, 1), (0, size), (Need(1, 1),))
+
+
+def grounds(size: int, op: str = "aten.mm.default", path: str = "layers.0") -> Grounds:
+    record = StepRecord((path,), (StepPhase(FORWARD, 0, size, size + 7, size + 1),), size, size + 7)
+    return Grounds((profile(size, op),), record, size, 100 - size, (((4, size),),))
+
+
+def test_largest_numbers() -> None:
+    found = largest([grounds(8), grounds(16), grounds(4)])
+    assert found == replace(grounds(16), profiles=(replace(profile(16), entries=found.profiles[0].entries),))
+    entry = found.profiles[0].entries[0]
+    assert (entry.flops, entry.moved_bytes, entry.shape) == (32, 48, (8,))
+    assert largest([grounds(8), grounds(8)]) == grounds(8)
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (grounds(8, op="aten.bmm.default"), "the ops of layers.0"),
+        (grounds(8, path="layers.1"), "the regions that they call"),
+        (replace(grounds(8), profiles=()), "the number of their regions, ops or inputs"),
+    ],
+)
+def test_ranks_that_differ(other: Grounds, what: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        largest([grounds(8), other])
+    assert str(raised.value) == (
+        f"activation_checkpointing.budget: the ranks that share its parameters differ in {what}, so that no plan is "
+        "right for all of them\n    fix: use mode: full, or a policy by hand"
+    )

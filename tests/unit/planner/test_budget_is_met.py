@@ -1,0 +1,447 @@
+"""With a budget in the config, the allocator's peak from the second step on is within it, and results are unchanged."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sac
+from sac.errors import ConfigError, ModelError, PlanError, SacWarning
+from sac.policy.read import bytes_text
+from sac.torch_private import profiler_is_on
+from tests.support.blocks import llama_stack
+from tests.unit.planner.small_training import (
+    DIM,
+    LAYERS,
+    VOCABULARY,
+    Language,
+    X,
+    Y,
+    built,
+    controller_of,
+    ends,
+    scheduled,
+    share,
+    trained,
+    within,
+)
+
+
+@pytest.mark.parametrize("part", [0.4, 0.8])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_peak_is_within_the_budget_and_uses_most_of_the_room(part: float, passes: int) -> None:
+    budget, low = share(part, passes), ends(passes)[0]
+    found = trained(within(budget), passes=passes)
+    assert max(found.peaks) <= budget
+    assert max(found.peaks) - low >= 0.8 * (budget - low)
+    assert found.is_equal(trained(None, passes=passes))
+
+
+@pytest.mark.parametrize("part", [0.2, 0.4, 0.6, 0.9])
+def test_few_layers_use_most_of_the_room(part: float) -> None:
+    def two_layers() -> Language:
+        model = built()
+        model.body = llama_stack(2, DIM, 4)
+        return model
+
+    plain = trained(None, model=two_layers())
+    low, high = max(trained("full", model=two_layers()).peaks), max(plain.peaks)
+    budget = int(low + part * (high - low))
+    found = trained(within(budget), model=two_layers())
+    fitted = controller_of(found.model).fitted
+    assert fitted is not None
+    assert low + 0.8 * (budget - low) <= max(found.peaks) <= fitted.peak <= budget
+    assert max(found.peaks) - low >= 0.99 * (fitted.peak - low)
+    assert found.is_equal(plain)
+
+
+def test_least_budget_is_that_of_full_recomputation() -> None:
+    found = trained(within(ends()[0]))
+    assert set(found.peaks) == {ends()[0]}
+
+
+def test_ample_budget_means_no_checkpointing() -> None:
+    found = trained(within("1GiB"), steps=4)
+    assert found.peaks == [ends()[1]] * 3
+    assert "0% of the blocks' forward run again" in str(sac.report(found.model))
+
+
+def test_gradients_that_stay_are_counted() -> None:
+    low, high = (max(trained(mode, set_to_none=False).peaks) for mode in ("full", None))
+    budget = (low + high) // 2
+    found = trained(within(budget), set_to_none=False)
+    assert low + 0.7 * (budget - low) <= max(found.peaks) <= budget
+
+
+def test_state_of_the_optimizer_that_is_there_counts_once() -> None:
+    before = trained(None, steps=1)
+    budget = share(0.5)
+    found = trained(within(budget), resume=before)
+    assert share(0.4) <= max(found.peaks) <= budget
+    assert found.is_equal(trained(None, resume=before))
+
+
+@pytest.mark.parametrize(("optimizer", "states"), [(None, 2), ("adamw", 2), ("momentum", 1), ("sgd", 0)])
+def test_state_is_reserved_for_until_it_is_seen(optimizer: str | None, states: int) -> None:
+    class Skipping(torch.optim.AdamW):  # as a scaler does where a loss has overflowed
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.param_groups[0].setdefault("steps", 0)
+
+    found = trained(within("1GiB", optimizer=optimizer), steps=2, optimizer=Skipping)
+    fitted = controller_of(found.model).fitted
+    assert fitted is not None
+    state = states * sum(parameter.numel() * 4 for parameter in built().parameters())
+    unreserved = trained(within("1GiB", optimizer="sgd"), steps=2, optimizer=Skipping)
+    other = controller_of(unreserved.model).fitted
+    assert other is not None
+    assert fitted.most - other.most == state
+
+
+def test_share_of_the_range() -> None:
+    found = trained(within("50%"))
+    fitted = controller_of(found.model).fitted
+    assert fitted is not None
+    assert fitted.allowed == fitted.least + int(0.5 * (fitted.most - fitted.least))
+    assert fitted.least == ends()[0]
+    assert max(found.peaks) <= fitted.allowed
+
+
+def test_auto_and_shares_of_the_device() -> None:
+    for budget, part in (("auto", 0.9), ({"device": "50%"}, 0.5)):
+        controller = controller_of(trained(within(budget), steps=2).model)
+        assert controller.fitted is not None
+        assert controller.fitted.allowed == int(part * controller._meter.memory_bytes)
+
+
+def test_the_search_stays_within_the_rules_of_a_policy() -> None:
+    policy = {"schema": "sac/v1", "name": "mine", "rules": [{"id": "products", "ops": "matmul", "do": "save"}]}
+    found = trained(within("1GiB", policy=policy))
+    saved = {rule for kind in sac.report(found.model).kinds for use in kind.rules for rule in [use.rule]}
+    assert saved
+    assert all("mm" in rule or rule == "matmul" for rule in saved)
+    assert found.is_equal(trained(None))
+
+
+@pytest.mark.parametrize(
+    ("order", "in_flight"),
+    [
+        ("F0 F1 B1 B0", 2),  # two losses
+        ("F0 F1 B0 F2 B1 B2", 2),  # 1F1B
+        ("F0 F1 F2 B0 B1 B2", 3),  # GPipe
+        ("F0 B0 F1 F2 B2 F3 B1 B3", 2),
+    ],
+)
+@pytest.mark.parametrize("part", [0.4, 0.8])
+def test_forwards_whose_backward_comes_later(order: str, in_flight: int, part: float) -> None:
+    plain = scheduled(order, None)
+    low, high = max(scheduled(order, "full").peaks), max(plain.peaks)
+    budget = int(low + part * (high - low))
+    found = scheduled(order, within(budget))
+    fitted = controller_of(found.model).fitted
+    assert fitted is not None
+    assert fitted.in_flight == in_flight
+    assert f", {in_flight} forwards in flight" in str(fitted)
+    assert low + 0.8 * (budget - low) <= max(found.peaks) <= budget
+    assert found.is_equal(plain)
+
+
+def test_two_losses_are_one_step() -> None:
+    model = built()
+    sac.apply(model, within("1GiB"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        (model(X).square().mean() + model(Y).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    fitted = controller_of(model).fitted
+    assert fitted is not None
+    assert fitted.in_flight == 2
+
+
+def test_pass_that_leaves_no_gradients_is_not_the_first_step() -> None:
+    model = built()
+    sac.apply(model, within(share(0.5)))
+    torch.autograd.grad(model(X[:1]).square().mean(), [*model.parameters()])
+    found = trained(None, model=model)
+    assert controller_of(model).shapes == ((tuple(X.shape),),)
+    assert max(found.peaks) <= share(0.5)
+
+
+def test_memory_that_a_later_pass_finds_in_use_is_counted() -> None:
+    model, kept = built(), []
+    sac.apply(model, within("1GiB", optimizer="sgd"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    size = X.numel() * VOCABULARY * 4  # of the logits
+    most = []
+    for count in (1, 5):
+        for _ in range(2):
+            for _ in range(count):
+                logits = model(X)
+                logits.square().mean().backward()
+                kept.append(logits.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            kept.clear()
+        fitted = controller_of(model).fitted
+        assert fitted is not None
+        most.append(fitted.most)
+        model = sac.apply(sac.remove(model), within("1GiB", optimizer="sgd"))
+    gradients = sum(parameter.numel() * 4 for parameter in model.parameters())
+    assert most[1] - most[0] >= 4 * size
+    assert most[1] - most[0] <= 4 * size + gradients
+
+
+def passes_in_threads(model: nn.Module, run: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(4):
+        run(lambda: nn.functional.cross_entropy(model(X).flatten(0, 1), Y.flatten())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_forwards_in_another_thread_than_backward_are_not_observed() -> None:
+    """A profiler belongs to a thread: it is stopped in its own."""
+    plain, model = built(), built()
+    sac.apply(model, within("1GiB"))
+    with ThreadPoolExecutor(1) as pool:
+        for one in (plain, model):
+            passes_in_threads(one, lambda forward: pool.submit(forward).result())
+        assert not pool.submit(profiler_is_on).result()
+    assert controller_of(model).fitted is None
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_forwards_in_new_threads_are_not_observed() -> None:
+    def in_new_thread(forward: Any) -> Any:
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(forward()))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    plain, model = built(), built()
+    sac.apply(model, within("1GiB"))
+    for one in (plain, model):
+        passes_in_threads(one, in_new_thread)
+    assert controller_of(model).fitted is None
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert "no step has been observed yet" in str(sac.report(model))
+
+
+def test_passes_whose_inputs_cannot_be_identified_are_profiled_each() -> None:
+    sizes = []
+    for generator in (None, torch.Generator()):
+        model = built()
+        for module in model.modules():
+            module.generator = generator  # an object that a later call may find changed
+        sac.apply(model, within("1GiB"))
+        for rows in (1, len(X)):
+            model(X[:rows]).square().mean().backward()
+        torch.optim.SGD(model.parameters(), lr=1e-2).step()
+        sizes.append([one.bytes for one in controller_of(model)._profiles])
+    assert sizes[0] == sizes[1]
+
+
+def test_forward_without_backward_is_not_the_first_step() -> None:
+    model = built()
+    sac.apply(model, within("1GiB"))
+    model(X)
+    with torch.no_grad():
+        model(X)
+    found = trained(None, model=model)
+    assert controller_of(found.model).fitted is not None
+    assert found.is_equal(trained(None))
+
+
+def test_graph_of_the_first_step_keeps_its_decisions() -> None:
+    model = built()
+    sac.apply(model, within("1GiB"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    held = model(X).square().mean()
+    held.backward(retain_graph=True)
+    first = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    optimizer.zero_grad()
+    state = copy.deepcopy(model.state_dict())
+    optimizer.step()  # nothing has a gradient: the parameters stay
+    model(Y).square().mean().backward()
+    assert controller_of(model).fitted is not None
+    optimizer.zero_grad()
+    assert all(torch.equal(one, two) for one, two in zip(state.values(), model.state_dict().values(), strict=True))
+    held.backward()
+    again = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+
+
+def test_larger_inputs_run_under_full_recomputation() -> None:
+    large = torch.cat([X, X]), torch.cat([Y, Y])
+    found = trained(within("1GiB"), steps=4, batch=lambda step: large if step == 2 else (X, Y))
+    plain = trained("full", steps=4, batch=lambda step: large if step == 2 else (X, Y))
+    none = trained(None, steps=4, batch=lambda step: large if step == 2 else (X, Y))
+    assert found.peaks[1] == plain.peaks[1] < none.peaks[1]
+    assert found.peaks[2] == none.peaks[2]
+    assert found.is_equal(none)
+
+
+def test_copies_and_pickles_of_a_model_with_a_budget() -> None:
+    model = built()
+    sac.apply(model, within(share(0.5)))
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    found = trained(None, model=model)
+    copies += [copy.deepcopy(found.model), pickle.loads(pickle.dumps(found.model))]
+    for one in copies:
+        again = trained(None, model=one)
+        assert controller_of(one).model is one
+        assert controller_of(one).fitted is not None
+        assert max(again.peaks) <= share(0.5)
+
+
+def test_model_can_be_freed_of_its_budget_at_any_time() -> None:
+    model = built()
+    before = set(model.__dict__), dict(model._forward_pre_hooks)
+    sac.apply(model, within("1GiB"))
+    model(X)
+    sac.remove(model)
+    assert (set(model.__dict__), dict(model._forward_pre_hooks)) == before
+    assert not profiler_is_on()
+    assert trained(None, model=model).is_equal(trained(None))
+
+
+def test_report_and_progress_tell_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    model = built()
+    sac.apply(model, within("50%"))
+    assert "budget 50%: no step has been observed yet" in str(sac.report(model))
+    trained(None, model=model)
+    told = capsys.readouterr().err
+    line = r"planned for a budget of [\d.]+ MiB: predicted peak [\d.]+ MiB \(least [\d.]+ MiB, without checkpointing "
+    assert told.startswith(f"sac: one step observed, planning {LAYERS} regions for a budget of 50% …\nsac: planned")
+    assert re.search(line, told)
+    assert re.search(line, str(sac.report(model)).replace("\n", " "))
+    assert "no step has been observed" not in str(sac.report(model))
+
+
+def test_policies_can_be_planned_without_the_models_own_forward() -> None:
+    model = built()
+    sac.apply(model, within(share(0.5)))
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner.head(self.inner.body(self.inner.embedding(x)))
+
+    found = trained(None, model=Outer())
+    assert controller_of(model).fitted is not None
+    assert max(found.peaks) <= share(0.5)
+
+
+# -- The step is measured again
+
+
+def test_report_says_what_a_step_with_the_plan_took(recwarn: pytest.WarningsRecorder) -> None:
+    model = built()
+    sac.apply(model, within("50%"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(5):
+        nn.functional.cross_entropy(model(X).flatten(0, 1), Y.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert "a step with the plan took" in str(sac.report(model)).replace("\n", " ")
+    assert not [warning for warning in recwarn if issubclass(warning.category, SacWarning)]
+    assert not profiler_is_on()
+
+
+def test_step_that_takes_more_than_the_budget() -> None:
+    def stepped(model: nn.Module, temporary_bytes: int) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        loss = model(X).square().mean()
+        torch.empty(temporary_bytes, dtype=torch.uint8)
+        loss.backward()
+        optimizer.step()
+
+    model = built()
+    sac.apply(model, within("4MiB", optimizer="sgd"))
+    stepped(model, 0)
+    with pytest.warns(SacWarning) as warned:
+        stepped(model, 8 * 2**20)
+    fitted = controller_of(model).fitted
+    assert fitted is not None
+    told = str(warned[0].message)
+    took = re.search(r"(\d+) bytes", told)
+    assert took is not None
+    more = int(took[1])
+    assert 4 * 2**20 < more <= 8 * 2**20
+    assert told == (
+        f"activation_checkpointing.budget: a step with the plan took {bytes_text(more + 4 * 2**20)}, {more} "
+        f"bytes ({bytes_text(more)}) more than the budget of 4MiB; {bytes_text(fitted.peak)} were predicted\n"
+        "    fix: find what takes memory that the observed step, the first one, did not take; or give a budget that is "
+        "smaller by that much"
+    )
+    stepped(model, 8 * 2**20)
+    assert len(warned) == 1
+
+
+# -- Errors
+
+
+def test_budget_below_the_least_peak() -> None:
+    with pytest.raises(PlanError) as raised:
+        trained(within("1MiB"))
+    text = str(raised.value)
+    assert "1MiB (1048576 bytes) is below the least peak of a step of this model on these inputs: " in text
+    assert "there when the step begins" in text
+    assert f"legal: {ends()[0]} bytes ({bytes_text(ends()[0])}) or more" in text
+    assert not profiler_is_on()
+
+
+def test_policy_without_freedom() -> None:
+    policy = {"schema": "sac/v1", "name": "mine", "rules": [{"id": "none", "ops": "convolution", "do": "save"}]}
+    with pytest.raises(ConfigError) as raised:
+        trained(within("1GiB", policy=policy))
+    assert str(raised.value) == (
+        "activation_checkpointing.policy: policy mine saves nothing in these blocks, so there is nothing to choose\n"
+        "    fix: choose another policy, or leave it out to choose among all ops"
+    )
+
+
+def test_policy_on_whole_modules() -> None:
+    policy = {"schema": "sac/v1", "name": "mine", "rules": [{"id": "mlp", "module": "mlp", "do": "save"}]}
+    with pytest.raises(ConfigError) as raised:
+        sac.apply(built(), within("1GiB", policy=policy))
+    assert str(raised.value) == (
+        "activation_checkpointing.policy: a rule saves whole modules, but a budget chooses among ops\n"
+        "    fix: add `ops` to the rule, or leave the budget out"
+    )
+
+
+@pytest.mark.parametrize("key", [{"rules": [{"ops": "matmul", "do": "offload"}]}, {"offload": {"inputs": True}}])
+def test_policy_that_offloads(key: dict[str, Any]) -> None:
+    policy = {"schema": "sac/v1", "name": "mine", "rules": [], **key}
+    with pytest.raises(ConfigError) as raised:
+        sac.apply(built(), within("1GiB", policy=policy))
+    assert str(raised.value) == (
+        "activation_checkpointing.policy: it offloads, but with a budget sac only chooses between saving on the "
+        "device and recomputing\n"
+        "    fix: take the rules that offload out of the policy, or leave the budget out"
+    )
+
+
+def test_model_without_a_device() -> None:
+    model = built()
+    sac.apply(model, within("1GiB"))
+    model.to("meta")
+    with pytest.raises(ModelError) as raised:
+        model(X.to("meta"))
+    assert str(raised.value) == (
+        "Language: a budget applies to one device, but the parameters are on meta\n"
+        "    fix: move the model to one device, a GPU or the CPU; or plan with `sac plan`"
+    )
