@@ -21,6 +21,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,15 +31,34 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes to s
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for the same bits each time: read when CUDA starts
 
 import torch
-from bench_blocks import Case, build
-from bench_rounds import CPU_TIME, CudaClock, Runner, quartiles, ratio, shared_runner, threads, time_rounds, warmed_up
-from bench_terminal import Progress, counting, environment, hardware, print_skipped, print_table, shown_progress
-from overhead_ways import BASELINE, CONTEXT_FN, EMPTY, TORCH_FULL, WAYS, cannot_run
+from bench_overhead import (
+    BASELINE,
+    CPU_TIME,
+    EMPTY,
+    TORCH_FULL,
+    WAYS,
+    Case,
+    CudaClock,
+    Progress,
+    Runner,
+    build,
+    cannot_run,
+    counting,
+    environment,
+    print_table,
+    quartiles,
+    ratio,
+    shared_runner,
+    shown_progress,
+    threads,
+    time_rounds,
+    warmed_up,
+)
 
 from sac.memory_timeline import mark, measure_memory
 from sac.policy.read import bytes_text
 
-MODES = tuple(mode for mode in WAYS if mode not in (EMPTY, CONTEXT_FN))
+MODES = tuple(mode for mode in WAYS if mode not in (EMPTY, "sac.context_fn"))
 DTYPE = torch.bfloat16
 STEPS_COMPARED = 2
 FORWARD_DONE = "forward done"
@@ -115,7 +135,7 @@ def measure(case: Case, modes: list[str], device: str, advance: Callable[[str], 
             1e3 * median(steps),
             (1e3 * low, 1e3 * high),
             1e3 * median(each.host for each in times[mode]),
-            case.tokens / median(steps),
+            case.batch * case.seq / median(steps),
             ratio(times[mode], times[BASELINE]),
             ratio(times[mode], times[TORCH_FULL]),
             *memory[mode],
@@ -158,6 +178,18 @@ def kept_and_peak_bytes(runner: Runner, device: str) -> tuple[int, int]:
     return kept, torch.cuda.max_memory_allocated() - before
 
 
+def hardware(device: str) -> dict[str, Any]:
+    """What the steps ran on, and the versions that matter in addition to torch's."""
+    versions = {}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        versions["torch_remat"] = metadata.version("torch_remat")
+    if device != "cuda":
+        return {"device": "cpu", **versions}
+    properties = torch.cuda.get_device_properties("cuda")
+    found = {"device": properties.name, "device_bytes": properties.total_memory, "cuda": torch.version.cuda}
+    return {**found, **versions}
+
+
 def measure_all(cases: list[Case], modes: list[str], device: str, progress: Progress) -> list[Result]:
     """Every case in turn."""
     advance = counting(progress, sum(2 * len(modes) + case.rounds for case in cases))
@@ -180,7 +212,7 @@ def print_results(results: list[Result], skipped: dict[str, str], seen: dict[str
         print(f"parameters {bytes_text(result.parameter_bytes)}, gradients as much")
         print_table(columns, [cells(row, on_gpu=on_gpu) for row in result.rows])
     print()
-    print_skipped(skipped)
+    print(*(f"{mode} {reason}" for mode, reason in skipped.items()), sep="\n")
     print(
         "step: median. ÷: median of the ratios in single rounds. kept: at the end of forward, peak: in the step, both\n"
         "on top of parameters and gradients. equal: gradients, to those of none in each bit; of none, to its own.\n"

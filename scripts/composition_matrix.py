@@ -23,8 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_rounds import threads
-from bench_terminal import environment, print_table, shown_progress
+from bench_overhead import environment, print_table, shown_progress, threads
 
 from tests.stacks.matrix import DIFFER, Cell, Line, line_of
 from tests.stacks.registry import EVERY_MODE, STACKS, Stack

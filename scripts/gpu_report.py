@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from bench_terminal import cpu_model
+from bench_overhead import cpu_model
 
 from sac.policy.read import bytes_text
 

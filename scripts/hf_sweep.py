@@ -28,7 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_terminal import shown_progress
+from bench_overhead import shown_progress
 from sweep.checking import FAILS, NOT_TRAINABLE, PASSES, Row
 from sweep.table import print_table
 from sweep.workers import check_all, preload

@@ -98,6 +98,8 @@ def check_batches(model_class: Any, config: Any, scale: Scale, *, text_path: str
     if name == "input_ids" and not isinstance(_vocab(config), int):
         found = f"no batch can be generated for {model_class.__name__}: its config does not give the number of tokens"
         raise ConfigError(Problem("--model", found, "a config with vocab_size", fix=OWN_MODEL))
+    if name == "input_ids":
+        _check_length(model_class, config.get_text_config(), scale.seq)
     if text_path is None:
         return
     if name != "input_ids":
@@ -105,6 +107,15 @@ def check_batches(model_class: Any, config: Any, scale: Scale, *, text_path: str
     if _vocab(config) < 256:
         raise ConfigError(Problem("--vocab", f"{_vocab(config)} tokens cannot hold the bytes of a text", "256 or more"))
     read_text(text_path, scale)
+
+
+def _check_length(model_class: Any, config: Any, seq: int) -> None:
+    """Raise ``ConfigError`` for rows that are longer than the model's table of positions; rotary ones have no end."""
+    most = getattr(config, "max_position_embeddings", None)
+    is_rotary = any(hasattr(config, name) for name in ("rope_theta", "rope_parameters", "rope_scaling"))
+    if isinstance(most, int) and seq > most and not is_rotary:
+        found = f"{model_class.__name__} has {most} positions, fewer than a row of {seq} tokens"
+        raise ConfigError(Problem("--seq", found, f"1 to {most}", fix=f"--seq {most}"))
 
 
 def _main_input(model_class: Any) -> str:
@@ -150,30 +161,11 @@ def _pixels(config: Any, scale: Scale, seed: int) -> Tensor:
     return _random((scale.batch, *frames, channels, height, width), scale, seed)
 
 
-def _samples(config: Any, scale: Scale, seed: int) -> Tensor:
-    """Return a waveform that yields ``seq`` frames under the model's strides."""
-    stride = 1
-    for one in getattr(config, "conv_stride", ()):
-        stride *= one
-    return _random((scale.batch, scale.seq * stride + 400), scale, seed)
-
-
-def _mel(config: Any, scale: Scale, seed: int) -> Tensor:
-    """Return a spectrogram, of the length that the model requires if it requires one."""
-    frames = 2 * config.max_source_positions if hasattr(config, "max_source_positions") else scale.seq
-    bins: Any = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", 80)
-    return _random((scale.batch, bins, frames), scale, seed)
-
-
 def _random(shape: tuple[int, ...], scale: Scale, seed: int) -> Tensor:
     return torch.randn(shape, generator=_generator(seed)).to(DTYPES[scale.dtype])
 
 
-_VALUES: dict[str, Callable[[Any, Scale, int], Tensor]] = {
-    "pixel_values": _pixels,
-    "input_values": _samples,
-    "input_features": _mel,
-}
+_VALUES: dict[str, Callable[[Any, Scale, int], Tensor]] = {"pixel_values": _pixels}
 
 
 def _pictures_too(model: nn.Module, scale: Scale, seed: int) -> Mapping[str, Any]:
@@ -194,15 +186,6 @@ def _with_labels(model: nn.Module, name: str, main: Tensor, seed: int) -> Mappin
         return {name: main, "labels": torch.randint(0, classes, shape, generator=_generator(seed))}
     if name == "input_ids":
         return {name: main, "labels": main}
-    if name == "input_features" and "decoder_input_ids" in inspect.signature(model.forward).parameters:
-        sequences, length = (
-            len(main),
-            min(main.shape[-1], getattr(model.config, "max_target_positions", main.shape[-1])),
-        )
-        return {
-            name: main,
-            "labels": torch.randint(0, _vocab(model.config), (sequences, length), generator=_generator(seed)),
-        }
     return {name: main}
 
 

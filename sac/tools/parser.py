@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from sac.errors import Problem, nearest
 
@@ -30,6 +30,9 @@ Command = Callable[[argparse.Namespace], int]
 
 class CommandParser(argparse.ArgumentParser):
     """Errors of usage in the form of sac's other errors, with the nearest spelling; exits with 2."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)  # else `--mode selective` is read as `--model selective`
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and end the process."""
@@ -71,7 +74,7 @@ def _refuse_unknown_flags(parser: CommandParser, argv: Sequence[str]) -> None:
     """Refuse all unknown flags at once: argparse reports a missing argument first, and never the nearest spelling."""
     legal = parser.flags()
     given = [word.partition("=")[0] for word in argv if word.startswith("--") and word != "--"]
-    unknown = [flag for flag in dict.fromkeys(given) if not any(known.startswith(flag) for known in legal)]
+    unknown = [flag for flag in dict.fromkeys(given) if flag not in legal]
     if unknown:
         listed, fix = ", ".join(legal), f"`{parser.prog} --help` says what each does"
         parser.refuse(

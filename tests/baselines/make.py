@@ -104,10 +104,10 @@ def overhead(directory: Path) -> dict[str, Any]:
 
 def ranks(directory: Path) -> dict[str, Any]:
     """Return the same for two ranks, with the collectives of forward + backward."""
-    cases = _run(directory, "bench_ranks.py", "--json")["cases"]
+    cases = _run(directory, "bench_overhead.py", "--ranks", "--json")["cases"]
     return {
         case["case"]: {
-            row["mode"]: [row["ratios_to_torch_full"]["here"], row["matmuls"], row["collectives"]]
+            row["mode"]: [row["ratio_to_torch_full"], row["matmuls"], row["collectives"]]
             for row in case["rows"]
         }
         for case in cases

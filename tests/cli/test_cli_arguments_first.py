@@ -33,6 +33,7 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     # their files make modules when they are imported
     assert transformers.LlamaForCausalLM
     assert transformers.ViTForImageClassification
+    assert transformers.CLIPModel
     monkeypatch.setattr(nn.Module, "__init__", refuse)
 
 
@@ -44,7 +45,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def command(name: str, *more: str, model: str = LLAMA) -> list[str]:
-    budget = ["--budget", "50%"] if name == "plan" and "--budget" not in more and "--margin" not in more else []
+    budget = ["--budget", "50%"] if name == "plan" and "--budget" not in more else []
     return [name, "--model", model, *budget, *more]
 
 
@@ -96,6 +97,15 @@ def test_a_text_is_for_models_that_read_tokens(name: str, capsys: pytest.Capture
     path.write_text(json.dumps({"model_type": "vit", "architectures": ["ViTForImageClassification"]}))
     text = refusal(capsys, *command(name, "--text", "examples/text.txt", model=f"hf:{path}"))
     assert text == "--text: ViTForImageClassification reads 'pixel_values', not tokens\n    fix: leave it out"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_rows_longer_than_the_table_of_positions(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "clip.json"
+    path.write_text(json.dumps({"model_type": "clip", "architectures": ["CLIPModel"]}))
+    assert refusal(capsys, *command(name, model=f"hf:{path}")) == (
+        "--seq: CLIPModel has 77 positions, fewer than a row of 128 tokens\n    legal: 1 to 77\n    fix: --seq 77"
+    )
 
 
 @pytest.mark.parametrize("name", ["trace", "compare"])

@@ -42,8 +42,10 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unknown_flags_are_reported_all_at_once_and_before_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     legal = "    legal: --help, --verbose, --json\n    fix: `sac check --help` says what each does\n"
     assert refusal(capsys, "check", "--jsn", "--verbos=1", "--loud") == (
-        f"sac check: there is no --jsn\n    did you mean: --json\n{legal}sac check: there is no --loud\n{legal}"
+        f"sac check: there is no --jsn\n    did you mean: --json\n{legal}"
+        f"sac check: there is no --verbos\n    did you mean: --verbose\n{legal}sac check: there is no --loud\n{legal}"
     )
+    assert "there is no --mode\n    did you mean: --model\n" in refusal(capsys, "trace", "--mode", "selective")
 
 
 def test_letters_in_another_order_are_nearest(capsys: pytest.CaptureFixture[str]) -> None:
