@@ -62,11 +62,9 @@ class Outcome:
 def steps(*, toy: bool) -> list[Step]:
     """Return all steps, in their order; ``toy``: with tiny sizes."""
     python, small = sys.executable, ("--toy",) if toy else ()
-    plans = ("--model", "Llama") if toy else ()
     return [
         Step("tests", "Tests that need a GPU", ("scripts/test", "-m", "gpu")),
         _script("bench", "Step time and memory of each way to checkpoint", python, "bench_gpu.py", *small),
-        _script("plans", "Predicted and measured memory", python, "plan_accuracy.py", "--device", "cuda", *plans),
     ]
 
 

@@ -31,7 +31,7 @@ from sac.torch_private import FakeTensor, FakeTensorMode, fake_mode_is_active, i
 # and the products of the first block would run for real. So where a plan shards the model, uninitialised
 # floating-point memory is made without data.
 
-_CUDA_BLOCK = 512  # bytes; torch's caching allocator rounds sizes up to a multiple of this
+CUDA_BLOCK = 512  # bytes; torch's caching allocator rounds sizes up to a multiple of this
 _EMPTY = torch.ops.aten.empty.memory_format
 _GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
 _PLACED = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
@@ -47,7 +47,7 @@ class Ledger(BareMode):
     def __init__(self, device: Device, gathers: FakeTensorMode | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.gathers = device, gathers
-        self.block_bytes = 1 if device.name == "cpu" else _CUDA_BLOCK
+        self.block_bytes = 1 if device.name == "cpu" else CUDA_BLOCK
         self.live = 0
         self.peak = 0  # since the last reset
         self.seconds = 0.0

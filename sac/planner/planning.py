@@ -22,7 +22,7 @@ from sac.planner.budget import read_budget
 from sac.planner.cost import MEMORY, PRIORS
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.explain import Explanation
-from sac.planner.fakes import Inputs, is_on_meta, off_meta
+from sac.planner.fakes import Inputs, is_on_meta
 from sac.planner.gpu_ops import lowered_to, not_lowered
 from sac.planner.predict import Choice, TooSmallError
 from sac.planner.regions import planned_regions
@@ -143,8 +143,6 @@ def make_plan(
     _refuse_other_devices(model)
     figures = figures_of(model, device)
     wanted = read_budget(budget)
-    if is_on_meta(model):
-        model, arguments = off_meta(model, arguments, device)
 
     def work() -> Plan:
         with fake_ranks(fsdp) if fsdp is not None else nullcontext():
@@ -160,7 +158,7 @@ def make_plan(
                 steps.close()
 
     with torch.random.fork_rng(devices=()):
-        if figures.name == "cpu" or {parameter.device.type for parameter in model.parameters()} != {"cpu"}:
+        if figures.name == "cpu" or "cuda" in {parameter.device.type for parameter in model.parameters()}:
             return work()
         made = lowered(work, figures)
     return replace(made, notes=(*made.notes, *not_lowered()))

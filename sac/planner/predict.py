@@ -295,10 +295,10 @@ class Prediction:
     def parts_of_least(self) -> str:
         """Return what the least peak is made of, largest part first."""
         phase = max(self.record.phases, key=lambda one: one.peak)
-        where = f"in the {phase.part} of {self.record.paths[phase.position]}"
-        if phase.part == BETWEEN:
-            after = phase.position == len(self.record.paths)
-            where = "in the head and the loss, after the last block" if after else "between two blocks"
+        is_after = phase.position == len(self.record.paths)
+        where = "in the head and the loss, after the last block" if is_after else "between two blocks"
+        if phase.part != BETWEEN:
+            where = f"in the {phase.part} of {self.record.paths[phase.position]}"
         parts = {
             "there when the step begins (parameters, gradients, optimizer state, inputs)": self.record.static,
             "state that the optimizer is going to make": self.extra,
