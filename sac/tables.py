@@ -6,8 +6,9 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 # -- Numbers in human-readable units
 
@@ -58,18 +59,14 @@ def count_text(count: int, noun: str) -> str:
 # Note [Width of a table]
 #
 # Whatever is not a terminal (a pipe, a file, a test) gets each row on one line, however long: `grep` and `cut` need
-# whole rows, and a path that is broken in two cannot be copied. On a terminal a table gets no wider than the screen.
-# First the gaps shrink, then columns named in `optional` are left out, then cells are wrapped, where it adds the fewest
-# lines: at spaces if that is enough, otherwise also after the punctuation of paths and op names, at last anywhere. A
-# number stays on one line with its unit.
+# whole rows, and a path that is broken in two cannot be copied. On a terminal a table gets no wider than the screen:
+# columns named in `optional` are left out first, then the cells of the widest columns are wrapped. A number stays on
+# one line with its unit.
 
 _FIXED = "\u00a0"  # a space at which no cell is wrapped; printed as an ordinary one
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=[A-Za-z%])")
-_WORDS = re.compile(r"[^ ]+ *")
-_PARTS = re.compile(r"[^ ./_\-,:]*[./_\-,:]+ *|[^ ./_\-,:]+ *| +")
-_ANYWHERE = re.compile(r".", re.DOTALL)
+_GAP = 3
 _LEAST = 4  # characters of a column
-_GAPS = (3, 2)
 
 
 def screen_width() -> int | None:
@@ -104,101 +101,34 @@ class Table:
 
     def text(self, width: int | None = None) -> str:
         """Return the table as lines without an end of line; see Note [Width of a table] for ``width``."""
-        for gap in _GAPS:
-            widths = [max(map(len, cells)) for cells in self._columns()]
-            if width is None or _total(widths, gap) <= width:
-                return self._lines(widths, gap)
-        assert width is not None
-        for pattern in (_WORDS, _PARTS, _ANYWHERE):
-            least = [
-                _least(cells, _WORDS if name in self.right and pattern is _PARTS else pattern)
-                for name, cells in zip(self.columns, self._columns(), strict=True)
-            ]
-            if _total(least, _GAPS[-1]) <= width:
-                return self._lines(_shrunk(self._columns(), least, width), _GAPS[-1])
-            if pattern is _WORDS and self.optional:
+        rows = [[_BEFORE_UNIT.sub(_FIXED, cell) for cell in row] for row in (self.columns, *self.rows)]
+        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+        while width is not None and _total(widths) > width:
+            if self.optional:
                 return self._without(self.optional[0]).text(width)
-        return self._lines(least, _GAPS[-1])
-
-    def _columns(self) -> list[tuple[str, ...]]:
-        rows = [tuple(_BEFORE_UNIT.sub(_FIXED, cell) for cell in row) for row in (self.columns, *self.rows)]
-        return list(zip(*rows, strict=True))
+            widest = widths.index(max(widths))
+            if widths[widest] <= _LEAST:
+                break
+            widths[widest] -= 1
+        header, *body = (self._lines(row, widths) for row in rows)
+        return "\n".join([*header, " " + "─" * (_total(widths) - 1), *(line for lines in body for line in lines)])
 
     def _without(self, name: str) -> Table:
         place = self.columns.index(name)
         columns, *rows = (row[:place] + row[place + 1 :] for row in (self.columns, *self.rows))
         return Table(columns, tuple(rows), self.right, self.optional[1:])
 
-    def _lines(self, widths: Sequence[int], gap: int) -> str:
-        header, *rows = zip(*self._columns(), strict=True)
-        lines = [*self._row(header, widths, gap), " " + "─" * (_total(widths, gap) - 1)]
-        for row in rows:
-            lines += self._row(row, widths, gap)
-        return "\n".join(lines)
-
-    def _row(self, row: Sequence[str], widths: Sequence[int], gap: int) -> list[str]:
-        wrapped = [_wrapped(cell, size) for cell, size in zip(row, widths, strict=True)]
+    def _lines(self, row: Sequence[str], widths: Sequence[int]) -> list[str]:
+        wrapped = [textwrap.wrap(cell, size, break_on_hyphens=False) for cell, size in zip(row, widths, strict=True)]
         lines = []
-        for number in range(max(map(len, wrapped))):
+        for parts in zip_longest(*wrapped, fillvalue="") if any(wrapped) else [("",) * len(row)]:
             cells = [
                 part.rjust(size) if name in self.right else part.ljust(size)
-                for name, part, size in zip(
-                    self.columns, (one[number] if number < len(one) else "" for one in wrapped), widths, strict=True
-                )
+                for name, part, size in zip(self.columns, parts, widths, strict=True)
             ]
-            lines.append(_plain("  " + (" " * gap).join(cells)).rstrip())
+            lines.append(("  " + (" " * _GAP).join(cells)).replace(_FIXED, " ").rstrip())
         return lines
 
 
-def _plain(cell: str) -> str:
-    return cell.replace(_FIXED, " ")
-
-
-def _total(widths: Sequence[int], gap: int) -> int:
-    return 2 + sum(widths) + gap * (len(widths) - 1)
-
-
-def _least(cells: Sequence[str], pattern: re.Pattern[str]) -> int:
-    if pattern is _ANYWHERE:
-        return min(_LEAST, max(map(len, cells)))
-    return max((len(part.rstrip(" ")) for cell in cells for part in pattern.findall(cell)), default=0)
-
-
-def _shrunk(columns: Sequence[Sequence[str]], least: Sequence[int], width: int) -> list[int]:
-    """Return the widths of columns in a table that fits, each character taken where it adds the fewest lines."""
-    found = [max(map(len, cells)) for cells in columns]
-    heights = [[1] * len(cells) for cells in columns]
-    while _total(found, _GAPS[-1]) > width:
-        options = []
-        for number, cells in enumerate(columns):
-            if found[number] > least[number]:
-                tried = [len(_wrapped(cell, found[number] - 1)) for cell in cells]
-                others = [heights[other] for other in range(len(columns)) if other != number]
-                lines = sum(map(max, zip(tried, *others, strict=True)))
-                options.append((lines, sum(tried), -found[number], number, tried))
-        *_, number, heights[number] = min(options)
-        found[number] -= 1
-    return [
-        max(len(line) for cell in cells for line in _wrapped(cell, size))
-        for cells, size in zip(columns, found, strict=True)
-    ]
-
-
-def _wrapped(cell: str, width: int) -> list[str]:
-    if len(cell) <= width:
-        return [cell]
-    lines = [""]
-    for part in _pieces(cell, width, (_WORDS, _PARTS, _ANYWHERE)):
-        if lines[-1] and len(lines[-1] + part.rstrip(" ")) > width:
-            lines.append("")
-        lines[-1] += part
-    return [line.rstrip(" ") for line in lines]
-
-
-def _pieces(text: str, width: int, patterns: Sequence[re.Pattern[str]]) -> Iterator[str]:
-    """Yield the pieces of a text: words, and of a word that is too long its parts."""
-    for piece in patterns[0].findall(text):
-        if len(piece.rstrip(" ")) <= width or len(patterns) == 1:
-            yield piece
-        else:
-            yield from _pieces(piece, width, patterns[1:])
+def _total(widths: Sequence[int]) -> int:
+    return 2 + sum(widths) + _GAP * (len(widths) - 1)

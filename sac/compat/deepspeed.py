@@ -16,7 +16,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -109,26 +109,11 @@ def _section_of(config: Any, where: str) -> ActivationCheckpointing:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(Problem(str(path), f"it cannot be read: {error.strerror}")) from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(Problem(f"{path}:{error.lineno}:{error.colno}", f"it is not JSON: {error.msg}")) from error
-    except (UnicodeDecodeError, _DuplicateKeyError) as error:
+    except ValueError as error:
         raise ConfigError(Problem(str(path), f"it is not JSON: {error}")) from error
-
-
-class _DuplicateKeyError(Exception):
-    """A key that appears twice in one object: Python's reader would take the last."""
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise _DuplicateKeyError(f"key {key!r} appears twice in one object")
-        found[key] = value
-    return found
 
 
 def _checked(given: Mapping[Any, Any], where: str) -> ActivationCheckpointing:
@@ -137,63 +122,48 @@ def _checked(given: Mapping[Any, Any], where: str) -> ActivationCheckpointing:
     return ActivationCheckpointing(**options)
 
 
-def contradictions(section: ActivationCheckpointing, where: str) -> list[Problem]:
+def _contradictions(section: ActivationCheckpointing) -> list[Problem]:
     """Return the contradictions between values of the section."""
-    if not section.contiguous_memory_optimization:
-        return []
-    problems = []
-    name = f"{where}.contiguous_checkpointing"
-    if not section.partition_activations:
+    where, problems = f"{_NAME}.contiguous_checkpointing", []
+    if section.contiguous_memory_optimization and not section.partition_activations:
         found = "contiguous buffers hold partitioned activations, but partitioning is off"
-        problems.append(Problem(name, found, fix="set partition_activations too"))
-    if section.number_checkpoints is None:
+        problems.append(Problem(where, found, fix="set partition_activations too"))
+    if section.contiguous_memory_optimization and section.number_checkpoints is None:
         found = "contiguous buffers need the number of layers whose checkpoints they hold"
-        fix = "give num_checkpoints (number_checkpoints in a file)"
-        problems.append(Problem(name, found, fix=fix))
+        problems.append(Problem(where, found, fix="give num_checkpoints (number_checkpoints in a file)"))
     return problems
 
 
-def model_parallel_rank(mpu: Any) -> int:
-    """Return this rank's position in the model-parallel group of an ``mpu`` object; 0 without one."""
-    ask = None if mpu is None else _question(mpu, "rank")
-    return int(ask()) if ask is not None else 0
-
-
-def _question(mpu: Any, what: str) -> Callable[[], Any] | None:
+def _ask(mpu: Any, what: str) -> Any:
+    """Return the ``rank``, ``group`` or ``world_size`` of an ``mpu`` object."""
     names = (f"get_tensor_model_parallel_{what}", f"get_slice_parallel_{what}", f"get_model_parallel_{what}")
-    return next((getattr(mpu, name) for name in names if hasattr(mpu, name)), None)
+    return next(getattr(mpu, name) for name in names if hasattr(mpu, name))()
 
 
-def mpu_problems(mpu: Any, section: ActivationCheckpointing, where: str) -> list[Problem]:
+def _mpu_problems(mpu: Any, section: ActivationCheckpointing, where: str) -> list[Problem]:
     """Return the problems of an ``mpu`` object: missing methods, and its group if that is needed."""
-    missing = [what for what in ("rank", "group", "world_size") if mpu is not None and _question(mpu, what) is None]
+    if mpu is None:
+        return []
+    forms = ("get_tensor_model_parallel_", "get_slice_parallel_", "get_model_parallel_")
+    asked = ("rank", "group", "world_size")
+    missing = [what for what in asked if not any(hasattr(mpu, form + what) for form in forms)]
     if missing:
         found = f"a {type(mpu).__name__} has no {' and no '.join(f'get_model_parallel_{what}' for what in missing)}"
         return [Problem(f"{where}.mpu_", found, fix="add it; get_tensor_model_parallel_… will do too")]
-    if mpu is None or not section.partition_activations:
+    if not section.partition_activations or _ask(mpu, "world_size") == 1:
         return []
-    group = model_parallel_group(mpu)
-    problems = group_problem(group, where) if group is not None else []
-    return [replace(problem, where=f"{where}.mpu_") for problem in problems]
+    return [replace(problem, where=f"{where}.mpu_") for problem in group_problem(_ask(mpu, "group"), where)]
 
 
-def model_parallel_group(mpu: Any) -> Any:
-    """Return the model-parallel group of an ``mpu`` object; None if nothing is parallel."""
-    size, group = (_question(mpu, what) if mpu is not None else None for what in ("world_size", "group"))
-    return group() if size is not None and group is not None and size() > 1 else None
-
-
-def keeping_of(section: ActivationCheckpointing, mpu: Any) -> InputStoring | None:
+def _storing(section: ActivationCheckpointing, mpu: Any) -> InputStoring | None:
     """Return how regions store their inputs under this section; None if the caller holds them."""
-    placement: InputStore | None = OnHost() if section.cpu_checkpointing else None
+    store: InputStore | None = OnHost() if section.cpu_checkpointing else None
     if section.partition_activations:
         if section.contiguous_memory_optimization and section.number_checkpoints is not None:
-            placement = SlotsByArgument(section.number_checkpoints, on_host=section.cpu_checkpointing)
-        group = model_parallel_group(mpu)
-        if group is not None:
-            inner = placement if placement is not None else OnDevice()
-            placement = Scattered.over(process_group(group), inner, FirstCalls()) or placement
-    return InputStoring(placement, _is_activation) if placement is not None else None
+            store = SlotsByArgument(section.number_checkpoints, on_host=section.cpu_checkpointing)
+        if mpu is not None and _ask(mpu, "world_size") > 1:
+            store = Scattered.over(process_group(_ask(mpu, "group")), store or OnDevice(), FirstCalls()) or store
+    return InputStoring(store, _is_activation) if store is not None else None
 
 
 def _is_activation(position: int, tensor: torch.Tensor) -> bool:
@@ -243,67 +213,44 @@ def synchronize_device() -> None:
 
 
 @dataclass(slots=True)
-class Times:
-    """Times of the regions of one name, in milliseconds: the number of passes, and their sum."""
-
-    forwards: int = 0
-    forward_ms: float = 0.0
-    backwards: int = 0
-    backward_ms: float = 0.0
-
-
-@dataclass(slots=True)
 class Boundaries:
     """Actions at the boundaries of regions: wait for the device, and measure if ``measures``.
 
-    ``times`` is keyed by the name of the region's function.
+    ``times``: by the name of the region's function and the pass, the milliseconds that each took.
     """
 
     measures: bool = False
-    times: dict[str, Times] = field(default_factory=dict)
+    times: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def run(self, name: str, region: Callable[[], Any], inputs: Any) -> Any:
         """Run and measure ``region``, which reads ``inputs``; return its result."""
-        synchronize_device()
-        started = time.perf_counter()
+        started = _now()
         output = region()
-        synchronize_device()
-        self.note_forward(name, time.perf_counter() - started)
+        self.note(name, "forward", started)
         if torch.is_grad_enabled():
-            _watch_backward(self, name, _differentiable(output), _differentiable(inputs))
+            backward = _Backward(self, name)
+            for node in {output.grad_fn for output in _differentiable(output)} - {None}:
+                node.register_prehook(backward.begin)  # type: ignore[union-attr]
+            if differentiable := _differentiable(inputs):
+                reference = weakref.ref(backward)
+                backward.handle = register_multi_grad_hook(differentiable, lambda grads: _end(reference))
         return output
 
-    def note_forward(self, name: str, seconds: float) -> None:
-        """Record one forward."""
+    def note(self, name: str, phase: str, started: float) -> None:
+        """Wait for the device, and record one pass; a backward includes recomputation."""
+        took = (_now() - started) * 1e3
         if self.measures:
-            times = self.times.setdefault(name, Times())
-            times.forwards += 1
-            times.forward_ms += seconds * 1e3
-            _log.info("%s: forward %.3f ms", name, seconds * 1e3)
+            self.times.setdefault(name, {"forward": [], "backward": []})[phase].append(took)
+            _log.info("%s: %s %.3f ms", name, phase, took)
 
-    def note_backward(self, name: str, seconds: float) -> None:
-        """Record one backward, including recomputation."""
-        if self.measures:
-            times = self.times.setdefault(name, Times())
-            times.backwards += 1
-            times.backward_ms += seconds * 1e3
-            _log.info("%s: backward %.3f ms", name, seconds * 1e3)
+
+def _now() -> float:
+    synchronize_device()
+    return time.perf_counter()
 
 
 def _differentiable(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-
-
-def _watch_backward(
-    boundaries: Boundaries, name: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> None:
-    """Watch the region's backward; see Note [Region boundaries in backward]."""
-    backward = _Backward(boundaries, name)
-    for node in {output.grad_fn for output in outputs} - {None}:
-        node.register_prehook(backward.begin)  # type: ignore[union-attr]
-    if inputs:
-        reference = weakref.ref(backward)
-        backward.handle = register_multi_grad_hook(inputs, lambda grads: _end(reference))
 
 
 def _end(reference: weakref.ref[_Backward]) -> None:
@@ -316,44 +263,25 @@ class _Backward:
     """One region's backward, which may run repeatedly; lives as long as the graph nodes of the region's outputs."""
 
     def __init__(self, boundaries: Boundaries, name: str) -> None:
-        self.boundaries = boundaries
-        self.name = name
+        self.boundaries, self.name = boundaries, name
         self.handle: Any = None
         self._started: float | None = None
 
     def begin(self, grads: Any) -> None:
         """A node of the region's outputs is about to run."""
         if self._started is None:
-            synchronize_device()
-            self._started = time.perf_counter()
+            self._started = _now()
             when_backward_ends(self.end)
 
     def end(self) -> None:
         """The region's backward is over."""
         if self._started is not None:
             started, self._started = self._started, None
-            synchronize_device()
-            self.boundaries.note_backward(self.name, time.perf_counter() - started)
+            self.boundaries.note(self.name, "backward", started)
 
     def __del__(self) -> None:
         if self.handle is not None:
             self.handle.remove()
-
-
-def table_of(times: dict[str, Times]) -> str:
-    """Return the times as a table."""
-    columns = ("region", "forwards", "ms per forward", "backwards", "ms per backward")
-    rows = [
-        (
-            name,
-            str(one.forwards),
-            f"{one.forward_ms / max(one.forwards, 1):.3f}",
-            str(one.backwards),
-            f"{one.backward_ms / max(one.backwards, 1):.3f}",
-        )
-        for name, one in times.items()
-    ]
-    return Table(columns, tuple(rows), right=columns[1:]).text(screen_width())
 
 
 # -- DeepSpeed's activation checkpointing (``deepspeed.checkpointing``), implemented with ``sac.checkpoint``
@@ -391,7 +319,7 @@ class _Process:
     def take(self, section: ActivationCheckpointing, mpu: Any) -> None:
         """Apply ``section`` to regions that begin from now on."""
         options = CallOptions(use_reentrant=True, get_rng_state_tracker=get_cuda_rng_tracker)
-        settings = replace(settings_of(DEFAULT_CONFIG, options, _NAME), input_storing=keeping_of(section, mpu))
+        settings = replace(settings_of(DEFAULT_CONFIG, options, _NAME), input_storing=_storing(section, mpu))
         self.section, self.mpu, self.settings = section, mpu, settings
         self.boundaries = Boundaries(measures=section.profile)
 
@@ -416,20 +344,15 @@ def configure(
     Raises ``ConfigError`` with all problems; then nothing has changed.
     """
     section = read_section(deepspeed_config) if deepspeed_config is not None else ActivationCheckpointing()
-    written = {
-        "partition_activations": partition_activations,
-        "contiguous_checkpointing": contiguous_checkpointing,
-        "num_checkpoints": num_checkpoints,
-        "checkpoint_in_cpu": checkpoint_in_cpu,
-        "synchronize": synchronize,
-        "profile": profile,
-    }
-    given = {name: value for name, value in written.items() if value is not None}
+    values = (
+        partition_activations, contiguous_checkpointing, num_checkpoints, checkpoint_in_cpu, synchronize, profile,
+    )  # fmt: skip
+    given = {name: value for name, value in zip(_ARGUMENTS, values, strict=True) if value is not None}
     options, problems = options_of(given, _ARGUMENTS, _NAME)
     raise_if(problems)
     section = replace(section, **options)
     mpu = mpu_ if mpu_ is not None else _process.mpu
-    raise_if([*contradictions(section, _NAME), *mpu_problems(mpu, section, _NAME)])
+    raise_if([*_contradictions(section), *_mpu_problems(mpu, section, _NAME)])
     _process.take(section, mpu)
     _process.is_configured = True
 
@@ -443,7 +366,7 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Turn ``partition_activations`` on or off; raises ``ConfigError`` as ``configure`` does."""
     where = "deepspeed.partition_activations_in_checkpoint"
     section = replace(_process.section, partition_activations=read_flag(partition_activation, where))
-    raise_if(mpu_problems(_process.mpu, section, where))
+    raise_if(_mpu_problems(_process.mpu, section, where))
     _process.take(section, _process.mpu)
 
 
@@ -522,7 +445,12 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
 
 def profile_table() -> str:
     """Return a table of each region's runs since ``configure``, and the times of its forward and backward."""
-    return table_of(_process.boundaries.times)
+    columns = ("region", "forwards", "ms per forward", "backwards", "ms per backward")
+    rows = []
+    for name, passes in _process.boundaries.times.items():
+        figures = [(str(len(took)), f"{sum(took) / max(len(took), 1):.3f}") for took in passes.values()]
+        rows.append((name, *figures[0], *figures[1]))
+    return Table(columns, tuple(rows), right=columns[1:]).text(screen_width())
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings) -> Any:
@@ -544,7 +472,8 @@ def _single(output: Any) -> Any:
 
 def _checked_seeds(seed: Any, where: str) -> tuple[int, int]:
     first = checked_seed(seed, where)
-    return first, checked_seed(first + 2718 + model_parallel_rank(_process.mpu), where)
+    rank = 0 if _process.mpu is None else int(_ask(_process.mpu, "rank"))
+    return first, checked_seed(first + 2718 + rank, where)
 
 
 _process = _Process()

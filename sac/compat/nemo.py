@@ -8,9 +8,8 @@ removes the regions. A policy file (that of the model's family, if there is one)
 code; ``SAC_TRACE`` and ``sac.report`` show the decisions. The policy of a family may choose other matrix products than
 every second one.
 
-A region itself restores the attention backends of its forward, including TransformerEngine's choice, and runs ops that
-appear only in recomputation. So the functions that make context functions, and those that let ops be ignored, change
-nothing for regions: they are for remaining calls of torch's own ``checkpoint``.
+Regions restore attention backends and run ops that appear only in recomputation, so the functions that make context
+functions and those that let ops be ignored are for remaining calls of torch's own ``checkpoint``.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ __all__ = [
 
 Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-#: NeMo sets this flag on a wrapper so that the wrapper is compiled and not its contents. Without wrappers, a layer is
-#: always compiled together with its region, so nothing has the flag; the name exists for those who import it.
+#: NeMo's flag on wrappers that are compiled as a whole. Nothing has it here: a region is compiled with its layer.
 SELECTIVE_AC_WRAPPER_FLAG = "_nemo_selective_ac"
 
 
@@ -182,6 +180,7 @@ def apply_selective_checkpointing_to_layers(
     Raises ``ModelError``, with nothing changed, for layers that are already regions.
     """
     del enable_compile
+    layers = _not_disabled(layers)
     if has_kv_sharing:
         _tell_of_sharing()
         apply_submodule_checkpointing(layers, has_kv_sharing)
@@ -197,7 +196,9 @@ def apply_full_layer_checkpointing_to_layers(model: nn.Module, layers: list[nn.M
 
     Raises ``ModelError``, with nothing changed, for layers with their own checkpointing.
     """
-    layers = [one for one in layers if not isinstance(one, checkpoint_wrapper_class()) and not _is_region(one)]
+    layers = [
+        one for one in _not_disabled(layers) if not isinstance(one, checkpoint_wrapper_class()) and not _is_region(one)
+    ]
     if layers and shares_kv(model):
         _tell_of_sharing()
         apply_submodule_checkpointing(layers, has_kv_sharing=True)
@@ -221,11 +222,17 @@ def apply_submodule_checkpointing(
     regions, and if there are no parts.
     """
     policy = _policy_in(context_fn)
+    layers = _not_disabled(layers)
     parts = tuple(part for layer in layers for part in _parts(root_node(layer), without_attention=has_kv_sharing))
     if layers and not parts:
         class_names = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         raise ModelError(Problem(class_names, "these layers have no sub-modules with parameters that could be regions"))
     put_regions(nn.ModuleList(layers), [Chosen(parts, policy)])
+
+
+def _not_disabled(layers: list[nn.Module]) -> list[nn.Module]:
+    """Return the layers that NeMo has not flagged as not to be checkpointed."""
+    return [layer for layer in layers if not getattr(layer, "_nemo_disable_activation_checkpointing", False)]
 
 
 def _is_region(module: nn.Module) -> bool:

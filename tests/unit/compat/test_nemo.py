@@ -257,3 +257,10 @@ def test_no_layers_are_no_error() -> None:
         apply_selective_checkpointing_to_layers(model, [], False)
     assert [str(one.message) for one in told] == []
     assert region_paths(model) == []
+
+
+def test_layers_that_nemo_has_flagged_are_left_alone() -> None:
+    model = stack(2)
+    model[0]._nemo_disable_activation_checkpointing = True
+    nemo.apply_full_layer_checkpointing_to_layers(model, list(model))
+    assert [kind.regions for kind in sac.report(model).kinds] == ["1"]
