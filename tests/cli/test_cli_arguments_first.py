@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from sac.errors import ConfigError
 from sac.policy.load import shipped_policies
-from sac.tools.arguments import check_writable
 from sac.tools.cli import main
 
 LLAMA = "hf:examples/llama-3.2-1b.json"
@@ -190,15 +188,3 @@ def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -
 def test_with_nothing_wrong_a_model_is_built(name: str) -> None:
     with pytest.raises(Built):
         main(command(name, model=TOY))
-
-
-def test_check_builds_no_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "llama"]) == 0
-    capsys.readouterr()
-    assert 'no shipped policy is called "lama"' in refusal(capsys, "check", "lama")
-
-
-def test_folders_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as error:
-        check_writable(str(tmp_path))
-    assert str(error.value) == f"{tmp_path}: the file cannot be written: Is a directory"

@@ -68,15 +68,6 @@ def test_shipped_configs_have_names():
     )
 
 
-def test_llama_file_is_the_published_1b_model():
-    from transformers import AutoConfig, LlamaForCausalLM
-
-    raw = json.loads(LLAMA.read_text())
-    with torch.device("meta"):
-        model = LlamaForCausalLM(AutoConfig.for_model(**raw))
-    assert sum(parameter.numel() for parameter in model.parameters()) == 1_235_814_400
-
-
 def test_layers_seq_batch_vocab_and_dtype_scale_the_model(config_file):
     built = load_model(config_file(tiny_llama()), Scale(layers=2, seq=16, batch=3, vocab=50, dtype="bfloat16"))
     inputs = built.inputs_of_step(0)
@@ -88,36 +79,11 @@ def test_layers_seq_batch_vocab_and_dtype_scale_the_model(config_file):
     assert built.model(**inputs).loss.isfinite()
 
 
-def test_same_seed_gives_same_weights_and_batches_and_steps_differ(config_file):
-    spec = config_file(tiny_llama())
-    one, two, other = (load_model(spec, Scale(layers=1, seq=8), seed=seed) for seed in (3, 3, 4))
-    assert torch.equal(one.model.lm_head.weight, two.model.lm_head.weight)
-    assert not torch.equal(one.model.lm_head.weight, other.model.lm_head.weight)
-    assert torch.equal(one.inputs_of_step(1)["input_ids"], two.inputs_of_step(1)["input_ids"])
-    assert not torch.equal(one.inputs_of_step(0)["input_ids"], one.inputs_of_step(1)["input_ids"])
-
-
-def test_model_trains_without_a_key_value_cache(config_file):
-    built = load_model(config_file(tiny_llama()), Scale(layers=1, seq=8))
-    assert built.model.training
-    assert built.model(**built.inputs_of_step(0)).past_key_values is None
-
-
 def test_text_is_read_as_bytes_row_after_row(config_file):
     built = load_model(config_file(tiny_llama()), Scale(layers=1, seq=10, batch=2), text_path=str(TEXT))
     tokens = torch.cat([built.inputs_of_step(step)["input_ids"].flatten() for step in range(3)])
     assert bytes(tokens.tolist()) == TEXT.read_bytes()[:60]
     assert torch.equal(built.inputs_of_step(0)["labels"], built.inputs_of_step(0)["input_ids"])
-
-
-def test_text_starts_again_when_it_is_over(config_file, tmp_path):
-    (tmp_path / "short.txt").write_bytes(b"abcdefgh")
-    built = load_model(config_file(tiny_llama()), Scale(layers=1, seq=4), text_path=str(tmp_path / "short.txt"))
-    assert [bytes(built.inputs_of_step(step)["input_ids"][0].tolist()) for step in range(3)] == [
-        b"abcd",
-        b"efgh",
-        b"abcd",
-    ]
 
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 99}
@@ -185,12 +151,6 @@ def test_function_gets_the_sizes_that_it_takes():
     assert built.model(*built.inputs_of_step(0)).shape == (5, 2)
 
 
-@pytest.mark.usefixtures("user_module")
-def test_function_may_give_inputs_by_name():
-    built = load_model("my_sac_models:with_dict", Scale())
-    assert built.model(**built.inputs_of_step(0)).shape == (1, 2)
-
-
 # What is refused
 
 
@@ -201,13 +161,6 @@ def test_spec_of_no_known_form():
     for spec, hint in (("examples/loop.py:small", "examples.loop:small"), ("T5-small", "hf:t5-small")):
         assert refusal(spec).startswith(f"--model: '{spec}' is not a model spec\n    did you mean: {hint}\n")
     assert refusal("hf:") == f"--model: 'hf:' is not a model spec\n    legal: {FORMS}"
-
-
-def test_missing_module_and_function():
-    assert refusal("no_such_module:build") == (
-        "--model: 'no_such_module:build': no module named 'no_such_module'\n"
-        "    fix: run where the module can be imported, or put its folder on PYTHONPATH"
-    )
 
 
 @pytest.mark.usefixtures("user_module")
@@ -248,21 +201,6 @@ def test_unknown_model_type_and_class(config_file, tmp_path):
         f"--model: {tmp_path}/config.json: transformers {version} has no class 'LlamaForCausalLN'",
         "    did you mean: LlamaForCausalLM",
     ]
-
-
-def test_text_that_does_not_fit(config_file, tmp_path):
-    spec = config_file(tiny_llama(num_hidden_layers=1))
-    assert refusal(spec, Scale(vocab=100), text_path=str(TEXT)) == (
-        "--vocab: 100 tokens cannot hold the bytes of a text\n    legal: 256 or more"
-    )
-    assert refusal(spec, text_path=str(tmp_path / "none.txt")) == (
-        f"--text: cannot read {tmp_path}/none.txt: No such file or directory\n    legal: a text file"
-    )
-    (tmp_path / "short.txt").write_text("short")
-    assert refusal(spec, text_path=str(tmp_path / "short.txt")) == (
-        f"--text: {tmp_path}/short.txt has 5 bytes, fewer than one row of 128 tokens\n"
-        "    fix: a longer text or a smaller --seq"
-    )
 
 
 def test_sizes_and_dtypes_that_no_model_has():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import textwrap
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from sac.errors import SacWarning
-from sac.policy.load import load_policy
 from sac.tools import cli
 from sac.tools.cli import main
 from sac.tools.comparison import OPTIMIZERS
@@ -48,18 +46,10 @@ def test_unknown_flags_are_reported_all_at_once_and_before_what_is_missing(capsy
     assert "there is no --mode\n    did you mean: --model\n" in refusal(capsys, "trace", "--mode", "selective")
 
 
-def test_letters_in_another_order_are_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "there is no --modle\n    did you mean: --model\n" in refusal(capsys, "compare", "--modle", "x")
-
-
 def test_a_missing_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, "trace") == (
         "sac trace: the following arguments are required: --model\n    fix: `sac trace --help` lists the arguments\n"
     )
-
-
-def test_without_a_command_help_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "usage: sac" in refusal(capsys)
 
 
 @pytest.mark.parametrize("command", [[], ["trace"], ["compare"], ["plan"]])
@@ -83,31 +73,6 @@ def test_help_has_the_exit_codes_and_the_optimizers(capsys: pytest.CaptureFixtur
         with pytest.raises(SystemExit):
             main([*command, "--help"])
         assert text in capsys.readouterr().out
-
-
-def test_home_in_paths(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    load_policy("general").save("~/mine.yaml")
-    assert main(["check", "~/mine.yaml"]) == 0
-    (tmp_path / "config.json").write_text("{}")
-    assert main(["trace", "--model", "hf:~/config.json", "--policy", "~/mine.yaml", "--text", "~/none.txt"]) == 1
-    streams = capsys.readouterr()
-    assert f"{tmp_path}/config.json: model_type None is unknown to transformers" in streams.err
-
-
-def test_only_public_functions_of_the_module_itself_are_legal(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "own_models.py").write_text(
-        "from textwrap import dedent\ndef small(): ...\ndef _hidden(): ...\nclass Large: ...\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert main(["trace", "--model", "own_models:smal"]) == 1
-    assert capsys.readouterr().err == (
-        "--model: 'own_models:smal': module 'own_models' has no function 'smal'\n"
-        "    did you mean: small\n"
-        "    legal: small\n"
-    )
 
 
 def test_what_others_log_and_warn_of_is_held_back(
@@ -153,25 +118,3 @@ def test_arguments_that_a_command_does_not_take(capsys: pytest.CaptureFixture[st
     assert refusal(capsys, "check", "llama", "gpt2", "my policy") == (
         "sac check: it takes no argument gpt2 'my policy'\n    fix: `sac check --help` lists the arguments\n"
     )
-
-
-def test_an_interrupt_has_its_own_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(arguments: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(cli._COMMANDS, "check", interrupted)
-    assert main(["check", "x"]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
-
-
-@pytest.mark.slow
-def test_a_pipe_gets_whole_paths(tmp_path: Path) -> None:
-    path = tmp_path / "a-folder-with-a-long-name" / "another-one-that-makes-the-path-longer" / "mine.yaml"
-    path.parent.mkdir(parents=True)
-    load_policy("llama").save(path)
-    run = subprocess.run(
-        [sys.executable, "-m", "sac.tools.cli", "check", str(path)],
-        capture_output=True, text=True, cwd=ROOT, check=True, env={**os.environ, "COLUMNS": "40"},
-    )  # fmt: skip
-    assert run.stderr == ""
-    assert sum(f"{path}:" in line for line in run.stdout.splitlines()) == 1 + len(load_policy("llama").rules)

@@ -34,8 +34,8 @@ def test_on_a_narrow_screen_optional_columns_go_and_the_widest_cells_wrap_but_no
         " ─────────────────────────────────────────────\n"
         "  none                153.5 MiB   1.96 s ×1.00\n"
         "                        (100 %)\n"
-        "  ./some/long/pol      12.4 MiB   2.80 s ×1.43\n"
-        "  icy.yaml              (  8 %)"
+        "  ./some/long/p        12.4 MiB   2.80 s ×1.43\n"
+        "  olicy.yaml            (  8 %)"
     )
 
 

@@ -8,11 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import sac.compat.deepspeed as checkpointing
-from sac.compat.deepspeed import ActivationCheckpointing, read_section
+from sac.compat.deepspeed import ActivationCheckpointing
 from sac.errors import ConfigError
 from tests.support.ranks import run_ranks
 
@@ -76,12 +75,6 @@ def test_arguments_win_over_the_config():
     config = {"activation_checkpointing": {"cpu_checkpointing": True, "profile": True, "number_checkpoints": 4}}
     checkpointing.configure(None, config, checkpoint_in_cpu=False, num_checkpoints=2)
     assert now() == ActivationCheckpointing(number_checkpoints=2, profile=True)
-
-
-def test_each_call_begins_with_the_defaults():
-    checkpointing.configure(None, checkpoint_in_cpu=True, profile=True)
-    checkpointing.configure(None, synchronize=True)
-    assert now() == ActivationCheckpointing(synchronize_checkpoint_boundary=True)
 
 
 def test_no_mpu_leaves_the_one_of_before():
@@ -156,13 +149,6 @@ def test_a_section_that_is_no_mapping():
     )
 
 
-def test_an_object_without_any_of_the_keys():
-    assert refused(None, 3) == (
-        "deepspeed_config: a int has none of the keys of activation_checkpointing as attributes\n"
-        "    legal: a mapping, the path of a JSON file, such an object"
-    )
-
-
 def test_files_that_cannot_be_read(tmp_path):
     missing, broken, listed = (tmp_path / name for name in ("missing", "broken", "listed"))
     broken.write_text('{\n  "activation_checkpointing": {,}\n}', encoding="utf-8")
@@ -170,14 +156,6 @@ def test_files_that_cannot_be_read(tmp_path):
     assert refused(None, str(missing)) == f"{missing}: it cannot be read: No such file or directory"
     assert refused(None, str(broken)).startswith(f"{broken}: it is not JSON: ")
     assert refused(None, str(listed)) == f"{listed}: it holds a list\n    legal: a mapping"
-
-
-def test_an_unknown_key_in_a_file_is_told_with_the_file(tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_text('{"activation_checkpointing": {"profil": true}}', encoding="utf-8")
-    assert refused(None, path).startswith(
-        f"{path}.activation_checkpointing.profil: it is not known\n    did you mean: "
-    )
 
 
 def test_contiguous_buffers_need_a_number_of_layers_and_partitions():
@@ -244,9 +222,3 @@ def configured_with_another_group() -> str:
 def test_a_group_without_this_rank():
     for rank, text in enumerate(run_ranks(2, configured_with_another_group)):
         assert text.startswith(f"deepspeed.configure.mpu_: rank {rank} is not in the group")
-
-
-def test_a_section_is_read_without_configuring():
-    assert read_section({"activation_checkpointing": {"profile": True}}) == ActivationCheckpointing(profile=True)
-    assert not checkpointing.is_configured()
-    assert torch.is_grad_enabled()

@@ -134,11 +134,3 @@ def test_torchs_own_wrapper_is_not_mixed_in() -> None:
     with pytest.raises(ModelError) as refused:
         ours.checkpoint_wrapper(mine)
     assert str(refused.value).startswith("Model: the model's own checkpointing is on: checkpoint_wrapper is around ")
-
-
-def test_sac_apply_on_top_is_refused() -> None:
-    mine = model()
-    on_layers(ours, mine)
-    with pytest.raises(ModelError) as error:
-        sac.apply(mine, "full")
-    assert str(error.value).startswith("layers.0: sac.apply has been called on this model before")

@@ -10,14 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from sac.compat import megatron
 from sac.compat import megatron as megatron_job
 from sac.errors import ConfigError
 from sac.full import RngTracker
 from tests.support.ranks import run_ranks
-from tests.support.runs import Noted
 from tests.support.training import assert_same
 from tests.unit.compat.programs import WIDTH, forking, gradients_of, plainly, same_everywhere, trained
 
@@ -55,22 +53,6 @@ def test_autocast_is_put_back():
         return gradients_of(out.float().square().sum(), x, linear)
 
     assert_same(program(plainly), program(whole))
-
-
-def test_arguments_that_are_no_tensors():
-    """Megatron takes None and nothing else."""
-    x = torch.ones(2, requires_grad=True)
-    out = megatron.checkpoint(lambda h, none, two, parts: h * two + parts["b"][0], False, x, None, 2, {"b": [x]})
-    out.sum().backward()
-    assert torch.equal(x.grad, torch.full((2,), 3.0))
-
-
-def test_two_arguments_without_scattering():
-    a, b = torch.ones(4, 4, requires_grad=True), torch.full((4, 4), 2.0)
-    out = megatron.checkpoint(lambda one, two: one + two, False, a, b)
-    assert torch.equal(out, torch.full((4, 4), 3.0))
-    out.backward(torch.ones(4, 4))
-    assert torch.equal(a.grad, torch.ones(4, 4))
 
 
 def scattering() -> tuple[tuple[int, ...], bool, Tensor, tuple[int, ...]]:
@@ -154,11 +136,6 @@ def test_a_wrong_group_is_an_error_when_it_is_set():
     megatron.set_tensor_model_parallel_group(None)
 
 
-def test_without_grad_mode_it_is_the_plain_call():
-    with torch.no_grad():
-        assert torch.equal(megatron.checkpoint(torch.exp, True, torch.zeros(2)), torch.ones(2))
-
-
 def test_fp8_in_an_unknown_version_of_transformer_engine_is_refused(monkeypatch):
     state = type("Manager", (), {"is_fp8_enabled": staticmethod(lambda: True)})
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", SimpleNamespace(FP8GlobalStateManager=state))
@@ -228,57 +205,6 @@ def test_megatron_seeds_its_own_tracker(monkeypatch):
 # Trackers and seeds
 
 
-def test_a_tracker_gives_back_what_was_set():
-    tracker = megatron.CudaRNGStatesTracker()
-    assert not tracker.is_initialized()
-    tracker.add("state1", 1234)
-    assert tracker.is_initialized()
-    torch.manual_seed(1234)
-    assert torch.equal(tracker.get_states()["state1"], torch.get_rng_state())
-    states = tracker.get_states()
-    tracker.reset()
-    assert tracker.get_states() == {}
-    tracker.set_states(states)
-    assert torch.equal(tracker.get_states()["state1"], states["state1"])
-
-
-def test_a_name_or_a_seed_that_is_taken_raises_and_burns_nothing():
-    """In Megatron the seed of an `add` that failed for its name can never be used again."""
-    tracker = megatron.CudaRNGStatesTracker()
-    tracker.add("state1", 1)
-    with pytest.raises(ConfigError):
-        tracker.add("state2", 1)
-    with pytest.raises(ConfigError):
-        tracker.add("state1", 2)
-    tracker.add("state2", 2)
-
-
-def test_nested_forks_draw_what_single_forks_draw():
-    def drawn(nested: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
-        tracker = megatron.CudaRNGStatesTracker()
-        tracker.add("s1", 1)
-        tracker.add("s2", 2)
-        numbers = []
-        if nested:
-            with tracker.fork("s1"):
-                numbers.append(torch.rand(2))
-                with tracker.fork("s2"):
-                    numbers.append(torch.rand(2))
-                    with tracker.fork("s1"):
-                        numbers.append(torch.rand(2))
-                    numbers.append(torch.rand(2))
-                numbers.append(torch.rand(2))
-        else:
-            for name in ("s1", "s2", "s1", "s2", "s1"):
-                with tracker.fork(name):
-                    numbers.append(torch.rand(2))
-        return numbers, tracker.get_states()
-
-    (nested, states), (single, expected) = drawn(True), drawn(False)
-    assert all(torch.equal(one, other) for one, other in zip(nested, single, strict=True))
-    assert all(torch.equal(states[name], expected[name]) for name in ("s1", "s2"))
-
-
 def test_seeds_are_those_of_megatrons_formula():
     megatron.model_parallel_cuda_manual_seed(5, tp_rank=3, ep_rank=2, etp_rank=1)
     tracker = megatron.get_cuda_rng_tracker()
@@ -340,36 +266,3 @@ def test_other_sorts_of_trackers_are_refused(call, where):
     assert str(error.value) == (
         f"megatron.{where}: this type of tracker belongs to Megatron\n    fix: leave {flag} out, or import megatron"
     )
-
-
-FAILS = Noted()  # while it is empty, nothing fails; what the region can reach is put back before it runs again
-
-
-def failing(x: Tensor) -> Tensor:
-    out = F.dropout(x, 0.5)
-    if FAILS:
-        raise ZeroDivisionError
-    return out.exp().exp()
-
-
-def test_an_exception_in_recomputation_can_be_retried():
-    """Random states are as found; DeepSpeed and TransformerEngine leave them rewound."""
-    torch.manual_seed(0)
-    x = torch.randn(4, requires_grad=True)
-    out = megatron.checkpoint(failing, False, x).sum()
-    before = torch.get_rng_state()
-    FAILS.append("region")
-    with pytest.raises(ZeroDivisionError):
-        out.backward(retain_graph=True)
-    assert torch.equal(torch.get_rng_state(), before)
-    FAILS.clear()
-    out.backward()
-    assert x.grad is not None
-
-
-def test_a_second_backward_needs_a_retained_graph():
-    x = torch.ones(2, requires_grad=True)
-    out = megatron.checkpoint(lambda h: h.exp().exp(), False, x).sum()
-    out.backward()
-    with pytest.raises(RuntimeError, match=r"read again after this region's memory had been freed|a second time"):
-        out.backward()

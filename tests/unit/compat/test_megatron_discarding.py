@@ -165,13 +165,6 @@ def test_a_wrong_hook_tensor_warns_and_changes_nothing(hook):
     assert torch.equal(x.grad, expected)
 
 
-def test_a_discard_that_never_comes_changes_nothing():
-    x = torch.randn(4, requires_grad=True)
-    region = megatron.CheckpointWithoutOutput()
-    (region.checkpoint(torch.sin, x) ** 2).sum().backward()
-    assert torch.equal(x.grad, 2 * x.detach().sin() * x.detach().cos())
-
-
 def test_a_discard_before_the_region_has_run_is_an_error():
     with pytest.raises(RegionError) as error:
         megatron.CheckpointWithoutOutput().discard_output_and_register_recompute(torch.ones(1))
@@ -179,23 +172,6 @@ def test_a_discard_before_the_region_has_run_is_an_error():
         "megatron.CheckpointWithoutOutput.discard_output_and_register_recompute: there is no output to discard\n"
         "    fix: call checkpoint(run_function, *args) first"
     )
-
-
-@pytest.mark.filterwarnings("error")
-def test_one_object_serves_step_after_step_and_without_grad_mode():
-    linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH, requires_grad=True)
-    region = megatron.CheckpointWithoutOutput()
-    gradients = []
-    for grad_mode in (True, False, True):
-        with torch.set_grad_enabled(grad_mode):
-            out = linear(region.checkpoint(torch.sin, x))
-            region.discard_output_and_register_recompute(out)
-            region.discard_output_and_register_recompute(out)
-        if grad_mode:
-            x.grad = None
-            out.sum().backward()
-            gradients.append(x.grad)
-    assert torch.equal(*gradients)
 
 
 # Managers
@@ -224,49 +200,6 @@ def test_a_chain_of_regions_is_discarded_as_a_whole(dropout):
             manager.discard_all_outputs_and_register_unified_recompute(out)
             assert all(memory.expired() for memory in memories)
         return gradients_of(out.square().sum(), x, last, *stages)
-
-    plain = program(None)
-    for _ in range(2):
-        assert_same(plain, program(megatron.CheckpointWithoutOutputManager()))
-
-
-def test_a_stage_that_is_no_region_keeps_what_it_saved():
-    def program(manager: Any) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        first, middle, last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        x = torch.randn(4, WIDTH, requires_grad=True)
-        (h, _) = chained(manager, [nn.Sequential(first, nn.Tanh())], x)
-        between = middle(h).exp()
-        memory = StorageWeakRef(between.untyped_storage())
-        (h, _) = chained(manager, [nn.Sequential(last, nn.Dropout(0.2))], between)
-        out = (h**2).sum()
-        del h, between
-        if manager is not None:
-            manager.discard_all_outputs_and_register_unified_recompute(out)
-            assert not memory.expired()
-        return gradients_of(out, x, first, middle, last)
-
-    assert_same(program(None), program(megatron.CheckpointWithoutOutputManager()))
-
-
-def test_regions_of_several_outputs_in_a_manager():
-    def program(manager: Any) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        first, second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        x = torch.randn(4, WIDTH, requires_grad=True)
-
-        def run(function: Any, *args: Any) -> Any:
-            if manager is None:
-                return function(*args)
-            return megatron.CheckpointWithoutOutput(ckpt_manager=manager).checkpoint(function, *args)
-
-        one, two = run(lambda h: first(h).chunk(2, -1), x)
-        three = run(lambda a, b: F.dropout(second(a * b), 0.3), one, two)
-        out = (three * one).sum()
-        del one, two, three
-        if manager is not None:
-            manager.discard_all_outputs_and_register_unified_recompute(out)
-        return gradients_of(out, x, first, second)
 
     plain = program(None)
     for _ in range(2):

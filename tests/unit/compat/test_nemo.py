@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ import sac
 from sac.blocks.find import find_blocks
 from sac.blocks.install import InstalledForward, ours_on, regions_of
 from sac.compat.nemo import (
-    SELECTIVE_AC_WRAPPER_FLAG,
     apply_selective_checkpointing_to_layers,
     apply_submodule_checkpointing,
     detect_kv_sharing_and_maybe_disable_cache,
@@ -24,7 +22,7 @@ from sac.compat.nemo import (
     make_selective_checkpoint_context_fn,
 )
 from sac.errors import ModelError, SacWarning
-from tests.support.layers import PreNormLayer, stack
+from tests.support.layers import stack
 from tests.support.model_zoo import tiny
 from tests.support.recording import Recorder
 
@@ -139,48 +137,12 @@ def test_attention_that_shares_keys_and_values_is_left_alone(family: str) -> Non
     assert any(module is layers_of(model)[0].mlp for module in on)
 
 
-def test_attention_inside_a_part_is_walked_around() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Module()
-            self.inner.self_attn, self.inner.mlp = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.norms = nn.ModuleList([nn.LayerNorm(4)])
-            self.dropout = nn.Dropout()
-
-    layer = Outer()
-    apply_submodule_checkpointing([layer], True)
-    assert region_paths(layer) == ["0.inner.mlp", "0.norms.0"]
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_the_cache_is_turned_off_where_no_layer_reads_another(family: str) -> None:
     model, _ = tiny(family)
     assert model.config.get_text_config().use_cache
     assert detect_kv_sharing_and_maybe_disable_cache(model) is False
     assert not model.config.get_text_config().use_cache
-
-
-def test_a_model_without_a_config_shares_nothing() -> None:
-    assert detect_kv_sharing_and_maybe_disable_cache(stack(1)) is False
-
-
-def test_the_context_function_is_for_torchs_checkpoint() -> None:
-    plain = stack(2)
-    model = copy.deepcopy(plain)
-    context_fn = make_selective_checkpoint_context_fn()
-    x = torch.randn(2, 8, 32)
-    expected = step(plain, (x,))
-
-    class Wrapped(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in model:
-                x = checkpoint(layer, x, use_reentrant=False, context_fn=context_fn)
-            return x
-
-    wrapped = Wrapped()
-    wrapped.layers = model
-    assert all(map(torch.equal, step(wrapped, (x,)), expected))
 
 
 def test_the_context_function_saves_attention_and_every_second_product() -> None:
@@ -197,19 +159,6 @@ def test_the_context_function_saves_attention_and_every_second_product() -> None
         attention = backward.ops["aten._scaled_dot_product_flash_attention_for_cpu.default"]
         counts[name] = (attention, backward.count("aten.addmm.default"))
     assert counts == {"none": (0, 0), "full": (1, 3), "selective": (0, 1)}
-
-
-def test_layers_that_are_not_in_the_model_are_regions_too() -> None:
-    model = stack(2)
-    apply_selective_checkpointing_to_layers(nn.Linear(2, 2), list(model), False)
-    assert region_paths(model) == ["PreNormLayer", "PreNormLayer"]
-
-
-def test_the_flag_of_wrappers_can_be_imported_and_is_on_nothing() -> None:
-    model = stack(1)
-    apply_selective_checkpointing_to_layers(model, list(model), False)
-    assert SELECTIVE_AC_WRAPPER_FLAG == "_nemo_selective_ac"
-    assert not hasattr(model[0], SELECTIVE_AC_WRAPPER_FLAG)
 
 
 def test_remove_takes_all_off() -> None:
@@ -249,18 +198,9 @@ def test_layers_without_parts_are_refused() -> None:
     assert str(error.value) == "Linear: these layers have no sub-modules with parameters that could be regions"
 
 
-def test_no_layers_are_no_error() -> None:
-    model = PreNormLayer()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        apply_submodule_checkpointing([], False)
-        apply_selective_checkpointing_to_layers(model, [], False)
-    assert [str(one.message) for one in told] == []
-    assert region_paths(model) == []
-
-
 def test_layers_that_nemo_has_flagged_are_left_alone() -> None:
     model = stack(2)
     model[0]._nemo_disable_activation_checkpointing = True
-    nemo.apply_full_layer_checkpointing_to_layers(model, list(model))
-    assert [kind.regions for kind in sac.report(model).kinds] == ["1"]
+    apply_selective_checkpointing_to_layers(model, list(model), has_kv_sharing=False)
+    assert [kind.count for kind in sac.report(model).kinds] == [1]
+    assert not isinstance(ours_on(model[0]), InstalledForward)

@@ -6,7 +6,6 @@ import copy
 import sys
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -22,9 +21,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import sac
 from sac.blocks.install import regions_of
 from sac.compat import nemo
-from sac.errors import ConfigError, SacWarning
+from sac.errors import ConfigError
 from tests.support.layers import stack
-from tests.support.model_zoo import tiny
 from tests.support.recording import Recorder
 
 FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
@@ -70,32 +68,10 @@ def test_layers_that_are_checkpointed_already_are_passed_over() -> None:
     assert all(map(torch.equal, gradients(model, x), gradients(plain, x)))
 
 
-@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
-def test_attention_that_shares_keys_and_values_is_left_alone(family: str) -> None:
-    model, inputs = tiny(family)
-    plain = copy.deepcopy(model)
-    layers = list(model.model.layers)
-    with pytest.warns(SacWarning, match="share keys and values"):
-        nemo.apply_full_layer_checkpointing_to_layers(model, layers)
-    assert not any("self_attn" in path for path in region_paths(model))
-    found = []
-    for one in (model, plain):
-        torch.manual_seed(0)
-        one(**inputs).loss.backward()
-        found.append([parameter.grad for parameter in one.parameters() if parameter.grad is not None])
-    assert all(map(torch.equal, *found))
-
-
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_a_wrapper_is_taken_off(wrapped: bool) -> None:
     inner = nn.Linear(2, 2)
     assert nemo.unwrap_checkpoint_wrapper(checkpoint_wrapper(inner) if wrapped else inner) is inner
-
-
-def test_a_region_has_no_wrapper() -> None:
-    model = stack(1)
-    nemo.apply_full_layer_checkpointing_to_layers(model, list(model))
-    assert nemo.unwrap_checkpoint_wrapper(model[0]) is model[0]
 
 
 # Context functions
@@ -169,16 +145,6 @@ def test_attention_runs_again_under_the_backends_of_the_forward(context_fn: Call
         assert not torch.backends.cuda.math_sdp_enabled()
 
 
-def test_the_contexts_can_be_entered_more_than_once() -> None:
-    with sdpa_kernel([SDPBackend.MATH]):
-        _, again = nemo.sdpa_backend_snapshot_context_fn()
-    before = torch.backends.cuda.flash_sdp_enabled()
-    for _ in range(2):
-        with again, again:
-            assert not torch.backends.cuda.flash_sdp_enabled()
-        assert torch.backends.cuda.flash_sdp_enabled() is before
-
-
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A stand-in for TransformerEngine's module: its dict of what was chosen last."""
@@ -227,11 +193,6 @@ def test_the_choice_of_transformer_engine_is_that_of_the_forward(
         assert engine["attention_params"] is not None  # as the program left it
 
 
-def test_without_transformer_engine_the_contexts_are_those_given() -> None:
-    mine: tuple[AbstractContextManager[Any], AbstractContextManager[Any]] = noop_context_fn()
-    assert nemo.transformer_engine_attention_backend_snapshot_context_fn(lambda: mine) == mine
-
-
 # Ignored ops
 
 
@@ -247,10 +208,6 @@ def test_ops_are_ignored_but_for_those_that_are_not_there(ignored: set[Any]) -> 
     before = set(ignored)
     nemo.ignore_sac_ops([torch.ops.aten.sin.default, None])
     assert ignored - before == {torch.ops.aten.sin.default}
-
-
-def test_importing_ignores_nothing() -> None:
-    assert torch.ops.aten.view.default not in torch.utils.checkpoint.SAC_IGNORED_OPS
 
 
 @pytest.mark.parametrize("ignore", [True, False])
@@ -280,17 +237,3 @@ def test_torchs_own_checkpoint_passes_over_ranges_of_the_profiler(ignored: set[A
     else:
         with pytest.raises(RuntimeError, match="not found in storage"):
             out.backward()
-
-
-def test_what_gathers_parameters_is_passed_over(ignored: set[Any]) -> None:
-    before = set(ignored)
-    nemo.ensure_fsdp_ops_sac_ignored()
-    names = {str(op) for op in ignored - before}
-    assert {"fsdp.all_gather_copy_in.default", "c10d._allgather_base_.default", "aten.empty_like.default"} <= names
-
-
-def test_a_torch_without_the_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.utils.checkpoint, "SAC_IGNORED_OPS")
-    nemo.ensure_fsdp_ops_sac_ignored()
-    nemo.ensure_profiler_ops_sac_ignored()
-    assert not hasattr(torch.utils.checkpoint, "SAC_IGNORED_OPS")

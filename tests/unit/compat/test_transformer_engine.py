@@ -16,7 +16,6 @@ from sac.compat import transformer_engine as te
 from sac.errors import ConfigError, RegionError
 from sac.full import RngTracker
 from tests.support.ranks import run_ranks
-from tests.support.runs import Noted
 from tests.support.training import assert_same
 from tests.unit.compat.programs import WIDTH, forking, gradients_of, plainly, same_everywhere, trained
 
@@ -37,53 +36,11 @@ def test_it_is_reentrant_unless_told_otherwise():
         torch.autograd.grad(te.checkpoint(torch.exp, x).sum(), x)
 
 
-class Squared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * x * grad
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_the_function_may_be_the_apply_of_an_autograd_function(use_reentrant):
-    x = torch.randn(5, requires_grad=True)
-    te.checkpoint(Squared.apply, x, use_reentrant=use_reentrant).sum().backward()
-    assert torch.equal(x.grad, 2 * x.detach())
-
-
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_the_tracker_is_put_back(use_reentrant):
     tracker = te.CudaRNGStatesTracker()
     call = partial(te.checkpoint, get_rng_state_tracker=lambda: tracker, use_reentrant=use_reentrant)
     assert_same(forking(plainly, RngTracker()), forking(call, tracker))
-
-
-FAILS = Noted()  # while it is empty, nothing fails; what the region can reach is put back before it runs again
-
-
-def failing(x: Tensor) -> Tensor:
-    out = nn.functional.dropout(x, 0.5).exp()
-    if FAILS:
-        raise ZeroDivisionError
-    return out
-
-
-def test_random_states_are_as_they_were_after_an_exception_in_recomputation():
-    """TransformerEngine leaves them rewound."""
-    x = torch.randn(4, requires_grad=True)
-    out = te.checkpoint(failing, x).sum()
-    torch.rand(3)
-    before = torch.get_rng_state()
-    FAILS.append("region")
-    with pytest.raises(ZeroDivisionError):
-        out.backward()
-    FAILS.clear()
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_old_form_is_understood():
@@ -100,22 +57,6 @@ def test_the_old_form_is_understood():
 
     assert_same(forking(plainly, RngTracker()), forking(call, tracker))
     assert seen
-
-
-@pytest.mark.filterwarnings("error")
-def test_what_only_looks_like_the_old_form_goes_to_the_function():
-    x = torch.ones(2, requires_grad=True)
-    assert te.checkpoint(lambda *args: args[:2], True, torch.exp, None) == (True, torch.exp)
-    assert te.checkpoint(lambda flag, one, two, three: (flag, two), True, x, None, x) == (True, None)
-
-
-def test_keywords_of_other_checkpoints_go_to_the_function():
-    def region(x: Tensor, *, config: float, early_stop: float, preserve_rng_state: float) -> Tensor:
-        return x * config * early_stop * preserve_rng_state
-
-    x = torch.ones(2, requires_grad=True)
-    te.checkpoint(region, x, config=2.0, early_stop=3.0, preserve_rng_state=5.0).sum().backward()
-    assert torch.equal(x.grad, torch.full((2,), 30.0))
 
 
 def test_without_grad_mode_it_is_the_plain_call():
