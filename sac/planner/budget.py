@@ -27,36 +27,32 @@ class Budget:
     """A peak in bytes, or a share (0 to 1) of the way from the least peak to the peak without checkpointing."""
 
     bytes: int | None = None
-    share: float | None = None
+    share: float = 0.0
 
     def within(self, least: int, most: int) -> int:
         """Return the budget in bytes for a model whose peak ranges from ``least`` to ``most`` bytes."""
-        if self.bytes is not None:
-            return self.bytes
-        assert self.share is not None
-        return least + int(self.share * (most - least))
+        return least + int(self.share * (most - least)) if self.bytes is None else self.bytes
 
 
 def read_budget(value: Any) -> Budget:
     """Return the parsed budget; raises ``PlanError`` if ``value`` is not a budget."""
-    if isinstance(value, Budget):
-        return value
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return Budget(value)
+    reason = ""
     if isinstance(value, str):
         text = value.strip()
         try:
-            if text.endswith("%"):
-                share = float(text[:-1]) / 100
-                if 0 <= share <= 1:
-                    return Budget(share=share)
+            if not text.endswith("%"):
+                if count := parse_bytes(text):
+                    return Budget(count)
+            elif 0 <= (share := float(text[:-1]) / 100) <= 1:
+                return Budget(share=share)
+            else:
                 raise ValueError("a share is 0% to 100%")
-            count = parse_bytes(text)
-            if count:
-                return Budget(count)
         except ValueError as error:
-            raise PlanError(Problem("budget", f'"{value}" is not a budget: {error}', LEGAL_BUDGET)) from None
-    raise PlanError(Problem("budget", f"{value!r} is not a budget", LEGAL_BUDGET))
+            reason = f": {error}"
+    written = f'"{value}"' if reason else repr(value)
+    raise PlanError(Problem("budget", f"{written} is not a budget{reason}", LEGAL_BUDGET))
 
 
 def optimizer_bytes(optimizer: Any, parameters: Iterable[nn.Parameter]) -> int:
@@ -66,52 +62,43 @@ def optimizer_bytes(optimizer: Any, parameters: Iterable[nn.Parameter]) -> int:
     optimizer, which is run on a parameter without data of each shape; if its groups differ, with the options of the
     group that holds the most. Counters, one number per parameter, are ignored. Raises ``PlanError`` otherwise.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    parts = [part for one in parameters if one.requires_grad for part in tensor_parts(one.detach())]
     if optimizer is None:
         return 0
     if isinstance(optimizer, str):
         word = optimizer.strip().lower()
         if word not in STATES:
-            found = f"'{optimizer}' is not known"
-            raise PlanError(
-                Problem("optimizer", found, listing([*STATES]), nearest(word, STATES), fix="pass the optimizer itself")
-            )
-        return STATES[word] * sum(_elements(p) * p.element_size() for p in trained)
+            found, fix = f"'{optimizer}' is not known", "pass the optimizer itself"
+            raise PlanError(Problem("optimizer", found, listing([*STATES]), nearest(word, STATES), fix=fix))
+        return STATES[word] * sum(part.numel() * part.element_size() for part in parts)
     if not isinstance(optimizer, torch.optim.Optimizer):
         found = f"a {type(optimizer).__name__} is not an optimizer"
         raise PlanError(Problem("optimizer", found, f"{listing([*STATES])}, or a torch.optim.Optimizer"))
-    parts = Counter(
-        (tuple(part.shape), part.dtype) for parameter in trained for part in tensor_parts(parameter.detach())
+    alike = Counter((tuple(part.shape), part.dtype) for part in parts)
+    return sum(
+        count * max(_state_bytes(optimizer, group, *part) for group in optimizer.param_groups)
+        for part, count in alike.items()
     )
-    return sum(count * _state_bytes(optimizer, *cls) for cls, count in parts.items())
 
 
-def _elements(parameter: nn.Parameter) -> int:
-    """Return the number of elements of a parameter on this rank."""
-    return sum(part.numel() for part in tensor_parts(parameter))
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the bytes of state that such an optimizer holds for one parameter."""
-    mode = fake_mode()
-    most = 0
-    for group in optimizer.param_groups:
-        with mode:
-            parameter = nn.Parameter(torch.empty(shape, dtype=dtype))
-            parameter.grad = torch.empty_like(parameter)
-        same: Any = type(optimizer)
-        accepted = inspect.signature(same).parameters  # a group also holds options that the class has added itself
-        options = {name: value for name, value in group.items() if name in accepted and name != "params"}
-        options |= {name: False for name in ("foreach", "fused") if name in options}  # other kernels, same state
-        try:
-            tried = same([parameter], **options)
-            with contextlib.suppress(DataDependentOutputException):  # for example of a norm; by then the state exists
-                tried.step()
-        except Exception as error:
-            cls = type(optimizer).__name__
-            found = f"a step of {cls} cannot be tried without data: {type(error).__name__}: {error}"
-            fix = f"name one that has as many states ({listing([*STATES])}), or give none and leave room"
-            raise PlanError(Problem("optimizer", found, fix=fix)) from error
-        states = [one for one in tried.state[parameter].values() if isinstance(one, torch.Tensor) and one.dim()]
-        most = max(most, sum(one.numel() * one.element_size() for one in states))
-    return most
+def _state_bytes(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype
+) -> int:
+    """Return the bytes of state that such an optimizer holds for one parameter with the options of ``group``."""
+    with fake_mode():
+        parameter = nn.Parameter(torch.empty(shape, dtype=dtype))
+        parameter.grad = torch.empty_like(parameter)
+    same: Any = type(optimizer)
+    accepted = inspect.signature(same).parameters  # a group also holds options that the class has added itself
+    options = {name: value for name, value in group.items() if name in accepted and name != "params"}
+    options |= {name: False for name in ("foreach", "fused") if name in options}  # other kernels, same state
+    try:
+        tried = same([parameter], **options)
+        with contextlib.suppress(DataDependentOutputException):  # for example of a norm; by then the state exists
+            tried.step()
+    except Exception as error:
+        found = f"a step of {same.__name__} cannot be tried without data: {type(error).__name__}: {error}"
+        fix = f"name one that has as many states ({listing([*STATES])}), or give none and leave room"
+        raise PlanError(Problem("optimizer", found, fix=fix)) from error
+    states = (one for one in tried.state[parameter].values() if isinstance(one, torch.Tensor) and one.dim())
+    return sum(one.numel() * one.element_size() for one in states)

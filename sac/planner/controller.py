@@ -245,9 +245,15 @@ class Controller(BudgetRegions):
     def _start(self, inputs: Any, shapes: Shapes) -> None:
         self._versions = self._versions_now()
         if not self._hooks:  # some trainers run forward and backward inside of the optimizer's step
+            mine = weakref.ref(self)
+
+            def steps(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+                controller = mine()
+                if controller is not None:
+                    controller._optimizer_steps(optimizer)
+
             self._hooks = [
-                register(self._optimizer_steps)
-                for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+                register(steps) for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
             ]
         self.observation = Observation(self._meter, self._live(inputs), self._gradients, shapes, self._lost)
 
@@ -256,7 +262,7 @@ class Controller(BudgetRegions):
         if self._has_forward and not self.is_in_forward and self._meter.is_here():
             self.stop()
 
-    def _optimizer_steps(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         mine = {id(parameter) for parameter in self.model.parameters()}
         if not any(id(one) in mine for group in optimizer.param_groups for one in group["params"]):
             return

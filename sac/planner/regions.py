@@ -171,7 +171,10 @@ class BudgetRegions:
         resolved = usable_policy(planned.policy)
         for block, group in groups_of(resolved, [one.block for one in forwards.values()], "selective"):
             forward, region = forwards[block.path], Region(group, block.path)
-            forward.planned = forward.full if block.path in planned.full else region
+            forward.planned = region
+            if block.path in planned.full:
+                forward.planned = forward.full
+                forward.full.group.give_up("it is not planned", block.path)
             forward.is_plain = block.path in planned.plain
             if forward.is_plain:
                 rules = [one.index for one in group.table.rules]

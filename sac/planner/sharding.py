@@ -24,14 +24,11 @@ def fake_ranks(count: int) -> Iterator[None]:
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 2:
         raise PlanError(Problem("ranks", f"{count!r} ranks to shard over", "2, 3, 4, …"))
-    if not dist.is_available():
-        raise PlanError(Problem("ranks", "this build of torch has no torch.distributed"))
+    store = silent_store() if dist.is_available() else None
+    if store is None:
+        raise PlanError(Problem("ranks", "this build of torch has no process group that sends nothing", "torch 2.11"))
     if dist.is_initialized():
         raise _needs_silence()
-    store = silent_store()
-    if store is None:
-        found = "this build of torch has no process group that sends nothing"
-        raise PlanError(Problem("ranks", found, "torch 2.11 to 2.13"))
     dist.init_process_group("fake", store=store, rank=0, world_size=count)
     try:
         yield
@@ -53,18 +50,16 @@ def refuse_senders() -> None:
 def fsdp_over(count: int) -> Callable[[nn.Module], None]:
     """Return a function that shards a model by FSDP2 over ``count`` ranks: one unit per block, and one for the rest.
 
-    Pass it as ``parallelize`` to ``prepare``, within ``fake_ranks(count)``.
+    Pass it as ``parallelize`` to ``sac.plan``, within ``fake_ranks(count)``.
     """
 
     def parallelize(model: nn.Module) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        device: Any = next(model.parameters()).device.type
-        mesh = init_device_mesh(device, (count,))
-        for block in find_blocks(model):
-            fully_shard(block.module, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        mesh = init_device_mesh(next(model.parameters()).device.type, (count,))
+        for module in (*(block.module for block in find_blocks(model)), model):
+            fully_shard(module, mesh=mesh)
 
     return parallelize
 
@@ -89,11 +84,3 @@ def _chunks(whole: Tensor, count: int, dim: int = 0) -> tuple[Tensor, ...]:
     full, rest = divmod(length, size)
     last = (whole.narrow(dim, length - rest, rest),) if rest else ()
     return (whole.narrow(dim, 0, size),) * full + last
-
-
-def shard_again(model: nn.Module) -> None:
-    """Make FSDP2 free the gathered parameters after a forward without a backward."""
-    for module in model.modules():
-        unit: Any = module
-        if hasattr(unit, "set_reshard_after_forward"):  # an FSDPModule; importing that class takes a second
-            unit.reshard()

@@ -17,6 +17,6 @@ def test_the_snippet_of_the_page(tmp_path, monkeypatch, capsys):
     exec(compile(snippet, "docs/api.md", "exec"), names)
     assert sac.load_policy("./planned.yaml") == names["policy"]
     shown = capsys.readouterr().out
-    assert "  every 2nd layer full  " in shown
+    assert "  selective  " in shown
     assert "Model under planned\n" in shown
     assert [line.split()[0] for line in shown.splitlines() if "×" in line] == ["none", "full", "selective", "planned"]
