@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module, resources
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -26,6 +25,8 @@ from sac.tools.parser import FORMS
 
 Inputs: TypeAlias = "tuple[Any, ...] | Mapping[str, Any]"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+OWN_MODEL = "write a function that returns (model, inputs) and name it as package.module:function"
+_SIDE = 224  # pixels, for models that take pictures of any size
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,57 +66,61 @@ class BuiltModel:
 
 # -- The inputs of each training step for a Hugging Face model: bytes of a text, or seeded random numbers
 
-OWN_MODEL = "write a function that returns (model, inputs) and name it as package.module:function"
-
 
 def batches_of(
     model: nn.Module, scale: Scale, *, text_path: str | None, seed: int
-) -> Callable[[int], Mapping[str, Tensor]]:
+) -> Callable[[int], Mapping[str, Any]]:
     """Return a function from step to the keyword inputs of ``model``, including labels if it takes any."""
-    name = _main_input(type(model))
-    if name == "input_ids":
-        tokens_of_step = _text_tokens(text_path, scale) if text_path else _random_tokens(model, scale, seed)
-        return lambda step: {
-            **_with_labels(model, "input_ids", tokens_of_step(step), seed + step),
-            **_pictures_too(model, scale, seed + step),
-        }
-    make = _VALUES[name]
-    return lambda step: _with_labels(model, name, make(model.config, scale, seed + step), seed + step)
+    name, config, accepted = _main_input(type(model)), model.config, inspect.signature(model.forward).parameters
+    text = torch.tensor(list(read_text(text_path, scale)) if text_path else [], dtype=torch.long)
+    rows = text[: len(text) // scale.seq * scale.seq].view(-1, scale.seq)
+
+    def inputs_of_step(step: int) -> Mapping[str, Any]:
+        random = torch.Generator().manual_seed(seed + step)
+        if name == "pixel_values":
+            main = _pixels(config, scale, random)
+        elif text_path:
+            main = rows[torch.arange(step * scale.batch, (step + 1) * scale.batch) % len(rows)]
+        else:
+            main = torch.randint(0, _vocab(config), (scale.batch, scale.seq), generator=random)
+        inputs: dict[str, Any] = {name: main}
+        class_name = type(model).__name__
+        if "labels" in accepted and "Classification" in class_name:
+            classes: Any = config.num_labels  # type: ignore[union-attr]
+            shape = tuple(main.shape[:2]) if "Token" in class_name else (len(main),)
+            inputs["labels"] = torch.randint(0, classes, shape, generator=random)
+        elif "labels" in accepted and name == "input_ids":
+            inputs["labels"] = main
+        if name == "input_ids" and {"return_loss", "pixel_values"} <= accepted.keys():  # compares texts with pictures
+            inputs |= {"pixel_values": _pixels(config, scale, random), "return_loss": True}
+        return inputs
+
+    return inputs_of_step
 
 
 def check_batches(model_class: Any, config: Any, scale: Scale, *, text_path: str | None) -> None:
     """Raise ``ConfigError`` if no batches can be generated for models of this class and config."""
-    name = _main_input(model_class)
-    if name != "input_ids" and name not in _VALUES:
-        raise ConfigError(
-            Problem(
-                "--model",
-                f"no batch can be generated for {model_class.__name__}, which reads '{name}'",
-                f"models that read {listing(['input_ids', *_VALUES])}",
-                fix=OWN_MODEL,
-            )
-        )
-    if name == "input_ids" and not isinstance(_vocab(config), int):
-        found = f"no batch can be generated for {model_class.__name__}: its config does not give the number of tokens"
-        raise ConfigError(Problem("--model", found, "a config with vocab_size", fix=OWN_MODEL))
-    if name == "input_ids":
-        _check_length(model_class, config.get_text_config(), scale.seq)
-    if text_path is None:
+    name, class_name, vocab = _main_input(model_class), model_class.__name__, _vocab(config)
+    if name not in ("input_ids", "pixel_values"):
+        found = f"no batch can be generated for {class_name}, which reads '{name}'"
+        raise ConfigError(Problem("--model", found, "models that read input_ids or pixel_values", fix=OWN_MODEL))
+    if name == "pixel_values":
+        if text_path is not None:
+            raise ConfigError(Problem("--text", f"{class_name} reads '{name}', not tokens", fix="leave it out"))
         return
-    if name != "input_ids":
-        raise ConfigError(Problem("--text", f"{model_class.__name__} reads '{name}', not tokens", fix="leave it out"))
-    if _vocab(config) < 256:
-        raise ConfigError(Problem("--vocab", f"{_vocab(config)} tokens cannot hold the bytes of a text", "256 or more"))
-    read_text(text_path, scale)
-
-
-def _check_length(model_class: Any, config: Any, seq: int) -> None:
-    """Raise ``ConfigError`` for rows that are longer than the model's table of positions; rotary ones have no end."""
-    most = getattr(config, "max_position_embeddings", None)
-    is_rotary = any(hasattr(config, name) for name in ("rope_theta", "rope_parameters", "rope_scaling"))
-    if isinstance(most, int) and seq > most and not is_rotary:
-        found = f"{model_class.__name__} has {most} positions, fewer than a row of {seq} tokens"
+    if not isinstance(vocab, int):
+        found = f"no batch can be generated for {class_name}: its config does not give the number of tokens"
+        raise ConfigError(Problem("--model", found, "a config with vocab_size", fix=OWN_MODEL))
+    text_config = config.get_text_config()
+    most = getattr(text_config, "max_position_embeddings", None)
+    is_rotary = any(hasattr(text_config, one) for one in ("rope_theta", "rope_parameters", "rope_scaling"))
+    if isinstance(most, int) and scale.seq > most and not is_rotary:
+        found = f"{class_name} has {most} positions, fewer than a row of {scale.seq} tokens"
         raise ConfigError(Problem("--seq", found, f"1 to {most}", fix=f"--seq {most}"))
+    if text_path is not None and vocab < 256:
+        raise ConfigError(Problem("--vocab", f"{vocab} tokens cannot hold the bytes of a text", "256 or more"))
+    if text_path is not None:
+        read_text(text_path, scale)
 
 
 def _main_input(model_class: Any) -> str:
@@ -123,11 +128,6 @@ def _main_input(model_class: Any) -> str:
     accepted = inspect.signature(model_class.forward).parameters
     name = str(getattr(model_class, "main_input_name", "input_ids"))
     return "input_ids" if "input_ids" in accepted and "return_loss" in accepted else name
-
-
-def _random_tokens(model: nn.Module, scale: Scale, seed: int) -> Callable[[int], Tensor]:
-    vocab = _vocab(model.config)
-    return lambda step: torch.randint(0, vocab, (scale.batch, scale.seq), generator=_generator(seed + step))
 
 
 def read_text(path: str, scale: Scale) -> bytes:
@@ -142,59 +142,18 @@ def read_text(path: str, scale: Scale) -> bytes:
     return text
 
 
-def _text_tokens(path: str, scale: Scale) -> Callable[[int], Tensor]:
-    tokens = torch.tensor(list(read_text(path, scale)), dtype=torch.long)
-    sequences = tokens[: len(tokens) // scale.seq * scale.seq].view(-1, scale.seq)
-    return lambda step: sequences[torch.arange(step * scale.batch, (step + 1) * scale.batch) % len(sequences)]
-
-
-_SIDE = 224  # pixels, for models that take pictures of any size
-
-
-def _pixels(config: Any, scale: Scale, seed: int) -> Tensor:
+def _pixels(config: Any, scale: Scale, random: torch.Generator) -> Tensor:
     backbone = getattr(config, "backbone_config", None)
     config = getattr(config, "vision_config", config)
     size = getattr(config, "image_size", None) or getattr(backbone, "image_size", None) or _SIDE
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
     channels = getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3
     frames = (config.num_frames,) if isinstance(getattr(config, "num_frames", None), int) else ()  # of a video
-    return _random((scale.batch, *frames, channels, height, width), scale, seed)
-
-
-def _random(shape: tuple[int, ...], scale: Scale, seed: int) -> Tensor:
-    return torch.randn(shape, generator=_generator(seed)).to(DTYPES[scale.dtype])
-
-
-_VALUES: dict[str, Callable[[Any, Scale, int], Tensor]] = {"pixel_values": _pixels}
-
-
-def _pictures_too(model: nn.Module, scale: Scale, seed: int) -> Mapping[str, Any]:
-    """Return the pictures for a model that compares texts with pictures, and the request for its loss."""
-    accepted = inspect.signature(model.forward).parameters
-    if "return_loss" not in accepted or "pixel_values" not in accepted:
-        return {}
-    return {"pixel_values": _pixels(model.config, scale, seed), "return_loss": True}
-
-
-def _with_labels(model: nn.Module, name: str, main: Tensor, seed: int) -> Mapping[str, Tensor]:
-    if "labels" not in inspect.signature(model.forward).parameters:
-        return {name: main}
-    class_name = type(model).__name__
-    if "Classification" in class_name:
-        classes: int = model.config.num_labels  # type: ignore[union-attr, assignment]
-        shape = tuple(main.shape[:2]) if "Token" in class_name else (len(main),)
-        return {name: main, "labels": torch.randint(0, classes, shape, generator=_generator(seed))}
-    if name == "input_ids":
-        return {name: main, "labels": main}
-    return {name: main}
+    return torch.randn((scale.batch, *frames, channels, height, width), generator=random).to(DTYPES[scale.dtype])
 
 
 def _vocab(config: Any) -> Any:
     return getattr(config.get_text_config(), "vocab_size", None)
-
-
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 # -- Models from a Hugging Face config file, scaled to the available hardware, with random weights
@@ -206,23 +165,16 @@ _SUB_CONFIGS = ("text_config", "vision_config", "audio_config", "encoder", "deco
 _TOP = "--model"
 
 
-def build_with_data(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-    """Return the model that ``make`` returns, in ``dtype``."""
-    return make().to(dtype)
-
-
-def build_from_config(
-    path: str, scale: Scale, *, text_path: str | None = None, seed: int = 0, build: Build = build_with_data
-) -> BuiltModel:
+def _from_config(path: str, scale: Scale, *, text_path: str | None, seed: int, build: Build) -> BuiltModel:
     """Build the model that a config.json describes: its ``architectures`` entry, or a causal language model."""
-    made_by, config = class_and_config(path, scale)
-    check_batches(made_by, config, scale, text_path=text_path)
+    model_class, config = class_and_config(path, scale)
+    check_batches(model_class, config, scale, text_path=text_path)
     try:
-        model = build(partial(made_by, config), DTYPES[scale.dtype]).train()
+        model = build(partial(model_class, config), DTYPES[scale.dtype]).train()
     except SacError:
         raise
     except Exception as error:
-        found = f"{path}: {made_by.__name__} cannot be built: {type(error).__name__}: {error}"
+        found = f"{path}: {model_class.__name__} cannot be built: {type(error).__name__}: {error}"
         raise ConfigError(Problem(_TOP, found, fix=OWN_MODEL)) from error
     turn_off_cache(model)  # training does not read it: no mode should pay for it
     inputs_of_step = batches_of(model, scale, text_path=text_path, seed=seed)
@@ -238,7 +190,6 @@ def class_and_config(path: str, scale: Scale) -> tuple[Any, Any]:
     if model_type not in known:
         found = f"{path}: model_type {model_type!r} is unknown to transformers {transformers.__version__}"
         raise ConfigError(Problem(_TOP, found, "a model_type of transformers", nearest(str(model_type), known.keys())))
-    architectures = raw.get("architectures") or []
     try:
         config = transformers.AutoConfig.for_model(model_type, **raw)
     except Exception as error:  # from checks that each config makes in its own way
@@ -247,7 +198,7 @@ def class_and_config(path: str, scale: Scale) -> tuple[Any, Any]:
         raise ConfigError(Problem(_TOP, found, fix=fix)) from error
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # shifted into the labels
-    return _model_class(transformers, architectures, config, path), config
+    return _model_class(transformers, raw.get("architectures") or [], config, path), config
 
 
 def scale_config(raw: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
@@ -264,9 +215,8 @@ def scale_config(raw: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
                 scaled[key] = value[: scale.layers]
     if scale.vocab is not None and "vocab_size" in scaled:
         scaled["vocab_size"] = scale.vocab
-        for key, value in scaled.items():
-            if key.endswith("_token_id"):
-                scaled[key] = _token_below(value, scale.vocab)
+        ids = {key: value for key, value in scaled.items() if key.endswith("_token_id")}
+        scaled |= {key: _token_below(value, scale.vocab) for key, value in ids.items()}
     for key in _SUB_CONFIGS:
         if isinstance(scaled.get(key), Mapping):
             scaled[key] = scale_config(scaled[key], scale)
@@ -292,19 +242,19 @@ def _read_config(path: str) -> dict[str, Any]:
 
 
 def _model_class(transformers: Any, architectures: list[str], config: Any, path: str) -> Any:
-    if not architectures:
-        for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING):
-            if type(config) in mapping:
-                found = mapping[type(config)]
-                return found[0] if isinstance(found, tuple) else found
-        problem = f"{path} names no architecture, and transformers has no default one for {type(config).__name__}"
-        raise ConfigError(Problem(_TOP, problem, fix='add "architectures": ["…"] to the file'))
-    found = getattr(transformers, architectures[0], None)
-    if found is None:
+    if architectures:
+        found = getattr(transformers, architectures[0], None)
+        if found is not None:
+            return found
         problem = f"{path}: transformers {transformers.__version__} has no class {architectures[0]!r}"
         legal = [name for name in dir(transformers) if name.startswith(type(config).__name__.removesuffix("Config"))]
         raise ConfigError(Problem(_TOP, problem, listing(legal), nearest(architectures[0], legal)))
-    return found
+    for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING):
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    problem = f"{path} names no architecture, and transformers has no default one for {type(config).__name__}"
+    raise ConfigError(Problem(_TOP, problem, fix='add "architectures": ["…"] to the file'))
 
 
 # -- A model named on the command line: ``hf:CONFIG.json`` or ``package.module:function``
@@ -320,25 +270,38 @@ def load_model(
     data. Raises ``ConfigError`` if the spec, the file or the function that it names cannot be used.
     """
     torch.manual_seed(seed)
-    form, _, rest = spec.partition(":")
-    if form == "hf" and rest:
-        return build_from_config(
-            config_path(rest), scale, text_path=text_path, seed=seed, build=build or build_with_data
-        )
-    if form and rest and "/" not in spec:
-        return _build_by_function(spec, form, rest, scale)
-    raise _no_spec(spec)
+    found = _parsed(spec)
+    if isinstance(found, str):
+        with_data: Build = build or (lambda make, dtype: make().to(dtype))
+        return _from_config(found, scale, text_path=text_path, seed=seed, build=with_data)
+    accepted = inspect.signature(found).parameters
+    built = found(**{name: value for name, value in asdict(scale).items() if name in accepted and value is not None})
+    model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+    if not isinstance(model, nn.Module) or not isinstance(inputs, (tuple, Mapping)):
+        legal = "(model, inputs), where inputs is a tuple for model(*inputs) or a dict for model(**inputs)"
+        raise ConfigError(Problem(_TOP, f"{spec} returned {type(built).__name__}", legal))
+    return BuiltModel(model.train(), lambda step: inputs, spec)
 
 
 def check_spec(spec: str, scale: Scale, *, text_path: str | None = None) -> None:
     """Raise ``ConfigError`` if ``spec`` names no model that can be built at this scale; nothing is built."""
+    found = _parsed(spec)
+    if isinstance(found, str):
+        check_batches(*class_and_config(found, scale), scale, text_path=text_path)
+
+
+def _parsed(spec: str) -> str | Callable[..., Any]:
+    """Return the path of a config file, or a function; raises ``ConfigError`` for anything else."""
     form, _, rest = spec.partition(":")
     if form == "hf" and rest:
-        check_batches(*class_and_config(config_path(rest), scale), scale, text_path=text_path)
-    elif form and rest and "/" not in spec:
-        inspect.signature(_function(spec, form, rest))
-    else:
-        raise _no_spec(spec)
+        return config_path(rest)
+    if form and rest and "/" not in spec:
+        return _function(spec, form, rest)
+    hint = f"hf:{spec.lower()}" if spec.lower() in _shipped_configs() else f"hf:{spec}" * spec.endswith(".json")
+    file, is_file, function = spec.partition(".py:")
+    if is_file:
+        hint = f"{file.replace(os.sep, '.').lstrip('.')}:{function}"
+    raise ConfigError(Problem(_TOP, f"'{spec}' is not a model spec", FORMS, hint))
 
 
 def config_path(text: str) -> str:
@@ -362,58 +325,16 @@ def _shipped_configs() -> dict[str, str]:
     return {path.stem: str(path) for path in sorted(folder.glob("*.json"))}
 
 
-def _no_spec(spec: str) -> ConfigError:
-    hint = (
-        f"hf:{spec.lower()}" if spec.lower() in _shipped_configs() else f"hf:{spec}" if spec.endswith(".json") else ""
-    )
-    file, is_file, function = spec.partition(".py:")
-    if is_file:
-        hint = f"{file.replace(os.sep, '.').lstrip('.')}:{function}"
-    return ConfigError(Problem("--model", f"'{spec}' is not a model spec", FORMS, hint))
-
-
-def _build_by_function(spec: str, module_name: str, function_name: str, scale: Scale) -> BuiltModel:
-    function = _function(spec, module_name, function_name)
-    accepted = inspect.signature(function).parameters
-    built = function(**{name: value for name, value in asdict(scale).items() if name in accepted and value is not None})
-    model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
-    if not isinstance(model, nn.Module) or not isinstance(inputs, (tuple, Mapping)):
-        raise ConfigError(
-            Problem(
-                "--model",
-                f"{spec} returned {_shape_of(built)}",
-                "(model, inputs), where inputs is a tuple for model(*inputs) or a dict for model(**inputs)",
-            )
-        )
-    return BuiltModel(model.train(), lambda step: inputs, spec)
-
-
 def _function(spec: str, module_name: str, function_name: str) -> Callable[..., Any]:
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
         fix = "run where the module can be imported, or put its folder on PYTHONPATH"
-        raise ConfigError(Problem("--model", f"'{spec}': no module named '{error.name}'", fix=fix)) from error
+        raise ConfigError(Problem(_TOP, f"'{spec}': no module named '{error.name}'", fix=fix)) from error
     function = getattr(module, function_name, None)
-    if not callable(function):
-        found = f"'{spec}': module '{module_name}' has no function '{function_name}'"
-        functions = _public_functions(module)
-        raise ConfigError(Problem("--model", found, listing(functions), nearest(function_name, functions)))
-    return function  # type: ignore[no-any-return]
-
-
-def _public_functions(module: ModuleType) -> list[str]:
-    """Return the names in a module's ``__all__``, else those of the functions that it defines itself for others."""
-    named = getattr(module, "__all__", None)
-    return [
-        name
-        for name, value in vars(module).items()
-        if inspect.isfunction(value)
-        and (name in named if named is not None else value.__module__ == module.__name__ and not name.startswith("_"))
-    ]
-
-
-def _shape_of(value: object) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(type(part).__name__ for part in value)})"
-    return type(value).__name__
+    if callable(function):
+        return function  # type: ignore[no-any-return]
+    found = f"'{spec}': module '{module_name}' has no function '{function_name}'"
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
+    public = [name for name in own if not name.startswith("_") and inspect.isfunction(getattr(module, name))]
+    raise ConfigError(Problem(_TOP, found, listing(public), nearest(function_name, public)))
