@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from sac.checkpointing import run_with
-from sac.compat.keywords import Keyword, options_of, raise_if
+from sac.compat.keywords import raise_if
 from sac.compat.output_discarding import Discardable, discard, lent_inputs, run_discardable
 from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
 from sac.engine.compiled import run_in_eager
@@ -43,7 +44,7 @@ class CudaRNGStatesTracker(RngTracker):
 
     def __init__(self, use_cudagraphable_rng: bool = False, is_inference_rng_tracker: bool = False) -> None:
         _refuse(
-            "megatron.CudaRNGStatesTracker",
+            "CudaRNGStatesTracker",
             use_cudagraphable_rng=use_cudagraphable_rng,
             is_inference_rng_tracker=is_inference_rng_tracker,
         )
@@ -57,9 +58,8 @@ class CudaRNGStatesTracker(RngTracker):
 class _Job:
     """The settings of this process, which Megatron keeps in globals."""
 
-    def __init__(self) -> None:
-        self.group: Any = None
-        self.tracker: CudaRNGStatesTracker | None = None
+    group: Any = None
+    tracker: CudaRNGStatesTracker | None = None
 
 
 _job = _Job()
@@ -74,20 +74,18 @@ def set_tensor_model_parallel_group(group: Any) -> None:
     _job.group = group
 
 
-def tensor_model_parallel_group(where: str) -> Any:
+def _tensor_model_parallel_group() -> Any:
     """Return the group that was set, or Megatron's; raises ``ConfigError`` if there is neither."""
-    if _job.group is not None:
-        return _job.group
-    found = _ask_parallel_state("get_tensor_model_parallel_group")
-    if found is None:
-        raise ConfigError(
-            Problem(
-                f"{where}.distribute_saved_activations",
-                "there is no tensor-parallel group to scatter over",
-                fix="call set_tensor_model_parallel_group(group), or initialise megatron.core.parallel_state",
-            )
-        )
-    return found
+    state = sys.modules.get("megatron.core.parallel_state")
+    group = _job.group
+    if group is None and state is not None:
+        with suppress(AssertionError):  # raised if nothing was initialised
+            group = state.get_tensor_model_parallel_group()
+    if group is None:
+        found = "there is no tensor-parallel group to scatter over"
+        fix = "call set_tensor_model_parallel_group(group), or initialise megatron.core.parallel_state"
+        raise ConfigError(Problem(f"{_NAME}.distribute_saved_activations", found, fix=fix))
+    return group
 
 
 def get_cuda_rng_tracker(
@@ -101,7 +99,7 @@ def get_cuda_rng_tracker(
     if theirs is not None:
         return theirs.get_cuda_rng_tracker(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
     _refuse(
-        "megatron.get_cuda_rng_tracker",
+        "get_cuda_rng_tracker",
         use_te_rng_tracker=use_te_rng_tracker,
         inference_rng_tracker=inference_rng_tracker,
         use_cudagraphable_rng=use_cudagraphable_rng,
@@ -128,42 +126,25 @@ def model_parallel_cuda_manual_seed(
 
     Raises ``ConfigError`` if no rank is known, or without Megatron if another type of tracker is requested.
     """
+    flags = (te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
     theirs = sys.modules.get("megatron.core.tensor_parallel.random")
     if theirs is not None:
-        theirs.model_parallel_cuda_manual_seed(
-            seed,
-            te_rng_tracker,
-            inference_rng_tracker,
-            use_cudagraphable_rng,
-            tp_rank=tp_rank,
-            ep_rank=ep_rank,
-            etp_rank=etp_rank,
-            force_reset_rng=force_reset_rng,
-        )
+        ranks = {"tp_rank": tp_rank, "ep_rank": ep_rank, "etp_rank": etp_rank}
+        theirs.model_parallel_cuda_manual_seed(seed, *flags, **ranks, force_reset_rng=force_reset_rng)
         return
-    where = "megatron.model_parallel_cuda_manual_seed"
+    where = "model_parallel_cuda_manual_seed"
     if tp_rank is None:
         if _job.group is None:
+            found = "the rank in the tensor-parallel group is not known"
             fix = "pass tp_rank=, or call set_tensor_model_parallel_group(group) first"
-            raise ConfigError(
-                Problem(f"{where}.tp_rank", "the rank in the tensor-parallel group is not known", fix=fix)
-            )
+            raise ConfigError(Problem(f"megatron.{where}.tp_rank", found, fix=fix))
         tp_rank = dist.get_rank(process_group(_job.group))
-    _refuse(
-        where,
-        te_rng_tracker=te_rng_tracker,
-        inference_rng_tracker=inference_rng_tracker,
-        use_cudagraphable_rng=use_cudagraphable_rng,
-    )
+    names = ("te_rng_tracker", "inference_rng_tracker", "use_cudagraphable_rng")
+    _refuse(where, **dict(zip(names, flags, strict=True)))
     if force_reset_rng:
         _job.tracker = None
-    seed_model_parallel(
-        seed,
-        tp_rank,
-        ep_rank if ep_rank is not None else 0,
-        etp_rank if etp_rank is not None else tp_rank,
-        tracker=get_cuda_rng_tracker(),
-    )
+    etp_rank = etp_rank if etp_rank is not None else tp_rank
+    seed_model_parallel(seed, tp_rank, ep_rank or 0, etp_rank, tracker=get_cuda_rng_tracker())
 
 
 def get_data_parallel_rng_tracker_name() -> str:
@@ -176,24 +157,10 @@ def get_expert_parallel_rng_tracker_name() -> str:
     return EXPERT_PARALLEL
 
 
-def _ask_parallel_state(question: str) -> Any:
-    """Return the answer of ``megatron.core.parallel_state``; None if it is not loaded or not initialised."""
-    state = sys.modules.get("megatron.core.parallel_state")
-    try:
-        return getattr(state, question)() if state is not None else None
-    except AssertionError:  # raised if nothing was initialised
-        return None
-
-
 def _refuse(where: str, **flags: bool) -> None:
-    raise_if(options_of(flags, dict.fromkeys(flags, Keyword(read=_read_tracker_flag)), where)[1])
-
-
-def _read_tracker_flag(value: bool, place: str) -> bool:
-    if value:
-        fix = f"leave {place.rpartition('.')[2]} out, or import megatron"
-        raise ConfigError(Problem(place, "this type of tracker belongs to Megatron", fix=fix))
-    return value
+    found = "this type of tracker belongs to Megatron"
+    wrong = [name for name, value in flags.items() if value]
+    raise_if([Problem(f"megatron.{where}.{one}", found, fix=f"leave {one} out, or import megatron") for one in wrong])
 
 
 # -- Megatron-Core's ``CheckpointWithoutOutput``: regions whose outputs are released until backward
@@ -316,9 +283,7 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool 
     Raises ``ConfigError`` if there is no group to scatter over, and for FP8 in a version of TransformerEngine whose
     state cannot be restored; ``RegionError`` in backward as ``sac.checkpoint`` does.
     """
-    if distribute_saved_activations is None:
-        distribute_saved_activations = False
-    if not isinstance(distribute_saved_activations, bool):
+    if not isinstance(distribute_saved_activations, bool | None):
         found = f"a {type(distribute_saved_activations).__name__} is not true or false"
         fix = "call checkpoint(function, distribute_saved_activations, *args)"
         raise ConfigError(Problem(f"{_NAME}.distribute_saved_activations", found, "true, false", fix=fix))
@@ -326,8 +291,8 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool 
         return function(*args)
     check_fp8(_NAME)
     options = CallOptions(
-        distribute_saved_activations=distribute_saved_activations,
-        tp_group=tensor_model_parallel_group(_NAME) if distribute_saved_activations else None,
+        distribute_saved_activations=bool(distribute_saved_activations),
+        tp_group=_tensor_model_parallel_group() if distribute_saved_activations else None,
         get_rng_state_tracker=get_cuda_rng_tracker,
     )
     settings = settings_of(DEFAULT_CONFIG, options, _NAME)

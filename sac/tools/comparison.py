@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from math import isnan
 from statistics import median
@@ -75,19 +75,11 @@ class ModeResult:
         """Return the row's numbers for JSON."""
         if self.error:
             return {"mode": self.mode, "error": self.error}
+        found = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("error", "memory")}
+        report = None if self.report is None else self.report.to_dict()
         return {
-            "mode": self.mode,
-            "kept_bytes": self.kept_bytes,
-            "region_kept_bytes": dict(self.region_kept_bytes),
-            "peak_bytes": self.peak_bytes,
-            "step_flops": self.step_flops,
-            "recompute_flops": self.recompute_flops,
-            "median_step_ms": self.median_step_ms,
-            "step_ms": list(self.step_ms),
-            "losses": list(self.losses),
-            "max_gradient_difference": self.max_gradient_difference,
-            "report": None if self.report is None else self.report.to_dict(),
-        }
+            **found, "peak_bytes": self.peak_bytes, "median_step_ms": self.median_step_ms, "report": report,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -269,20 +261,14 @@ class ModeRun:
     def __init__(
         self, mode: str, value: Any, model: nn.Module, inputs_of_step: Callable[[int], Inputs], training: Training
     ) -> None:
-        self.mode = mode
-        self._value = value
-        self.error = ""
-        self.step_flops = 0
+        self.mode, self.error = mode, ""
+        self._value, self._inputs_of_step, self._training = value, inputs_of_step, training
         self._model: nn.Module | None = model
-        self._inputs_of_step = inputs_of_step
-        self._training = training
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer: torch.optim.Optimizer = OPTIMIZERS[training.optimizer](trained, lr=training.learning_rate)
         self._step_ms: list[float] = []
         self._losses: list[float] = []
-        self._max_difference: float | None = None
-        self._memory: MemoryTimeline | None = None
-        self._region_kept_bytes: dict[str, int] = {}
+        self._figures: dict[str, Any] = {}  # fields of ModeResult
 
     def attempt(self, part: Callable[[], None]) -> None:
         """Run a part of the measurement unless an earlier part failed; an error of sac becomes the row's text."""
@@ -302,25 +288,26 @@ class ModeRun:
     def train_step(self, step: int, reference: dict[str, Tensor] | None) -> None:
         """Train one step; with ``reference``, compare the gradients to it, or fill it if it is empty."""
         inputs = self._inputs(step)
-        self._synchronize()
-        started = time.perf_counter()
+        started = self._now()
         loss = self._forward_backward(inputs)
-        self._synchronize()
-        backward_s = time.perf_counter() - started
-        if reference is not None:
-            self._compare_gradients(reference)
-        started = time.perf_counter()
+        backward_s = self._now() - started
+        gradients = {name: p.grad for name, p in self._live_model.named_parameters() if p.grad is not None}
+        if reference is not None and self.mode == NONE:
+            reference.update(gradients)
+        if reference:  # empty when `none` itself did not fit into memory
+            self._figures["max_gradient_difference"] = largest_difference(reference, gradients)
+        del gradients
+        started = self._now()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        self._synchronize()
         if step > 0:
-            self._step_ms.append((backward_s + time.perf_counter() - started) * 1e3)
+            self._step_ms.append((backward_s + self._now() - started) * 1e3)
         self._losses.append(loss)
 
     def count_flops(self) -> None:
         """Count one forward and backward; its gradients stay for ``measure_memory``."""
         inputs = self._inputs(self._training.steps)
-        self.step_flops = count_flops(partial(self._forward_backward, inputs))
+        self._figures["step_flops"] = count_flops(partial(self._forward_backward, inputs))
 
     def measure_memory(self) -> None:
         """Measure one forward and backward with the profiler, with marks around each block.
@@ -329,35 +316,30 @@ class ModeRun:
         backward allocates would hide the activations.
         """
         inputs = self._inputs(self._training.steps)
-        blocks = blocks_of(self._live_model)
+        blocks = {node.path: node.module for stack in find_stacks(self._live_model) for node in stack.nodes}
         with ExitStack() as hooks:
             for path, block in blocks.items():
-                hooks.callback(block.register_forward_pre_hook(partial(_mark_entry, path)).remove)
-                hooks.callback(block.register_forward_hook(partial(_mark_exit, path)).remove)
-            self._memory = measure_memory(partial(self._forward_backward, inputs), self._training.device)
-        marks = self._memory.marks
+                hooks.callback(block.register_forward_pre_hook(partial(_mark, f"in {path}")).remove)
+                hooks.callback(block.register_forward_hook(partial(_mark, f"out {path}")).remove)
+            memory = measure_memory(partial(self._forward_backward, inputs), self._training.device)
+        kept = {}
         for path in blocks:
-            entries, exits = marks.get(f"in {path}", ()), marks.get(f"out {path}", ())
-            self._region_kept_bytes[path] = sum(
-                after - before for (_, before), (_, after) in zip(entries, exits, strict=True)
-            )
+            passes = zip(memory.marks.get(f"in {path}", ()), memory.marks.get(f"out {path}", ()), strict=True)
+            kept[path] = sum(after - before for (_, before), (_, after) in passes)
+        self._figures |= {"memory": memory, "kept_bytes": memory.at("forward"), "region_kept_bytes": kept}
         self._optimizer.zero_grad(set_to_none=True)
 
     def result(self, baseline_flops: int | None) -> ModeResult:
         """Return the finished row."""
-        if self.error or self._memory is None:
+        if self.error:
             return ModeResult(self.mode, error=self.error)
         return ModeResult(
-            mode=self.mode,
-            memory=self._memory,
-            kept_bytes=self._memory.at("forward"),
-            region_kept_bytes=self._region_kept_bytes,
-            step_flops=self.step_flops,
-            recompute_flops=None if baseline_flops is None else self.step_flops - baseline_flops,
+            self.mode,
+            recompute_flops=None if baseline_flops is None else self._figures["step_flops"] - baseline_flops,
             step_ms=tuple(self._step_ms),
             losses=tuple(self._losses),
-            max_gradient_difference=self._max_difference,
             report=None if self.mode == NONE else report(self._live_model),
+            **self._figures,
         )
 
     @property
@@ -372,17 +354,10 @@ class ModeRun:
         torch.manual_seed(self._training.seed + step)  # dropout draws the same numbers in every mode
         return inputs_on(self._training.device, self._inputs_of_step(step))
 
-    def _compare_gradients(self, reference: dict[str, Tensor]) -> None:
-        gradients = {name: p.grad for name, p in self._live_model.named_parameters() if p.grad is not None}
-        if self.mode == NONE:
-            reference.update(gradients)
-            self._max_difference = 0.0
-        elif reference:  # empty when `none` itself did not fit into memory
-            self._max_difference = largest_difference(reference, gradients)
-
-    def _synchronize(self) -> None:
+    def _now(self) -> float:
         if self._training.device.startswith("cuda"):
             torch.cuda.synchronize(self._training.device)
+        return time.perf_counter()
 
 
 def largest_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
@@ -394,17 +369,8 @@ def largest_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tenso
     return float("nan") if any(map(isnan, differences)) else max(differences, default=0.0)
 
 
-def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks around which kept bytes are measured: the same for all modes, whatever their regions are."""
-    return {node.path: node.module for stack in find_stacks(model) for node in stack.nodes}
-
-
-def _mark_entry(path: str, *_: object) -> None:
-    mark(f"in {path}")
-
-
-def _mark_exit(path: str, *_: object) -> None:
-    mark(f"out {path}")
+def _mark(label: str, *_: object) -> None:
+    mark(label)
 
 
 # -- Training copies of one model side by side, one per mode, and measuring what each costs
@@ -439,36 +405,26 @@ def compare(
         for (label, value), copy in zip(values.items(), copies, strict=True)
     ]
     del copies
-    advance = _counted(progress, len(runs) * (training.steps + 2))
+    total, done = len(runs) * (training.steps + 2), iter(range(len(runs) * (training.steps + 2)))
+
+    def attempt(run: ModeRun, label: str, part: Callable[[], None]) -> None:
+        if progress is not None:
+            progress(next(done), total, f"{run.mode}: {label}")
+        run.attempt(part)
+
     for run in runs[1:]:
         run.attempt(run.apply)
-    _train(runs, training.steps, advance)
+    reference: dict[str, Tensor] = {}
+    for step in range(training.steps):
+        turn = step % len(runs)  # each round starts with another mode; the first, whose gradients count, with `none`
+        for run in runs[turn:] + runs[:turn]:
+            attempt(run, f"step {step + 1}", partial(run.train_step, step, None if step else reference))
+        reference = {}
     for run in runs:
-        advance(f"{run.mode}: FLOPs")
-        run.attempt(run.count_flops)
-        advance(f"{run.mode}: memory")
-        run.attempt(run.measure_memory)
-    baseline_flops = None if runs[0].error else runs[0].step_flops
-    rows = tuple(run.result(baseline_flops) for run in runs)
+        attempt(run, "FLOPs", run.count_flops)
+        attempt(run, "memory", run.measure_memory)
+    first = runs[0].result(None)
+    rows = tuple(run.result(None if first.error else first.step_flops) for run in runs)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     device = torch.cuda.get_device_name(training.device) if training.device.startswith("cuda") else "cpu"
     return Comparison(built.name, parameters, device, torch.__version__, training.steps, rows)
-
-
-def _counted(progress: Progress | None, total: int) -> Callable[[str], None]:
-    done = iter(range(total + 1))
-
-    def advance(label: str) -> None:
-        if progress is not None:
-            progress(next(done), total, label)
-
-    return advance
-
-
-def _train(runs: list[ModeRun], steps: int, advance: Callable[[str], None]) -> None:
-    for step in range(steps):
-        reference: dict[str, Tensor] = {}
-        turn = step % len(runs)  # each round starts with another mode; the first, whose gradients count, with `none`
-        for run in runs[turn:] + runs[:turn]:
-            advance(f"{run.mode}: step {step + 1}")
-            run.attempt(partial(run.train_step, step, reference if step == 0 else None))
