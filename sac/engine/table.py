@@ -56,6 +56,13 @@ class ResolvedRule:
         """Whether every match is saved, on the device or the host."""
         return self.saves and self.rule.do != ALTERNATE
 
+    def matches_unit(self, function: str, unit: str = "") -> bool:
+        """Return whether the rule names a unit: by ``function:``, ``unit:`` or ``*``, or a Function by a save-set.
+
+        ``function`` is the qualified name of the class, ``unit`` the name under ``sac.unit``, empty if there is none.
+        """
+        return self.rule.matches_unit(function, unit) or self.matcher.matches_unit(function, unit)
+
     def names(self, op: Any) -> bool:
         """Return whether the rule names ``op`` itself or through a set, and not only by a glob."""
         return self.matcher.names(op)

@@ -11,6 +11,7 @@ from sac.errors import listing, nearest
 from sac.ops.facts import traits_of
 from sac.ops.registry import NamePattern, Registry, dotted, find_op, find_ops, is_glob, op_name, read_registry
 from sac.ops.save_sets import BACKWARD_MARKS, SAVE_SETS
+from sac.policy.patterns import fits_name
 
 # -- Problems of op names
 
@@ -173,13 +174,19 @@ class OpMatcher:
 
     Matching compares strings, so callers cache the answer per op. With ``for_saving``, an op that can never be saved
     never matches. ``missing`` holds the names and set entries without a registered op; ``problems`` the names that are
-    errors.
+    errors; ``functions`` the autograd Functions of its save-sets.
     """
 
     entries: tuple[MatcherEntry, ...]
     for_saving: bool
     missing: tuple[str, ...] = ()
     problems: tuple[NameProblem, ...] = ()
+    functions: tuple[str, ...] = ()
+
+    def matches_unit(self, function: str, unit: str = "") -> bool:
+        """Return whether ``*`` is named, or a save-set with the Function whose class has this qualified name."""
+        everything = any(entry.pattern.text == "*" for entry in self.entries)
+        return everything or (not unit and any(fits_name(pattern, function) for pattern in self.functions))
 
     def matches(self, op: Any) -> bool:
         """Return whether ``op`` matches, at least for the calls that meet the condition of ``conditional``."""
@@ -233,7 +240,10 @@ def resolve_ops(
             problems += _when(unknown_name(index, text, registry, set_names(extra_sets)))
         elif for_saving:
             problems += _when(unsavable_name(index, text, registry))
-    return OpMatcher(tuple(dict.fromkeys(entries)), for_saving, tuple(dict.fromkeys(missing)), tuple(problems))
+    sets = dict.fromkeys(entry.from_set for entry in entries if entry.from_set in SAVE_SETS)
+    functions = tuple(pattern for name in sets for pattern in SAVE_SETS[name].functions)
+    unique = tuple(dict.fromkeys(entries)), for_saving, tuple(dict.fromkeys(missing))
+    return OpMatcher(*unique, tuple(problems), functions)
 
 
 def set_names(extra_sets: Mapping[str, Sequence[str]] = _NO_SETS) -> tuple[str, ...]:

@@ -92,11 +92,16 @@ class SetEntry:
 
 @dataclass(frozen=True, slots=True)
 class SaveSet:
-    """A named set of ops; ``doc`` says in one sentence which."""
+    """A named set of ops; ``doc`` says in one sentence which.
+
+    ``functions``: autograd Functions that do the same in a kernel of their own, by the bare or qualified name of their
+    class, with globs.
+    """
 
     name: str
     doc: str
     entries: tuple[SetEntry, ...]
+    functions: tuple[str, ...] = ()
 
 
 def _entries(namespace: str, names: str) -> tuple[SetEntry, ...]:
@@ -105,6 +110,10 @@ def _entries(namespace: str, names: str) -> tuple[SetEntry, ...]:
 
 def _names(names: str) -> tuple[SetEntry, ...]:
     return tuple(SetEntry(name) for name in names.split())
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
 
 
 def _some_calls(name: str, condition: str) -> tuple[SetEntry, ...]:
@@ -128,6 +137,7 @@ _ATTENTION = SaveSet(
         *flash_attn*.*fwd* *flash_attn*.*forward* _vllm_fa*.*fwd* xformers*.*fwd* xformers*.*forward*
         mslk*.*flash*fwd* sageattention*.*attn* aiter.*mha*fwd* npu.npu_fusion_attention*""",
     ),
+    _words("*FlashAttn*Func FusedAttnFunc* AttnFuncWithCP* xformers.ops.fmha.*"),
 )
 
 _MATMUL = SaveSet(
@@ -142,6 +152,10 @@ _MATMUL = SaveSet(
         """mkldnn._linear_pointwise mkl._mkl_linear
         symm_mem.fused_all_gather_matmul symm_mem.fused_matmul_reduce_scatter""",
     ),
+    _words(
+        """LinearWithGradAccumulationAndAsyncCommunication LinearWithFrozenWeight
+        transformer_engine.*._Linear transformer_engine.*._LayerNormLinear transformer_engine.*._LayerNormMLP"""
+    ),
 )
 
 _GROUPED_MATMUL = SaveSet(
@@ -152,6 +166,7 @@ _GROUPED_MATMUL = SaveSet(
         """transformers.grouped_mm_fallback torchao*.*grouped_mm* fbgemm*.*grouped* mslk*.*grouped*
         megablocks*.*gmm* grouped_gemm*.*gmm*""",
     ),
+    _words("transformer_engine.*._GroupedLinear grouped_gemm.*.GroupedGemm megablocks.*.GroupedGemm"),
 )
 
 _LOW_PRECISION_MATMUL = SaveSet(
@@ -168,6 +183,7 @@ _LOW_PRECISION_MATMUL = SaveSet(
         mslk*.f8* mslk*.f4* mslk*.i8* mslk*.bf16i4* bitsandbytes.gemm_4bit
         bitsandbytes.int8_scaled_mm bitsandbytes.int8_mixed_scaled_mm bitsandbytes.int8_linear_matmul""",
     ),
+    _words("bitsandbytes.*.MatMul* torchao.*.matmul_with_hp_or_float8_args"),
 )
 
 _CONVOLUTION = SaveSet(
@@ -204,6 +220,12 @@ _COLLECTIVE = SaveSet(
         """_dtensor.shard_dim_alltoall symm_mem.one_shot_all_reduce symm_mem.one_shot_all_reduce_copy
         symm_mem.multimem_one_shot_all_reduce deepep*.* deep_ep*.* hybridep*.* hybrid_ep*.*""",
     ),
+    _words(
+        """_ReduceFromModelParallelRegion _GatherFromModelParallelRegion _GatherFromSequenceParallelRegion
+        _ReduceScatterToSequenceParallelRegion _AllGatherFromTensorParallelRegion _ReduceScatterToTensorParallelRegion
+        _AllToAll _SeqAllToAll FusedDispatch FusedCombine HybridEPDispatch HybridEPCombine deep_ep.*
+        torch.distributed.nn.functional._*"""
+    ),
 )
 
 # Ops whose results may differ between two runs of a router, because of ties or the last bit of its scores, and ops that
@@ -223,6 +245,7 @@ _NONDETERMINISTIC = SaveSet(
     + _some_calls("aten.miopen_rnn", "truthy:9/dropout,10/train")
     + _names("_c10d_functional.all_to_all_single _c10d_functional_autograd.all_to_all_single")
     + _names("deepep*.*dispatch* deep_ep*.*dispatch* hybridep*.*dispatch* hybrid_ep*.*dispatch*"),
+    _words("FusedDispatch HybridEPDispatch deep_ep.*Dispatch*"),
 )
 
 _DEVICE_TO_HOST = SaveSet(

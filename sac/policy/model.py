@@ -10,12 +10,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import yaml
 
 from sac.errors import PolicyError, Problem
-from sac.policy.patterns import PathPattern
+from sac.policy.patterns import PathPattern, fits_name
 from sac.policy.scalars import plain_type
 from sac.tables import Table, count_text, screen_width, wrapped_text
 
@@ -163,12 +164,15 @@ class Dim:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule: matchers of calls, and the decision for matched calls. A matcher that is None or empty matches all."""
+    """A rule: matchers of calls, and the decision for matched calls. A matcher that is None or empty matches all.
+
+    At most one of ``ops``, ``functions`` and ``units`` is set; without them, the rule matches modules as a whole.
+    """
 
     id: str
     do: str  # a Decision's value, or ALTERNATE
     turns: tuple[str, str] = field(default=TURNS, kw_only=True)  # of ALTERNATE: a decision that keeps, and recompute
-    ops: tuple[str, ...] = ()  # as written: save-sets, packets, overloads, globs; empty: the module as a whole
+    ops: tuple[str, ...] = ()  # as written: save-sets, packets, overloads, globs
     module: PathPattern | None = None  # relative to the region
     layers: Layers | None = None
     call: Calls | None = None
@@ -177,6 +181,8 @@ class Rule:
     min_bytes: int = 0
     optional: bool = False
     blocks: tuple[PathPattern, ...] = ()  # paths of regions, from the model down
+    functions: tuple[str, ...] = field(default=(), kw_only=True)  # names or globs of autograd Functions' classes
+    units: tuple[str, ...] = field(default=(), kw_only=True)  # names or globs of pieces named by ``sac.unit``
     location: SourceLocation = field(default=SourceLocation("<policy>"), compare=False)
     key_locations: Mapping[str, SourceLocation] = field(default_factory=dict, compare=False, hash=False)
     op_locations: tuple[SourceLocation, ...] = field(default=(), compare=False, hash=False)  # one per entry of ops
@@ -184,8 +190,23 @@ class Rule:
 
     @property
     def matches_module(self) -> bool:
-        """Whether this is a whole-module rule: `module` without `ops`."""
-        return not self.ops
+        """Whether this is a whole-module rule: `module` without `ops`, `function` and `unit`."""
+        return not (self.ops or self.functions or self.units)
+
+    def matches_unit(self, function: str, unit: str = "") -> bool:
+        """Return whether `function` or `unit` names this unit.
+
+        ``function`` is the qualified name of its class, ``unit`` its name under ``sac.unit``, empty where it has none.
+        """
+        if unit:
+            return any(fnmatchcase(unit, pattern) for pattern in self.units)
+        return any(fits_name(pattern, function) for pattern in self.functions)
+
+    @property
+    def what_text(self) -> str:
+        """What the rule matches, in the words of a policy file."""
+        kinds = (("", self.ops), ("function ", self.functions), ("unit ", self.units))
+        return next((kind + ", ".join(names) for kind, names in kinds if names), "(the module as a whole)")
 
     @property
     def kept_as(self) -> Decision:
@@ -354,7 +375,7 @@ class Policy:
             (
                 rule.id,
                 rule.do_text,
-                ", ".join(rule.ops) if rule.ops else "(the module as a whole)",
+                rule.what_text,
                 "; ".join(limits_of(rule)),
                 rule.origin,
             )
@@ -497,8 +518,9 @@ def _patterns(patterns: tuple[PathPattern, ...]) -> object:
 
 def _rule(rule: Rule) -> dict[str, object]:
     written: dict[str, object] = {"id": rule.id}
-    if rule.ops:
-        written["ops"] = rule.ops[0] if len(rule.ops) == 1 else list(rule.ops)
+    for key, names in (("ops", rule.ops), ("function", rule.functions), ("unit", rule.units)):
+        if names:
+            written[key] = names[0] if len(names) == 1 else list(names)
     if rule.blocks:
         written["blocks"] = _patterns(rule.blocks)
     if rule.module is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 MAX_LENGTH = 20_000
 MAX_ALTERNATIVES = 1_000
@@ -44,6 +45,11 @@ class PathPattern:
         """Return whether the pattern matches the module at ``path``."""
         segments = tuple(path.split(".")) if path else ()
         return any(_path_fits(way, segments) for way in self.alternatives)
+
+
+def fits_name(pattern: str, name: str) -> bool:
+    """Return whether a name or glob fits a class, by its qualified name ``package.module.Class`` or by its bare one."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
 
 
 def _refuse_foreign_characters(text: str) -> None:

@@ -536,6 +536,8 @@ def read_do(node: Node, what: str, findings: Findings) -> str | tuple[str, ...] 
 _RULE: dict[str, Reader] = {
     "id": read_text,
     "ops": read_names,
+    "function": read_names,
+    "unit": read_names,
     "blocks": read_patterns,
     "module": read_pattern,
     "layers": read_layers,
@@ -547,6 +549,7 @@ _RULE: dict[str, Reader] = {
     "do": read_do,
 }
 RULE_KEYS = tuple(_RULE)
+_NAMING = ("ops", "function", "unit")  # at most one of them in a rule
 _ABOUT_ONE_OP = ("call", "shape", "dtype", "min_bytes")
 
 
@@ -570,6 +573,9 @@ def read_rules(node: Node | None, policy_name: str, findings: Findings) -> tuple
     return tuple(rules)
 
 
+_FIELDS = {"function": "functions", "unit": "units"}
+
+
 def _read_rule(node: Node, fallback_id: str, origin: str, findings: Findings) -> Rule | None:
     """Return the rule, or None if it is not a mapping."""
     entries = read_entries(node, "a rule", RULE_KEYS, findings)
@@ -577,11 +583,16 @@ def _read_rule(node: Node, fallback_id: str, origin: str, findings: Findings) ->
         return None
     if lacks("do", node, RULE_KEYS):
         findings.add(node.location, "this rule says nothing to do", expected=", ".join(DO_WORDS), fix='add "do: save"')
-    if lacks("ops", node, RULE_KEYS):
+    naming = [key for key in _NAMING if key in entries]
+    for key in naming[1:]:
+        found = f"this rule has both {naming[0]} and {key}"
+        findings.add(entries[key].location, found, expected=f"one of {listing(_NAMING)}", fix="write two rules")
+    if all(lacks(key, node, RULE_KEYS) for key in _NAMING):
         _check_speaks_of_module(node, entries, findings)
     in_order = {key: entries[key] for key in ("do", "ops", *RULE_KEYS) if key in entries}  # of problems without lines
     read = read_fields(in_order, _RULE, findings)
     names = read.pop("ops", ())
+    read |= {field: tuple(name for name, _ in read.pop(key, ())) for key, field in _FIELDS.items()}
     if isinstance(read.get("do"), tuple):
         read |= {"do": ALTERNATE, "turns": read["do"]}
     return Rule(
@@ -595,10 +606,11 @@ def _read_rule(node: Node, fallback_id: str, origin: str, findings: Findings) ->
 
 
 def _check_speaks_of_module(node: MapNode, entries: dict[str, Node], findings: Findings) -> None:
-    """Check a rule without ops, which matches whole modules: it needs `module`, and no key about one op's output."""
+    """Check a rule for whole modules: it needs `module`, and no key about the output of one op."""
     if lacks("module", node, RULE_KEYS):
         fix = 'add ops, such as "ops: matmul"; "*" means every op that can be saved'
-        findings.add(node.location, "this rule has neither ops nor module", expected="ops, module, or both", fix=fix)
+        expected = "one of ops, function and unit, or module, or both"
+        findings.add(node.location, "this rule has neither ops nor module", expected=expected, fix=fix)
         return
     for key in _ABOUT_ONE_OP:
         if key in entries:
@@ -631,7 +643,7 @@ def _find_shadowed(rules: Sequence[Rule], findings: Findings) -> None:
 
 def takes_all_of(earlier: Rule, later: Rule) -> bool:
     """Return whether ``earlier`` matches all that ``later`` matches, judging by their texts."""
-    if earlier.matches_module != later.matches_module:
+    if any(bool(one) != bool(other) for one, other in zip(_names(earlier), _names(later), strict=True)):
         return False
     return (
         _has_all_blocks_of(earlier, later)
@@ -641,8 +653,16 @@ def takes_all_of(earlier: Rule, later: Rule) -> bool:
         and earlier.shape in (None, later.shape)
         and (not earlier.dtype or (bool(later.dtype) and set(later.dtype) <= set(earlier.dtype)))
         and earlier.min_bytes <= later.min_bytes
-        and all(any(_names_at_least(wide, narrow) for wide in earlier.ops) for narrow in later.ops)
+        and all(
+            any(_names_at_least(wide, narrow) for wide in wider)
+            for wider, narrower in zip(_names(earlier), _names(later), strict=True)
+            for narrow in narrower
+        )
     )
+
+
+def _names(rule: Rule) -> tuple[tuple[str, ...], ...]:
+    return rule.ops, rule.functions, rule.units
 
 
 def _has_all_blocks_of(earlier: Rule, later: Rule) -> bool:

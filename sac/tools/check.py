@@ -62,9 +62,8 @@ def _print_missing(rules: tuple[CheckedRule, ...], *, verbose: bool) -> None:
 
 def _cells(checked: CheckedRule) -> tuple[str, ...]:
     rule = checked.rule
-    ops = ", ".join(rule.ops) if rule.ops else "(the module as a whole)"
     here = f"{len(checked.present)} of {len(checked.present) + len(checked.missing)}" if rule.ops else "–"
-    return (rule.id, rule.do_text, ops, here, "; ".join(limits_of(rule)), rule.origin, rule.where())
+    return (rule.id, rule.do_text, rule.what_text, here, "; ".join(limits_of(rule)), rule.origin, rule.where())
 
 
 def _as_dict(policy: Policy, rules: tuple[CheckedRule, ...]) -> dict[str, object]:
@@ -80,6 +79,8 @@ def _as_dict(policy: Policy, rules: tuple[CheckedRule, ...]) -> dict[str, object
                 "id": checked.rule.id,
                 "do": checked.rule.do_text,
                 "ops": list(checked.rule.ops),
+                "function": list(checked.rule.functions),
+                "unit": list(checked.rule.units),
                 "only_where": limits_of(checked.rule),
                 "of_policy": checked.rule.origin,
                 "place": checked.rule.where(),

@@ -137,3 +137,20 @@ def test_no_name_in_a_set_is_written_twice():
         names = [entry.name for entry in save_set.entries]
         assert len(names) == len(set(names))
         assert all("::" not in name and (is_glob(name) or name.count(".") in (1, 2)) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("save_set", "function"),
+    [
+        ("attention", "flash_attn.flash_attn_interface.FlashAttnVarlenFunc"),
+        ("attention", "transformer_engine.pytorch.attention.FusedAttnFunc_qkvpacked"),
+        ("matmul", "megatron.core.tensor_parallel.layers.LinearWithGradAccumulationAndAsyncCommunication"),
+        ("matmul", "transformer_engine.pytorch.module.linear._Linear"),
+        ("collective", "megatron.core.tensor_parallel.mappings._ReduceFromModelParallelRegion"),
+        ("collective", "torch.distributed.nn.functional._AllReduce"),
+        ("*", "any.Function"),
+    ],
+)
+def test_save_sets_know_common_functions(save_set: str, function: str) -> None:
+    assert resolve_ops([save_set]).matches_unit(function)
+    assert not resolve_ops(["random"]).matches_unit(function)

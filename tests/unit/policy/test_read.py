@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sac.errors import PolicyError
 from sac.policy.load import load_policy
 from sac.policy.model import Calls, Decision, Dim, Layers, OffloadSection, Policy, Rule, SourceLocation, limits_of
 from sac.policy.patterns import PathPattern
@@ -278,3 +279,27 @@ def test_parsing_does_not_import_torch() -> None:
         }, path
         ours = {name.split(".")[1] for name in names if name.startswith("sac.")}
         assert ours <= {"errors", "policy", "tables"}, path
+
+
+def test_a_rule_names_a_function_or_a_unit_in_place_of_ops(load: Load) -> None:
+    kernel = rule(load, "function: [Liger*Norm*, flash_attn.*.FlashAttnFunc], module: mlp, do: save")
+    assert kernel.matches_unit("liger_kernel.ops.rms_norm.LigerRMSNormFunction")
+    assert kernel.matches_unit("flash_attn.flash_attn_interface.FlashAttnFunc")
+    assert not kernel.matches_unit("other.FlashAttnFunc")
+    assert not kernel.matches_unit("", "LigerNorm")
+    assert not kernel.matches_module
+    piece = rule(load, "unit: rope*, do: recompute")
+    assert piece.matches_unit("", "rope_q")
+    assert not piece.matches_unit("m.rope", "")
+    policy = load(
+        "schema: sac/v1\nrules:\n  - {id: a, function: F, do: save}\n  - {id: b, unit: F, do: save}\n"
+        "  - {id: c, ops: matmul, do: save}\n"
+    )
+    assert load(policy.to_yaml()) == policy
+
+
+def test_a_rule_has_one_of_ops_function_and_unit(load: Load) -> None:
+    with pytest.raises(PolicyError, match="both ops and function"):
+        rule(load, "ops: matmul, function: F, do: save")
+    with pytest.raises(PolicyError, match=r'the rule "p\.2" can never fire'):
+        load('schema: sac/v1\nrules:\n  - {function: "m.*", do: save}\n  - {function: m.Fn, do: recompute}\n')

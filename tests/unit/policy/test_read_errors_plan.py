@@ -135,7 +135,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         "schema: sac/v1\nrules:\n  - {blocks: a, do: save}\n",
         (
             "p.yaml:3:5: this rule has neither ops nor module",
-            "legal: ops, module, or both",
+            "legal: one of ops, function and unit, or module, or both",
             'fix: add ops, such as "ops: matmul"; "*" means every op that can be saved',
         ),
     ),

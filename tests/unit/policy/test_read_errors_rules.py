@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.policy.whole_text import assert_whole_text
 
-RULE_KEYS = "id, ops, blocks, module, layers, call, shape, dtype, min_bytes, optional, do"
+RULE_KEYS = "id, ops, function, unit, blocks, module, layers, call, shape, dtype, min_bytes, optional, do"
 
 
 TURNS = "[save, recompute], [recompute, save], [offload, recompute], [recompute, offload]"
@@ -103,7 +103,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         r("do: save, layers: all"),
         (
             "p.yaml:3:5: this rule has neither ops nor module",
-            "legal: ops, module, or both",
+            "legal: one of ops, function and unit, or module, or both",
             'fix: add ops, such as "ops: matmul"; "*" means every op that can be saved',
         ),
     ),
