@@ -30,35 +30,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes to stderr whenever it starts and stops
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for the same bits each time: read when CUDA starts
 
+import bench_overhead as bench
 import torch
-from bench_overhead import (
-    BASELINE,
-    CPU_TIME,
-    EMPTY,
-    TORCH_FULL,
-    WAYS,
-    Case,
-    CudaClock,
-    Progress,
-    Runner,
-    build,
-    cannot_run,
-    counting,
-    environment,
-    print_table,
-    quartiles,
-    ratio,
-    shared_runner,
-    shown_progress,
-    threads,
-    time_rounds,
-    warmed_up,
-)
+from bench_overhead import BASELINE, TORCH_FULL, Case, Runner
 
 from sac.memory_timeline import mark, measure_memory
 from sac.policy.read import bytes_text
 
-MODES = tuple(mode for mode in WAYS if mode not in (EMPTY, "sac.context_fn"))
+MODES = tuple(mode for mode in bench.WAYS if mode not in (bench.EMPTY, "sac.context_fn"))
 DTYPE = torch.bfloat16
 STEPS_COMPARED = 2
 FORWARD_DONE = "forward done"
@@ -108,15 +87,15 @@ class Result:
 
 def measure(case: Case, modes: list[str], device: str, advance: Callable[[str], None]) -> Result:
     """Verify, warm up, time and weigh every way of one case."""
-    blocks, x, weights = build(case, device, DTYPE)
-    clock = CudaClock() if device == "cuda" else CPU_TIME
-    runners = {mode: shared_runner(mode, blocks, x, weights, clock) for mode in modes}
+    blocks, x, weights = bench.build(case, device, DTYPE)
+    clock = bench.CudaClock() if device == "cuda" else bench.CPU_TIME
+    runners = {mode: bench.shared_runner(mode, blocks, x, weights, clock) for mode in modes}
     counted, equal = {}, {}
     reference = None
     with deterministic():
         for mode, runner in runners.items():
             advance(f"{case.key}: gradients of {mode}")
-            counted[mode], gradients, equal[mode] = warmed_up(runner, STEPS_COMPARED, reference)
+            counted[mode], gradients, equal[mode] = bench.warmed_up(runner, STEPS_COMPARED, reference)
             reference = reference or gradients
     del reference, gradients
     memory = {}
@@ -125,19 +104,19 @@ def measure(case: Case, modes: list[str], device: str, advance: Callable[[str], 
         for _ in range(case.warm_up):
             runner.run()
         memory[mode] = kept_and_peak_bytes(runner, device)
-    times = time_rounds(case, runners, advance)
+    times = bench.time_rounds(case, runners, advance)
 
     def row(mode: str) -> Row:
         steps = [each.step for each in times[mode]]
-        low, high = quartiles(steps)
+        low, high = bench.quartiles(steps)
         return Row(
             mode,
             1e3 * median(steps),
             (1e3 * low, 1e3 * high),
             1e3 * median(each.host for each in times[mode]),
             case.batch * case.seq / median(steps),
-            ratio(times[mode], times[BASELINE]),
-            ratio(times[mode], times[TORCH_FULL]),
+            bench.ratio(times[mode], times[BASELINE]),
+            bench.ratio(times[mode], times[TORCH_FULL]),
             *memory[mode],
             counted[mode].matmuls,
             equal[mode],
@@ -190,12 +169,12 @@ def hardware(device: str) -> dict[str, Any]:
     return {**found, **versions}
 
 
-def measure_all(cases: list[Case], modes: list[str], device: str, progress: Progress) -> list[Result]:
+def measure_all(cases: list[Case], modes: list[str], device: str, progress: bench.Progress) -> list[Result]:
     """Every case in turn."""
-    advance = counting(progress, sum(2 * len(modes) + case.rounds for case in cases))
+    advance = bench.counting(progress, sum(2 * len(modes) + case.rounds for case in cases))
     results = []
     for case in cases:
-        with threads(case.threads):
+        with bench.threads(case.threads):
             results.append(measure(case, modes, device, advance))
     return results
 
@@ -210,7 +189,7 @@ def print_results(results: list[Result], skipped: dict[str, str], seen: dict[str
             end="",
         )
         print(f"parameters {bytes_text(result.parameter_bytes)}, gradients as much")
-        print_table(columns, [cells(row, on_gpu=on_gpu) for row in result.rows])
+        bench.print_table(columns, [cells(row, on_gpu=on_gpu) for row in result.rows])
     print()
     print(*(f"{mode} {reason}" for mode, reason in skipped.items()), sep="\n")
     print(
@@ -258,10 +237,10 @@ def main() -> int:
         for case in (TOY_RUN if given.toy or device == "cpu" else FULL_RUN)
         if given.case in (None, case.key)
     ]
-    skipped = {mode: reason for mode, reason in cannot_run().items() if mode in MODES}
-    with shown_progress(quiet=given.json) as progress:
+    skipped = {mode: reason for mode, reason in bench.cannot_run().items() if mode in MODES}
+    with bench.shown_progress(quiet=given.json) as progress:
         results = measure_all(cases, [mode for mode in MODES if mode not in skipped], device, progress)
-    seen = {**environment("bench_gpu.py"), **hardware(device)}
+    seen = {**bench.environment("bench_gpu.py"), **hardware(device)}
     if given.json:
         print(json.dumps({**seen, "skipped": skipped, "cases": [asdict(result) for result in results]}, indent=2))
     else:
