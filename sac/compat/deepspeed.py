@@ -76,35 +76,28 @@ _SECTION = {keyword.ours: keyword for keyword in _ARGUMENTS.values()}
 KEYS = tuple(one.name for one in fields(ActivationCheckpointing))
 
 
-def read_section(source: Any) -> ActivationCheckpointing:
-    """Return the section of a whole DeepSpeed config: a mapping, the path of a JSON file, or an object.
+def _read_section(source: Any) -> ActivationCheckpointing:
+    """Return the section of a whole DeepSpeed config: a mapping, or the path of a JSON file.
 
-    An object has the keys as attributes, or has an ``activation_checkpointing_config`` with them. Missing keys have
-    their defaults. Raises ``ConfigError`` with all problems.
+    Missing keys have their defaults. Raises ``ConfigError`` with all problems.
     """
     if isinstance(source, (str, os.PathLike)):
         return _section_of(_read_json(Path(source)), str(Path(source)))
-    if isinstance(source, Mapping):
-        return _section_of(source, "deepspeed_config")
-    holder = getattr(source, f"{SECTION}_config", source)
-    given = {key: getattr(holder, key) for key in KEYS if hasattr(holder, key)}
-    if not given:
-        found = f"a {type(source).__name__} has none of the keys of {SECTION} as attributes"
-        raise ConfigError(Problem("deepspeed_config", found, "a mapping, the path of a JSON file, such an object"))
-    return _checked(given, "deepspeed_config")
+    return _section_of(source, "deepspeed_config")
 
 
 def _section_of(config: Any, where: str) -> ActivationCheckpointing:
-    if not isinstance(config, Mapping):
-        raise ConfigError(Problem(where, f"it holds a {type(config).__name__}", expected="a mapping"))
+    section = config.get(SECTION, {}) if isinstance(config, Mapping) else config
+    if not isinstance(section, Mapping):
+        place = f"{where}.{SECTION}" if isinstance(config, Mapping) else where
+        raise ConfigError(Problem(place, f"it is a {type(section).__name__}", expected="a mapping"))
     strays = [key for key in config if key in KEYS]
     if strays:
         fix = f"put it into {SECTION}"
         raise ConfigError([Problem(f"{where}.{key}", f"it is outside of {SECTION}", fix=fix) for key in strays])
-    section = config.get(SECTION, {})
-    if not isinstance(section, Mapping):
-        raise ConfigError(Problem(f"{where}.{SECTION}", f"{section!r} is not a mapping", expected="a mapping"))
-    return _checked(section, f"{where}.{SECTION}")
+    options, problems = options_of(section, _SECTION, f"{where}.{SECTION}", legal=KEYS)
+    raise_if(problems)
+    return ActivationCheckpointing(**options)
 
 
 def _read_json(path: Path) -> Any:
@@ -114,12 +107,6 @@ def _read_json(path: Path) -> Any:
         raise ConfigError(Problem(str(path), f"it cannot be read: {error.strerror}")) from error
     except ValueError as error:
         raise ConfigError(Problem(str(path), f"it is not JSON: {error}")) from error
-
-
-def _checked(given: Mapping[Any, Any], where: str) -> ActivationCheckpointing:
-    options, problems = options_of(given, _SECTION, where, legal=KEYS)
-    raise_if(problems)
-    return ActivationCheckpointing(**options)
 
 
 def _contradictions(section: ActivationCheckpointing) -> list[Problem]:
@@ -294,12 +281,9 @@ __all__ = [
     "get_cuda_rng_tracker",
     "is_configured",
     "model_parallel_cuda_manual_seed",
-    "model_parallel_reconfigure_tp_seed",
     "non_reentrant_checkpoint",
-    "partition_activations_in_checkpoint",
     "profile_table",
     "reset",
-    "set_num_layers",
 ]
 
 CudaRNGStatesTracker = RngTracker
@@ -337,13 +321,12 @@ def configure(
     """Configure how regions that begin from now on keep their inputs. Each call starts from the defaults.
 
     ``mpu_``: an object with ``get_model_parallel_rank``, ``_group`` and ``_world_size`` (or
-    ``get_tensor_model_parallel_…``); None keeps the one of an earlier call. ``deepspeed_config``: a mapping, the path
-    of a JSON file, or an object with the keys of ``activation_checkpointing`` as attributes; see
-    ``ActivationCheckpointing``. The other arguments take precedence over it.
+    ``get_tensor_model_parallel_…``); None keeps the one of an earlier call. ``deepspeed_config``: a mapping, or the
+    path of a JSON file; see ``ActivationCheckpointing``. The other arguments take precedence over it.
 
     Raises ``ConfigError`` with all problems; then nothing has changed.
     """
-    section = read_section(deepspeed_config) if deepspeed_config is not None else ActivationCheckpointing()
+    section = _read_section(deepspeed_config) if deepspeed_config is not None else ActivationCheckpointing()
     values = (
         partition_activations, contiguous_checkpointing, num_checkpoints, checkpoint_in_cpu, synchronize, profile,
     )  # fmt: skip
@@ -360,20 +343,6 @@ def configure(
 def is_configured() -> bool:
     """Whether ``configure`` was called."""
     return _process.is_configured
-
-
-def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Turn ``partition_activations`` on or off; raises ``ConfigError`` as ``configure`` does."""
-    where = "deepspeed.partition_activations_in_checkpoint"
-    section = replace(_process.section, partition_activations=read_flag(partition_activation, where))
-    raise_if(_mpu_problems(_process.mpu, section, where))
-    _process.take(section, _process.mpu)
-
-
-def set_num_layers(nlayers: int) -> None:
-    """Set how many checkpoints contiguous buffers hold; raises ``ConfigError`` if ``nlayers`` is not such a number."""
-    count = _COUNT(nlayers, "deepspeed.set_num_layers")
-    _process.take(replace(_process.section, number_checkpoints=count), _process.mpu)
 
 
 def reset() -> None:
@@ -425,22 +394,14 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     ``rank`` is this rank's position in the model-parallel group of the configured ``mpu_``, 0 without one. Other
     streams are removed. Raises ``ConfigError`` if ``seed`` is not a seed.
     """
-    seeds = _checked_seeds(seed, "deepspeed.model_parallel_cuda_manual_seed")
+    where = "deepspeed.model_parallel_cuda_manual_seed"
+    rank = 0 if _process.mpu is None else int(_ask(_process.mpu, "rank"))
+    first = checked_seed(seed, where)
+    second = checked_seed(first + 2718 + rank, where)
     tracker = get_cuda_rng_tracker()
     tracker.reset()
-    tracker.generator.manual_seed(seeds[0])
-    tracker.add(MODEL_PARALLEL, seeds[1])
-
-
-def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Continue ``model-parallel-rng`` from ``seed + 2718 + rank``.
-
-    Raises ``ConfigError`` if ``seed`` is not a seed, or if the stream does not exist yet.
-    """
-    seeds = _checked_seeds(seed, "deepspeed.model_parallel_reconfigure_tp_seed")
-    tracker = get_cuda_rng_tracker()
-    with tracker.fork():
-        tracker.generator.manual_seed(seeds[1])
+    tracker.generator.manual_seed(first)
+    tracker.add(MODEL_PARALLEL, second)
 
 
 def profile_table() -> str:
@@ -468,12 +429,6 @@ def _single(output: Any) -> Any:
     if type(output) not in (tuple, list):
         return output
     return output[0] if len(output) == 1 else tuple(output)
-
-
-def _checked_seeds(seed: Any, where: str) -> tuple[int, int]:
-    first = checked_seed(seed, where)
-    rank = 0 if _process.mpu is None else int(_ask(_process.mpu, "rank"))
-    return first, checked_seed(first + 2718 + rank, where)
 
 
 _process = _Process()
