@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -38,23 +39,26 @@ def modes_of(arguments: argparse.Namespace) -> list[str]:
 
 def check_trace(arguments: argparse.Namespace) -> None:
     """Raise ``ConfigError`` with all problems in the arguments of `sac trace`."""
-    checks = [lambda: check_device(arguments.device), lambda: check_value(arguments.policy, "--policy")]
-    refuse([*_of_model(arguments), *checks, *_of_output(arguments)])
+    refuse(
+        [
+            *_of_model(arguments),
+            lambda: check_device(arguments.device),
+            lambda: check_value(arguments.policy, "--policy"),
+        ]
+    )
 
 
 def check_compare(arguments: argparse.Namespace) -> None:
     """Raise ``ConfigError`` with all problems in the arguments of `sac compare`."""
-    checks: list[Check] = [lambda: training_of(arguments), lambda: _check_rate(arguments.lr)]
+    checks = [*_of_model(arguments), lambda: training_of(arguments), lambda: _check_rate(arguments.lr)]
     checks += [partial(check_value, mode, "--modes") for mode in modes_of(arguments) if mode != NONE]
-    refuse([*_of_model(arguments), *checks, *_of_output(arguments)])
+    refuse([*checks, *([lambda: _check_picture(arguments.picture)] if arguments.picture else [])])
 
 
 def check_plan(arguments: argparse.Namespace) -> None:
     """Raise ``ConfigError`` with all problems in the arguments of `sac plan`."""
-    checks: list[Check] = [lambda: check_wish(arguments)]
-    if arguments.out:
-        checks.append(lambda: check_writable(arguments.out))
-    refuse([*_of_model(arguments), *checks, *_of_output(arguments)])
+    checks = [*_of_model(arguments), lambda: check_wish(arguments)]
+    refuse([*checks, *([lambda: _check_writable(Path(arguments.out))] if arguments.out else [])])
 
 
 def check_value(value: Any, where: str) -> None:
@@ -64,84 +68,9 @@ def check_value(value: Any, where: str) -> None:
         if config.policy is not None:
             usable_policy(config.policy)
     except SacError as error:
-        wrong = [one if one.where != "activation_checkpointing" else _at(one, where) for one in error.problems]
-        raise ConfigError(wrong) from error
-
-
-def check_writable(path: str) -> None:
-    """Raise ``ConfigError`` if a file cannot be written at ``path``."""
-    file = Path(path)
-    reason = ""
-    if file.is_dir():
-        reason = "Is a directory"
-    elif not file.parent.exists():
-        reason = "No such file or directory"
-    elif not file.parent.is_dir():
-        reason = "Not a directory"
-    elif not os.access(file if file.exists() else file.parent, os.W_OK):
-        reason = "Permission denied"
-    if reason:
-        raise ConfigError(Problem(path, f"the file cannot be written: {reason}"))
-
-
-def check_picture(path: str) -> None:
-    """Raise ``ConfigError`` if a picture cannot be saved at ``path``, whose folder is created on saving."""
-    import_extra("matplotlib", "tools")
-    formats: Sequence[str] = sorted(import_extra("matplotlib.backend_bases", "tools").FigureCanvasBase.filetypes)
-    ending = Path(path).suffix.removeprefix(".").lower()
-    if ending and ending not in formats:
-        found = (
-            f"the picture cannot be saved: Format {ending!r} is not supported (supported formats: {', '.join(formats)})"
-        )
-        raise ConfigError(Problem(path, found, nearest=nearest(ending, formats)))
-    check_creatable(path)
-
-
-def check_creatable(path: str) -> None:
-    """Raise ``ConfigError`` if a file cannot be written at ``path``, whose folder is created on saving."""
-    if Path(path).is_dir():
-        raise ConfigError(Problem(path, "the file cannot be written: Is a directory"))
-    folder = next((one for one in Path(path).absolute().parents if one.exists()), None)
-    if folder is not None and not folder.is_dir():
-        raise ConfigError(Problem(path, "the file cannot be written: Not a directory"))
-    if folder is not None and not os.access(folder, os.W_OK):
-        raise ConfigError(Problem(path, "the file cannot be written: Permission denied"))
-
-
-def _of_model(arguments: argparse.Namespace) -> list[Check]:
-    return [
-        lambda: scale_of(arguments),
-        lambda: _check_seed(arguments.seed),
-        lambda: _check_model(arguments),
-        check_trace_target,
-    ]
-
-
-def _check_model(arguments: argparse.Namespace) -> None:
-    try:
-        scale = scale_of(arguments)
-    except SacError:
-        scale = Scale()  # the problems of the sizes are reported elsewhere
-    check_spec(arguments.model, scale, text_path=arguments.text)
-
-
-def _of_output(arguments: argparse.Namespace) -> list[Check]:
-    picture = getattr(arguments, "picture", None)
-    return [partial(check_picture, picture)] if picture else []
-
-
-def _check_rate(rate: float) -> None:
-    if not (isfinite(rate) and rate >= 0):
-        raise ConfigError(Problem("--lr", f"{rate} is not a learning rate", "a number of 0 or more"))
-
-
-def _check_seed(seed: int) -> None:
-    if not -(2**63) <= seed < 2**64 - 1_000_000:  # later steps add their number
-        raise ConfigError(Problem("--seed", f"{seed} is not a seed", "a whole number of at most 64 bits"))
-
-
-def _at(problem: Problem, where: str) -> Problem:
-    return Problem(where, problem.found, problem.expected, problem.nearest, problem.fix)
+        raise ConfigError(
+            [replace(one, where=where) if one.where == "activation_checkpointing" else one for one in error.problems]
+        ) from error
 
 
 def refuse(checks: Sequence[Check]) -> None:
@@ -154,3 +83,51 @@ def refuse(checks: Sequence[Check]) -> None:
             problems |= dict.fromkeys(error.problems)
     if problems:
         raise ConfigError(list(problems))
+
+
+def _of_model(arguments: argparse.Namespace) -> list[Check]:
+    def check_model() -> None:
+        try:
+            scale = scale_of(arguments)
+        except SacError:
+            scale = Scale()  # the problems of the sizes are reported elsewhere
+        check_spec(arguments.model, scale, text_path=arguments.text)
+
+    return [lambda: scale_of(arguments), lambda: _check_seed(arguments.seed), check_model, check_trace_target]
+
+
+def _check_rate(rate: float) -> None:
+    if not (isfinite(rate) and rate >= 0):
+        raise ConfigError(Problem("--lr", f"{rate} is not a learning rate", "a number of 0 or more"))
+
+
+def _check_seed(seed: int) -> None:
+    if not -(2**63) <= seed < 2**64 - 1_000_000:  # later steps add their number
+        raise ConfigError(Problem("--seed", f"{seed} is not a seed", "a whole number of at most 64 bits"))
+
+
+def _check_picture(path: str) -> None:
+    """Raise ``ConfigError`` if a picture cannot be saved at ``path``, whose folder is created on saving."""
+    import_extra("matplotlib", "tools")
+    formats: list[str] = sorted(import_extra("matplotlib.backend_bases", "tools").FigureCanvasBase.filetypes)
+    ending = Path(path).suffix.removeprefix(".").lower()
+    if ending and ending not in formats:
+        legal = f"(supported formats: {', '.join(formats)})"
+        found = f"the picture cannot be saved: Format {ending!r} is not supported {legal}"
+        raise ConfigError(Problem(path, found, nearest=nearest(ending, formats)))
+    folder = next(one for one in Path(path).absolute().parents if one.exists())
+    _check_writable(Path(path), folder)
+
+
+def _check_writable(path: Path, folder: Path | None = None) -> None:
+    """Raise ``ConfigError`` if a file cannot be written at ``path``; ``folder`` is where missing ones are created."""
+    folder = folder or path.parent
+    reasons = {
+        "Is a directory": path.is_dir(),
+        "No such file or directory": not folder.exists(),
+        "Not a directory": folder.exists() and not folder.is_dir(),
+        "Permission denied": not os.access(path if path.exists() else folder, os.W_OK),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(Problem(str(path), f"the file cannot be written: {reason}"))

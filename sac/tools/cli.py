@@ -59,22 +59,21 @@ def _quiet_libraries() -> Iterator[None]:
     if "TORCH_LOGS" not in os.environ:
         levels["torch"] = logging.ERROR
     before = {name: logging.getLogger(name).level for name in levels}
+    others = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if issubclass(category, SacWarning):  # about what the user wrote, not about a line of code
+            print(f"warning: {message}", file=sys.stderr)
+        else:
+            others(message, category, *place, **more)
+
     with warnings.catch_warnings():
-        if not sys.warnoptions:
-            for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
-                warnings.simplefilter("ignore", category)
-        others = warnings.showwarning
-
-        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-            if issubclass(category, SacWarning):  # about what the user wrote, not about a line of code
-                print(f"warning: {message}", file=sys.stderr)
-            else:
-                others(message, category, *place, **more)
-
+        for category in () if sys.warnoptions else (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+            warnings.simplefilter("ignore", category)
         warnings.showwarning = show
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
         try:
-            for name, level in levels.items():
-                logging.getLogger(name).setLevel(level)
             yield
         finally:
             for name, level in before.items():

@@ -42,10 +42,6 @@ class CommandParser(argparse.ArgumentParser):
         """Print the problems and end the process."""
         self.exit(WRONG_USAGE, "".join(f"{problem}\n" for problem in problems))
 
-    def flags(self) -> list[str]:
-        """Return the flags that have a long name, such as ``--model``."""
-        return ["--help", *re.findall(r"--[a-z][a-z-]*", self.format_usage())]
-
 
 def parse(
     argv: Sequence[str] | None, commands: Mapping[str, Command], version: type[argparse.Action]
@@ -63,23 +59,17 @@ def parse(
         found, legal = f'there is no command "{argv[0]}"', ", ".join(of_command)
         parser.refuse(Problem("sac", found, legal, nearest(argv[0], of_command), "`sac --help` says what each does"))
     chosen = of_command.get(argv[0], parser)
-    _refuse_unknown_flags(chosen, argv)
+    # All unknown flags at once: argparse reports a missing argument first, and never the nearest spelling.
+    flags = ["--help", *re.findall(r"--[a-z][a-z-]*", chosen.format_usage())]
+    given = [word.partition("=")[0] for word in argv if word.startswith("--") and word != "--"]
+    unknown = [flag for flag in dict.fromkeys(given) if flag not in flags]
+    if unknown:
+        legal, fix = ", ".join(flags), f"`{chosen.prog} --help` says what each does"
+        chosen.refuse(*(Problem(chosen.prog, f"there is no {one}", legal, nearest(one, flags), fix) for one in unknown))
     arguments, rest = parser.parse_known_args(argv)
     if rest:
         chosen.error(f"it takes no argument {shlex.join(rest)}")
     return arguments
-
-
-def _refuse_unknown_flags(parser: CommandParser, argv: Sequence[str]) -> None:
-    """Refuse all unknown flags at once: argparse reports a missing argument first, and never the nearest spelling."""
-    legal = parser.flags()
-    given = [word.partition("=")[0] for word in argv if word.startswith("--") and word != "--"]
-    unknown = [flag for flag in dict.fromkeys(given) if flag not in legal]
-    if unknown:
-        listed, fix = ", ".join(legal), f"`{parser.prog} --help` says what each does"
-        parser.refuse(
-            *(Problem(parser.prog, f"there is no {flag}", listed, nearest(flag, legal), fix) for flag in unknown)
-        )
 
 
 def file_path(text: str) -> str:
