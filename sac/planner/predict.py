@@ -161,12 +161,13 @@ class Prediction:
         for kind, option in used:
             self._more[kind][option] = max(0, measured[kind, option])
         rises: dict[tuple[int, int], int] = {}
+        below = max(0, self.record.phases[0].before - record.phases[0].before)  # this step began with fewer bytes
         for place, phase in zip(_places(record, numbers), record.phases, strict=True):
             if place.part == BACKWARD and place.own is not None and place in self._places:
                 index = self._places.index(place)
                 others = sum(n * self._more[k][c] for n, k, c in zip(place.alive, self.kinds, choice, strict=True) if n)
                 key = self.kinds[place.own], choice[place.own]
-                rise = phase.peak - (self._bases[index] - self.extra) - others
+                rise = phase.peak + below - (self._bases[index] - self.extra) - others
                 rises[key] = max(rises.get(key, -(2**62)), rise)
         for (kind, option), rise in rises.items():
             if option:
