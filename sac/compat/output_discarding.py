@@ -113,16 +113,15 @@ class Discardable:
     ``discard`` their user holds them; after it nothing does, and a ``Lent`` stands for memory that is filled later.
     """
 
-    __slots__ = ("__weakref__", "_layouts", "_memories", "_nodes", "_remembered", "_tensors", "_versions")
+    __slots__ = ("__weakref__", "_forward", "_remembered", "_tensors", "nodes")
 
     def __init__(self, anchor: OutputAnchor) -> None:
-        assert anchor.node is not None
-        self._remembered = anchor.node
-        self._tensors: dict[int, torch.Tensor] = dict(enumerate(anchor.tensors))
-        self._layouts = [_layout_of(tensor) for tensor in anchor.tensors]
-        self._memories = [StorageWeakRef(tensor.untyped_storage()) for tensor in anchor.tensors]
-        self._versions = [version_of(tensor) for tensor in anchor.tensors]
-        self._nodes = {tensor.grad_fn for tensor in anchor.tensors} - {None}
+        self._remembered: Any = anchor.node
+        self._tensors = dict(enumerate(anchor.tensors))
+        self._forward = [
+            (_layout_of(one), StorageWeakRef(one.untyped_storage()), version_of(one)) for one in anchor.tensors
+        ]
+        self.nodes: set[Any] = {tensor.grad_fn for tensor in anchor.tensors} - {None}
         for tensor in anchor.tensors:
             _open.setdefault(plain_address(tensor), self)
 
@@ -133,29 +132,23 @@ class Discardable:
         return {plain_address(tensor): index for index, tensor in held if self._is_unchanged(index)}
 
     @property
-    def has_graph(self) -> bool:
-        """Whether anything can depend on the outputs."""
-        return bool(self._nodes)
-
-    @property
     def starts(self) -> set[Any]:
         """The graph nodes that produced the outputs; that of ``OutputAnchor.take`` if the outputs have none."""
-        return self._nodes or {self._remembered.grad_fn}
+        return self.nodes or {self._remembered.grad_fn}
 
-    def let_go(self) -> bool:
+    def release(self) -> bool:
         """Release every output that can be recomputed; return whether one has to stay held."""
-        for index, tensor in list(self._tensors.items()):
-            if self._is_unchanged(index):
-                if _open.get(plain_address(tensor)) is self:
-                    del _open[plain_address(tensor)]
-                del self._tensors[index]
-        self._nodes = set()
+        for address in [*self.unchanged]:
+            if _open.get(address) is self:
+                del _open[address]
+            self._tensors = {at: one for at, one in self._tensors.items() if plain_address(one) != address}
+        self.nodes = set()
         return bool(self._tensors)
 
     def lend(self, tensor: torch.Tensor) -> Lent | None:
         """Return ``tensor``, in the memory of an output, held by its position there; None if it was changed."""
-        index = next(index for index, output in self._tensors.items() if plain_address(output) == plain_address(tensor))
-        return Lent(self, index, tensor) if self._is_unchanged(index) else None
+        index = self.unchanged.get(plain_address(tensor))
+        return None if index is None else Lent(self, index, tensor)
 
     def tensor(self, index: int) -> torch.Tensor:
         """Return an output without its graph.
@@ -167,20 +160,19 @@ class Discardable:
             if not self._is_unchanged(index):
                 raise _error(index, "was written to after a region had taken it as its input", WRITTEN_LATER)
             return self._tensors[index].detach()
-        node: Any = self._remembered.grad_fn
-        found: torch.Tensor = node.saved_tensors[index]
-        forward, now = self._layouts[index], _layout_of(found)
-        if forward != now:
-            raise _error(index, f"was {_told(forward)} in forward and is {_told(now)} in recomputation")
+        found: torch.Tensor = self._remembered.grad_fn.saved_tensors[index]
+        layout, memory, version = self._forward[index]
+        if layout != _layout_of(found):
+            told = f"was {_told(layout)} in forward and is {_told(_layout_of(found))} in recomputation"
+            raise _error(index, told, OTHER_LAYOUT)
         # The weak reference prevents the reuse of a storage's address.
-        if plain_address(found) == self._memories[index].cdata and version_of(found) != self._versions[index]:
-            raise _error(
-                index, "lies in memory that is not the region's own and was written to after the forward", WRITTEN_LATER
-            )
+        if plain_address(found) == memory.cdata and version_of(found) != version:
+            told = "lies in memory that is not the region's own and was written to after the forward"
+            raise _error(index, told, WRITTEN_LATER)
         return found
 
     def _is_unchanged(self, index: int) -> bool:
-        return version_of(self._tensors[index]) == self._versions[index]
+        return version_of(self._tensors[index]) == self._forward[index][2]
 
 
 class Lent:
@@ -189,10 +181,8 @@ class Lent:
     __slots__ = ("_dtype", "_index", "_lender", "_place")
 
     def __init__(self, lender: Discardable, index: int, tensor: torch.Tensor) -> None:
-        self._lender = lender
-        self._index = index
-        self._dtype = tensor.dtype
-        self._place = place_of(tensor)
+        self._lender, self._index = lender, index
+        self._dtype, self._place = tensor.dtype, place_of(tensor)
 
     def fetch(self) -> torch.Tensor:
         """Return the tensor, in memory that it shares with other fetches."""
@@ -225,11 +215,12 @@ def discard(outputs: Sequence[Discardable], *further_on: torch.Tensor) -> int:
     What was already discarded is skipped.
     """
     lenders = {address: (one, index) for one in reversed(outputs) for address, index in one.unchanged.items()}
-    missed = [one.starts for one in outputs if one.unchanged and one.has_graph]
+    held = [one for one in outputs if one.unchanged]
+    missed = [one.starts for one in held if one.nodes]
     count = 0
-    for node in nodes_between(further_on, [start for one in outputs if one.unchanged for start in one.starts]):
+    for node in _nodes_between(further_on, [start for one in held for start in one.starts]):
         missed = [starts for starts in missed if node not in starts]
-        for saved in saved_without_hooks(node):
+        for saved in _saved_without_hooks(node):
             lender = lenders.get(plain_address(saved.data))
             if lender is not None:
                 saved.register_hooks(partial(Lent, *lender), Lent.fetch)
@@ -238,7 +229,7 @@ def discard(outputs: Sequence[Discardable], *further_on: torch.Tensor) -> int:
         _warn("this version of torch does not show what its graph has saved: the output is kept until backward")
     if missed:
         _warn("the tensor given does not depend on the region's output, which is therefore kept until backward")
-    if [one for one in outputs if one.let_go()]:
+    if [one for one in outputs if one.release()]:
         _warn("the region's output was changed in place after the region: it is kept until backward")
     return count
 
@@ -272,7 +263,7 @@ def _told(layout: tuple[Any, ...]) -> str:
     )
 
 
-def _error(index: int, found: str, fix: str = OTHER_LAYOUT) -> RegionError:
+def _error(index: int, found: str, fix: str) -> RegionError:
     return RegionError(Problem("region", f"output {index} {found}", fix=fix))
 
 
@@ -283,31 +274,25 @@ def _warn(text: str) -> None:
 # -- Saved tensors of autograd nodes
 
 
-def nodes_between(ends: Iterable[torch.Tensor], starts: Iterable[Any]) -> Iterator[Any]:
+def _nodes_between(ends: Iterable[torch.Tensor], starts: Iterable[Any]) -> Iterator[Any]:
     """Yield the graph nodes that ``ends`` depend on, except those made before the first of ``starts``.
 
     Each thread numbers nodes in the order in which it makes them; without numbers the whole graph is walked.
     """
     first = min((node._sequence_nr() for node in starts if hasattr(node, "_sequence_nr")), default=-1)
     seen: set[Any] = set()
-    waiting = [end.grad_fn for end in ends]
+    waiting: list[Any] = [end.grad_fn for end in ends]
     while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen or (first >= 0 and node._sequence_nr() < first):
-            continue
-        seen.add(node)
-        yield node
-        waiting.extend(following for following, _ in node.next_functions)
+        node = waiting.pop()
+        if node is not None and node not in seen and not (first >= 0 and node._sequence_nr() < first):
+            seen.add(node)
+            yield node
+            waiting.extend(following for following, _ in node.next_functions)
 
 
-def saved_without_hooks(node: Any) -> Iterator[Any]:
-    """Yield the tensors that a graph node saved, except those that hooks hold: reading these could recompute them.
-
-    Yields nothing if ``SHOWS_SAVED_TENSORS`` is false.
-    """
-    if not SHOWS_SAVED_TENSORS:
-        return
-    for name in _names_of_saved(type(node)):  # type: ignore[arg-type]  # a class is hashable
+def _saved_without_hooks(node: Any) -> Iterator[Any]:
+    """Yield the tensors that a graph node saved, except those that hooks hold: reading these could recompute them."""
+    for name in _names_of_saved(type(node)) if SHOWS_SAVED_TENSORS else ():  # type: ignore[arg-type]  # is hashable
         found = getattr(node, name)
         for saved in found if isinstance(found, (tuple, list)) else (found,):
             if saved is not None and saved.unpack_hook is None:
