@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import yaml
 
 from sac.errors import PolicyError, Problem
 from sac.policy.patterns import PathPattern, fits_name
-from sac.policy.scalars import plain_type
 from sac.tables import Table, count_text, screen_width, wrapped_text
 
 NEWEST = 1  # the latest schema that this version knows: Note [Versions of the schema] in sac/policy/read.py
@@ -450,6 +451,22 @@ def _dim_text(dim: Dim) -> str:
     if dim.op in ("any", "..."):
         return "_" if dim.op == "any" else "..."
     return str(dim.size) if dim.op == "==" else f"{dim.op}{dim.size}"
+
+
+# -- Kinds of unquoted scalars, by the rules of YAML 1.2: `on`, `no` and `1:8` are text, `1e-3` is a number
+
+ScalarType: TypeAlias = Literal["text", "null", "bool", "int", "float", "other"]
+_KINDS: tuple[tuple[ScalarType, str], ...] = (
+    ("null", r"(~|null|Null|NULL)?"),
+    ("bool", r"true|True|TRUE|false|False|FALSE"),
+    ("int", r"[-+]?[0-9]+"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
+)
+
+
+def plain_type(text: str) -> ScalarType:
+    """Return the kind of an unquoted scalar."""
+    return next((kind for kind, pattern in _KINDS if re.fullmatch(pattern, text)), "text")
 
 
 # -- A policy as YAML

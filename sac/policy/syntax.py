@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import yaml
-from yaml.error import Mark as YamlMark
 
 from sac.errors import PolicyError, Problem
-from sac.policy.model import SourceLocation
-from sac.policy.scalars import ScalarType, plain_type
-
-if TYPE_CHECKING:
-    from yaml._yaml import Mark as CMark  # only its type: a PyYAML built without libyaml has no such module
-
+from sac.policy.model import ScalarType, SourceLocation, plain_type
 
 # -- Nodes: scalars, lists and mappings, each with its source location
 
@@ -101,33 +95,39 @@ def node_from_value(value: object, path: str, findings: Findings) -> Node:
     return _Values(findings).convert(value, path, MAX_DEPTH)
 
 
-class _Values:
-    """Converts one Python value, with the same bounds on size and depth as for a file."""
+class _Nodes:
+    """Makes the nodes of one policy, bounded in number and depth."""
 
     def __init__(self, findings: Findings) -> None:
         self.findings = findings
         self.nodes_left = MAX_NODES
 
-    def convert(self, value: object, path: str, depth_left: int) -> Node:
-        location = SourceLocation(path)
+    def count(self, location: SourceLocation, depth_left: int) -> None:
         self.nodes_left -= 1
         if self.nodes_left < 0:
-            self.findings.stop(location, f"the mapping holds more than {MAX_NODES} values", fix="split the policy")
+            found = f"up to here the policy holds more than {MAX_NODES} values, with every alias written out"
+            self.findings.stop(location, found, fix="use fewer aliases, or split the policy with `extends`")
         if depth_left < 0:
-            self.findings.stop(location, f"the mapping nests more than {MAX_DEPTH} deep", fix="a policy needs 5 levels")
+            self.findings.stop(location, f"this nests more than {MAX_DEPTH} deep", fix="a policy needs 5 levels")
+
+
+class _Values(_Nodes):
+    """Converts one Python value."""
+
+    def convert(self, value: object, path: str, depth_left: int) -> Node:
+        location = SourceLocation(path)
+        self.count(location, depth_left)
         if isinstance(value, Mapping):
-            return MapNode(self._entries(value, path, depth_left - 1), location)
+            below = [(key, item, f"{path}.{shown(str(key))}") for key, item in value.items()]
+            entries = [
+                (_scalar_from_value(key, SourceLocation(at)), self.convert(item, at, depth_left - 1))
+                for key, item, at in below
+            ]
+            return MapNode(tuple(entries), location)
         if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
             items = enumerate(value)
             return ListNode(tuple(self.convert(v, f"{path}[{i}]", depth_left - 1) for i, v in items), location)
         return _scalar_from_value(value, location)
-
-    def _entries(self, value: Mapping[object, object], path: str, depth_left: int) -> tuple[tuple[Scalar, Node], ...]:
-        entries = []
-        for key, item in value.items():
-            below = f"{path}.{shown(str(key))}"
-            entries.append((_scalar_from_value(key, SourceLocation(below)), self.convert(item, below, depth_left)))
-        return tuple(entries)
 
 
 def _scalar_from_value(value: object, location: SourceLocation) -> Scalar:
@@ -146,14 +146,17 @@ def _scalar_from_value(value: object, location: SourceLocation) -> Scalar:
     return Scalar(f"value of type {type(value).__name__}", "other", location)
 
 
-# -- YAML text to nodes: only plain data, bounded in size and depth, duplicate keys reported
+# -- YAML text to nodes: only plain data; duplicate keys are reported, where PyYAML silently lets the second one win
 
-# We compose the parser's events ourselves. PyYAML's composer recurses (a deep file ends in ``RecursionError``), and its
-# constructor silently lets a second key win and resolves unquoted words by YAML 1.1.
-
-_NodeEvent: TypeAlias = yaml.AliasEvent | yaml.ScalarEvent | yaml.CollectionStartEvent
-_NODE_EVENTS = (yaml.AliasEvent, yaml.ScalarEvent, yaml.CollectionStartEvent)
 _QUOTE_STAR = 'an unquoted * at the start of a word refers to an anchor; quote patterns, as in "*_proj"'
+
+
+class _Loader(yaml.SafeLoader):
+    """Leaves unquoted words as they are written; see ``plain_type``."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.yaml_implicit_resolvers: Any = {}
 
 
 def compose_yaml(text: str, file: str, findings: Findings) -> Node | None:
@@ -161,109 +164,48 @@ def compose_yaml(text: str, file: str, findings: Findings) -> Node | None:
 
     Duplicate keys are reported in ``findings``, and the first one is kept.
     """
-    return _Composer(text, file, findings).compose()
+    try:
+        composed = yaml.compose(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        found = ": ".join(part for part in (error.context, error.problem) if part)
+        fix = _syntax_fix(error, text[mark.index : mark.index + 1] if mark else "")
+        findings.stop(_location(mark, file), f"this is not YAML: {found}", fix=fix)
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        where = SourceLocation(file, before.count("\n") + 1, error.position - before.rfind("\n"))
+        findings.stop(where, f"the character {error.character:#06x} is not allowed in YAML", fix="remove it")
+    except RecursionError:
+        findings.stop(SourceLocation(file), f"this nests more than {MAX_DEPTH} deep", fix="a policy needs 5 levels")
+    except (ValueError, OverflowError):  # PyYAML raises these for an escape such as "\Uffffffff"
+        found = "this is not YAML: an escape in quoted text does not encode a character"
+        findings.stop(SourceLocation(file), found, fix="look for a wrong \\")
+    root = None if composed is None else _Composed(file, findings).convert(composed, MAX_DEPTH)
+    return None if isinstance(root, Scalar) and root.scalar_type == "null" else root
 
 
-@dataclass(slots=True)
-class _Open:
-    """A list or mapping whose end has not been read yet."""
+class _Composed(_Nodes):
+    """Converts the nodes of PyYAML, which come without limits, tags or duplicates."""
 
-    is_mapping: bool
-    location: SourceLocation
-    anchor: str | None
-    first_node: int  # number of nodes counted before this one
-    children: list[Node] = field(default_factory=list)
+    def __init__(self, file: str, findings: Findings) -> None:
+        super().__init__(findings)
+        self.file = file
 
-
-class _Composer:
-    """Composes one text; see ``compose_yaml``."""
-
-    def __init__(self, text: str, file: str, findings: Findings) -> None:
-        self.text, self.file, self.findings = text, file, findings
-        self.open: list[_Open] = []
-        self.anchors: dict[str, tuple[Node, int]] = {}  # node and its number of nodes, with every alias expanded
-        self.nodes = 0
-        self.documents = 0
-        self.root: Node | None = None
-
-    def compose(self) -> Node | None:
-        for event in self._events():
-            if isinstance(event, yaml.DocumentStartEvent):
-                self._start_document(event)
-            elif isinstance(event, _NODE_EVENTS):
-                self._start_node(event)
-            elif isinstance(event, yaml.CollectionEndEvent):
-                self._end_collection()
-        return None if isinstance(self.root, Scalar) and self.root.scalar_type == "null" else self.root
-
-    def _events(self) -> Iterator[yaml.Event]:
-        loader: yaml.SafeLoader | None = None
-        try:
-            loader = yaml.SafeLoader(self.text)
-            while loader.check_event():
-                yield loader.get_event()  # type: ignore[no-untyped-call]  # PyYAML's stubs leave it untyped
-        except yaml.MarkedYAMLError as error:
-            location = error.problem_mark or error.context_mark
-            found = ": ".join(part for part in (error.context, error.problem) if part)
-            fix = _syntax_fix(error, self.text[location.index : location.index + 1] if location else "")
-            self.findings.stop(self._location(location), f"this is not YAML: {found}", fix=fix)
-        except yaml.reader.ReaderError as error:
-            where = location_in(self.text, error.position, self.file)
-            self.findings.stop(where, f"the character {error.character:#06x} is not allowed in YAML", fix="remove it")
-        except (ValueError, OverflowError):  # PyYAML raises these for an escape such as "\Uffffffff"
-            where = self._location(loader.get_mark() if loader else None)
-            found = "this is not YAML: an escape in quoted text does not encode a character"
-            self.findings.stop(where, found, fix="look for a wrong \\")
-
-    def _start_document(self, event: yaml.DocumentStartEvent) -> None:
-        self.documents += 1
-        if self.documents > 1:
-            self.findings.stop(
-                self._location(event.start_mark), "a second document starts here", fix="one policy per file"
-            )
-
-    def _start_node(self, event: _NodeEvent) -> None:
-        location = self._location(event.start_mark)
-        if isinstance(event, yaml.AliasEvent):
-            node, size = self._aliased(event.anchor or "", location)
-            self._count(size, location)
-            self._attach(node)
-            return
-        self._count(1, location)
-        if event.tag is not None:
-            tag = event.tag.replace("tag:yaml.org,2002:", "!!", 1)
+    def convert(self, node: Any, depth_left: int) -> Node:
+        location = _location(node.start_mark, self.file)
+        self.count(location, depth_left)
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!", 1)
+        if tag not in ("!!str", "!!seq", "!!map"):
             fix = "remove it; a policy is plain words, numbers, lists and mappings"
             self.findings.stop(location, f"the tag {shown(tag)} is not allowed", fix=fix)
-        if isinstance(event, yaml.ScalarEvent):
-            node = Scalar(event.value, plain_type(event.value) if event.implicit[0] else "text", location)
-            self._close(node, event.anchor, self.nodes - 1)
-            return
-        if len(self.open) == MAX_DEPTH:
-            self.findings.stop(location, f"this nests more than {MAX_DEPTH} deep", fix="a policy needs 5 levels")
-        self.open.append(_Open(isinstance(event, yaml.MappingStartEvent), location, event.anchor, self.nodes - 1))
-
-    def _aliased(self, anchor: str, location: SourceLocation) -> tuple[Node, int]:
-        if anchor in self.anchors:
-            return self.anchors[anchor]
-        if any(opened.anchor == anchor for opened in self.open):
-            self.findings.stop(location, f"*{anchor} is inside of what it refers to", fix="write it out")
-        self.findings.stop(location, f"*{anchor} refers to no anchor", fix=_QUOTE_STAR)
-
-    def _count(self, size: int, location: SourceLocation) -> None:
-        self.nodes += size
-        if self.nodes > MAX_NODES:
-            found = f"up to here the file holds more than {MAX_NODES} values, with every alias written out"
-            self.findings.stop(location, found, fix="use fewer aliases, or split the policy with `extends`")
-
-    def _end_collection(self) -> None:
-        done = self.open.pop()
-        if not done.is_mapping:
-            self._close(ListNode(tuple(done.children), done.location), done.anchor, done.first_node)
-            return
+        if isinstance(node, yaml.ScalarNode):
+            return Scalar(node.value, plain_type(node.value) if node.style is None else "text", location)
+        if isinstance(node, yaml.SequenceNode):
+            return ListNode(tuple(self.convert(item, depth_left - 1) for item in node.value), location)
         entries: dict[str, tuple[Scalar, Node]] = {}
-        for key, value in zip(done.children[::2], done.children[1::2], strict=True):
-            self._add_entry(entries, key, value)
-        self._close(MapNode(tuple(entries.values()), done.location), done.anchor, done.first_node)
+        for key, value in node.value:
+            self._add_entry(entries, self.convert(key, depth_left - 1), self.convert(value, depth_left - 1))
+        return MapNode(tuple(entries.values()), location)
 
     def _add_entry(self, entries: dict[str, tuple[Scalar, Node]], key: Node, value: Node) -> None:
         if not isinstance(key, Scalar):
@@ -275,35 +217,19 @@ class _Composer:
         else:
             entries[key.text] = (key, value)
 
-    def _close(self, node: Node, anchor: str | None, first_node: int) -> None:
-        if anchor is not None:
-            self.anchors[anchor] = (node, self.nodes - first_node)
-        self._attach(node)
 
-    def _attach(self, node: Node) -> None:
-        if self.open:
-            self.open[-1].children.append(node)
-        else:
-            self.root = node
-
-    def _location(self, where: YamlMark | CMark | None) -> SourceLocation:
-        return SourceLocation(self.file, where.line + 1, where.column + 1) if where else SourceLocation(self.file)
+def _location(mark: Any, file: str) -> SourceLocation:
+    return SourceLocation(file, mark.line + 1, mark.column + 1) if mark else SourceLocation(file)
 
 
 def _syntax_fix(error: yaml.MarkedYAMLError, character: str) -> str:
     context, problem = error.context or "", error.problem or ""
-    if "alias" in context:
+    if "alias" in context or "alias" in problem:
         return _QUOTE_STAR
+    if "another document" in problem:
+        return "one policy per file"
     if character == "\t":
         return "indent with spaces, not with tabs"
     if "block scalar" in context or "cannot start any token" in problem:
         return 'quote text that starts with a sign, as in ">=4096"'
-    if "quoted scalar" in context:
-        return "close the quote"
-    return "check the indentation, the brackets, and that text with a sign in it is quoted"
-
-
-def location_in(text: str, offset: int, file: str) -> SourceLocation:
-    """Return the source location of the character at ``offset`` of ``text``."""
-    before = text[:offset]
-    return SourceLocation(file, before.count("\n") + 1, offset - before.rfind("\n"))
+    return "close the quote" if "quoted scalar" in context else "check brackets, indentation and quotes"

@@ -216,14 +216,12 @@ def test_a_mapping_that_holds_itself() -> None:
     source: dict[str, object] = {}
     source["sets"] = source
     assert error(source) == (
-        "policy" + ".sets" * 21 + ": the mapping nests more than 20 deep\n    fix: a policy needs 5 levels"
+        "policy" + ".sets" * 21 + ": this nests more than 20 deep\n    fix: a policy needs 5 levels"
     )
 
 
 def test_a_mapping_that_is_too_large() -> None:
-    assert error({"rules": [[]] * 10_000}) == (
-        "policy.rules[9998]: the mapping holds more than 10000 values\n    fix: split the policy"
-    )
+    assert "policy.rules[9998]: up to here the policy holds more than 10000" in error({"rules": [[]] * 10_000})
 
 
 def test_a_number_too_long_to_print() -> None:

@@ -196,7 +196,7 @@ def test_problems_of_child_and_parents_come_together() -> None:
         '    fix: add "do: save"\n'
         "broken.yaml:3:1: this is not YAML: while parsing a flow node: expected the node content, but found"
         " '<stream end>'\n"
-        "    fix: check the indentation, the brackets, and that text with a sign in it is quoted"
+        "    fix: check brackets, indentation and quotes"
     )
 
 
@@ -204,3 +204,11 @@ def test_a_mapping_with_a_missing_parent() -> None:
     assert error({"extends": ["general", "no/such.yaml"]}) == (
         'policy.extends[1]: there is no file "no/such.yaml"\n    fix: check the path'
     )
+
+
+def test_a_plan_is_not_inherited(tmp_path: Path) -> None:
+    plan = "plan: {made_for: x, regions: [{blocks: a, signature: 0123456789abcdef}]}\n"
+    (tmp_path / "parent.yaml").write_text(f"schema: sac/v1\nrules: []\n{plan}")
+    (tmp_path / "child.yaml").write_text("schema: sac/v1\nextends: parent.yaml\n")
+    assert load_policy(tmp_path / "parent.yaml").plan is not None
+    assert load_policy(tmp_path / "child.yaml").plan is None

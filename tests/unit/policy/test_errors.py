@@ -1,0 +1,153 @@
+"""One case per form of error of a policy file: its place and what was found. Fixes and near words have tests below."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sac.errors import PolicyError
+from sac.policy.load import load_policy
+
+FILES = [
+    ("a: &a {do: save}\nschema: sac/v1\nrules: [{<<: *a, ops: a}]\n", ':3:10: merge keys ("<<") are not supported'),
+    ("? [schema]\n: sac/v1\nschema: sac/v1\nrules: []\n", ":1:3: a list or mapping is used as a key"),
+    ("schema: sac/v1\n1: a\nrules: []\n", ":2:1: a key of a policy is 1"),
+    ("llama\n", ':1:1: the policy is "llama"'),
+    ("", ": the file is empty"),
+    (
+        "schema: sac/v1\nrules: []\n---\nschema: sac/v1\n",
+        ":3:1: this is not YAML: expected a single document in the stream: ",
+    ),
+    ("schema: !!python/object/apply:os.system [ls]\n", ":1:9: the tag !!python/object/apply:os.system is not allowed"),
+    (
+        "schema: sac/v1\nrules: [{ops: a, module: *_proj, do: save}]\n",
+        ":2:26: this is not YAML: found undefined alias '_proj'",
+    ),
+    (
+        "schema: sac/v1\nrules:\n  - ops: a\n    shape:\n    - >=4096\n",
+        ":5:8: this is not YAML: while scanning a block scalar: expected ch",
+    ),
+    ("schema: sac/v1\nrules:\n\t- ops: a\n", ":3:1: this is not YAML: while scanning for the next token: found c"),
+    ("schema: 'sac/v1\n", ":2:1: this is not YAML: while scanning a quoted scalar: found unex"),
+    ("schema: sac/v1\nname: \x07\n", ":2:7: the character 0x0007 is not allowed in YAML"),
+    ('schema: sac/v1\nname: "\\Uffffffff"\n', ": this is not YAML: an escape in quoted text does not encode a"),
+    ("schema: &a [*a]\n", ":1:9: this nests more than 20 deep"),
+    ("schema: sac/v1\nrule: []\n", ':2:1: unknown key "rule" in a policy'),
+    ("schema: sac/2\nrules: []\n", ':1:9: schema is "sac/2"'),
+    (
+        "schema: sac/v2\ndefault: offload-all\nrules: []\n",
+        ":1:9: this policy needs schema sac/v2, and this version of sac kno",
+    ),
+    ("rules: []\n", ":1:1: the policy does not name its schema"),
+    ("schema: sac/v1\nrules: {ops: a, do: save}\n", ":2:8: rules is a mapping"),
+    ("schema: sac/v1\ndefault: alternate\nrules: []\n", ':2:10: default is "alternate"'),
+    ("schema: sac/v1\nname: true\nrules: []\n", ":2:7: name is the boolean true"),
+    (
+        'schema: sac/v1\nname: "a\\nb"\nrules: []\n',
+        ":2:7: name has a line break, an outer space or a control character",
+    ),
+    ("schema: sac/v1\nsets: {attention: []}\nrules: []\n", ":2:19: sets.attention is an empty list"),
+    ("schema: sac/v1\nsets: {aten.mm: a}\nrules: []\n", ':2:8: the name of a set is "aten.mm"'),
+    ("schema: sac/v1\nrules: [save]\n", ':2:9: a rule is "save"'),
+    (
+        "schema: sac/v1\nrules:\n  - {id: a, ops: a, do: save}\n  - {id: a, ops: b, do: save}\n",
+        ':4:10: the id "a" is given twice; the first is at p.yaml:3:10',
+    ),
+    ("schema: sac/v1\nrules: []\nplan: llama\n", ':3:7: plan is "llama"'),
+    ("schema: sac/v1\nrules: []\nplan: {}\n", ":3:7: plan has no regions"),
+    ("schema: sac/v1\nrules: []\nplan: {made_for: x, region: []}\n", ':3:21: unknown key "region" in plan'),
+    (
+        "schema: sac/v1\nrules: []\nplan:\n  made_for: x\n  regions:\n    - {layers: all}\n",
+        ":6:7: an entry of plan.regions has no signature",
+    ),
+]
+RULES = [
+    ("ops: a, do: true", "do is true"),
+    ("ops: a, do: {alternate: [save, offload]}", "do.alternate is [save, offload]"),
+    ("ops: a", "this rule says nothing to do"),
+    ("opps: a, do: save", 'unknown key "opps" in a rule'),
+    ("do: save, layers: all", "this rule has neither ops nor module"),
+    ("ops: , do: save", "ops is empty"),
+    ('ops: "aten.mm, aten.bmm", do: save', 'ops has the name "aten.mm, aten.bmm" with a space or comma i'),
+    ("ops: a, module: a/b, do: save", 'module is "a/b": module paths are written with dots, not wit'),
+    ('ops: a, module: [a, "b.{c"], do: save', 'module is "b.{c": a "{" has no "}" after it'),
+    ("ops: a, layers: 1:8, do: save", 'layers is "1:8"'),
+    ("ops: a, layers: [], do: save", "layers is an empty list"),
+    ("ops: a, layers: [1:8], do: save", 'an entry of layers is "1:8"'),
+    ("ops: a, layers: {first: 0}, do: save", "layers.first is 0"),
+    ("ops: a, layers: {first: 1, last: 1}, do: save", "layers has first and last"),
+    ("ops: a, layers: {offset: 1}, do: save", "layers has offset"),
+    ("ops: a, layers: {frist: 1}, do: save", 'unknown key "frist" in layers'),
+    ("ops: a, call: 0, do: save", "call is 0"),
+    ("ops: a, call: {index: 0, every: 2}, do: save", "call has index and every"),
+    ("ops: a, call: {index: [0, -1]}, do: save", "call.index is -1"),
+    ("ops: a, shape: 128, do: save", "shape is 128"),
+    ("ops: a, shape: [_, ...], do: save", 'an entry of shape is "..."'),
+    ('ops: a, shape: ["*", 1.5], do: save', "an entry of shape is 1.5"),
+    ("ops: a, dtype: bfloat61, do: save", 'dtype is "bfloat61"'),
+    ("ops: a, min_bytes: 3XB, do: save", 'min_bytes is "3XB": the unit "XB" is none of B, kB, MB, GB, '),
+    ("ops: a, optional: yes, do: save", 'optional is "yes"'),
+]
+
+
+def message(text: str) -> str:
+    """Return the text of the error of a policy file."""
+    Path("p.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(PolicyError) as caught:
+        load_policy("p.yaml")
+    return str(caught.value)
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("text", "found"), FILES)
+def test_an_error_in_a_file_has_its_place(text: str, found: str) -> None:
+    assert f"p.yaml{found}" in message(text)
+
+
+@pytest.mark.parametrize(("rule", "found"), RULES)
+def test_an_error_in_a_rule_is_on_its_line(rule: str, found: str) -> None:
+    assert re.search(rf"p\.yaml:3:\d+: {re.escape(found)}", message(f"schema: sac/v1\nrules:\n  - {{{rule}}}\n"))
+
+
+def test_all_errors_come_at_once_with_legal_values_near_words_and_fixes() -> None:
+    rules = '  - {ops: a, do: sav}\n  - {ops: a, layers: "1:8", do: save}\n'
+    told = message(f"schema: sac/v1\ndefualt: save\nrules:\n{rules}")
+    assert [line for line in told.splitlines() if "legal: all" not in line] == [
+        'p.yaml:2:1: unknown key "defualt" in a policy',
+        "    did you mean: default",
+        "    legal: schema, name, extends, models, sets, regions, plan, offload, default, rules",
+        '    fix: write "default"',
+        'p.yaml:4:18: do is "sav"',
+        "    did you mean: save",
+        "    legal: save, recompute, offload, alternate",
+        '    fix: write "save"',
+        'p.yaml:5:22: layers is "1:8"',
+        '    fix: ranges are written as "1-8", in a list: ["1-8"]',
+    ]
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "schema: " + "{a: " * 30 + "}" * 30 + "\n"])
+def test_deep_files_are_refused(text: str) -> None:
+    assert re.search("nests more than 20 deep|not YAML", message(text))
+
+
+def test_an_alias_bomb_is_refused() -> None:
+    bomb = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9))
+    assert "holds more than 10000 values" in message(bomb)
+
+
+def test_a_file_of_a_later_schema_names_the_keys_that_are_unknown_here() -> None:
+    text = message("tiers: {host: 4GiB}\nrules:\n  - {ops: a, tier: host}\nschema: sac/v12\n")
+    assert (
+        'this policy needs schema sac/v12, and this version of sac knows sac/v1, which lacks the keys "tiers"' in text
+    )
+
+
+def test_long_files_are_refused() -> None:
+    assert "holds more than 10000 values" in message("".join(f"x{n}: 1\n" for n in range(6000)))
