@@ -157,14 +157,10 @@ class UnmatchedOp:
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """What became of values that rules offload in some regions of one group, per region: by rule, and the waits.
-
-    ``stall_ms``: milliseconds for which streams waited for copies, of inputs too; None where the device cannot time it.
-    """
+    """What became of values that rules offload in some regions of one group, per region, by rule."""
 
     regions: str
     rules: tuple[OffloadUse, ...]
-    stall_ms: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +175,7 @@ class KindReport:
     ``input_host_bytes``: inputs kept in host memory for a device, in addition to ``input_bytes``.
     ``dead_bytes``: saved by decision, then freed at the end of forward because backward can never read them.
     ``offloads``: what became of what rules offload; ``saved_bytes`` counts what stayed on the device, not what has
-    moved to the host. ``stall_ms``: milliseconds for which streams waited for copies of inputs and of offloaded values,
-    at the mean of the regions; None where nothing was copied or the device cannot time it.
+    moved to the host.
     ``engine``: the engine of the last call, ``replay`` or ``rerun``; empty if none was needed. ``no_replay``: why
     regions of this group are no longer replayed.
     """
@@ -200,7 +195,6 @@ class KindReport:
     engine: str = ""
     no_replay: str = ""
     offloads: tuple[OffloadUse, ...] = ()
-    stall_ms: float | None = None
 
     @property
     def offloaded_bytes(self) -> int:
@@ -246,18 +240,12 @@ class Report:
         """Bytes of inputs that all regions together hold in host memory for devices."""
         return sum(kind.input_host_bytes * kind.count for kind in self.kinds)
 
-    @property
-    def stall_ms(self) -> float | None:
-        """Milliseconds of one step for which streams waited for copies; None where the device cannot time it."""
-        found = [kind.stall_ms * kind.count for kind in self.kinds if kind.stall_ms is not None]
-        return sum(found) if found else None
-
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values."""
         plain = asdict(self)
         for kind, told in zip(self.kinds, plain["kinds"], strict=True):
             told["kept_bytes"] = kind.kept_bytes
-        totals = ("kept_bytes", "input_host_bytes", "offloaded_bytes", "stall_ms")
+        totals = ("kept_bytes", "input_host_bytes", "offloaded_bytes")
         return {**plain, **{name: getattr(self, name) for name in totals}}
 
     def __str__(self) -> str:
@@ -269,7 +257,8 @@ class Report:
             lines.append(f"of each region's inputs: {self.kept_inputs}")
         for kind in self.kinds:
             lines += _kind_lines(kind, self.zero_hit_rules)
-        lines += without_call(self.zero_hit_rules)
+        if self.zero_hit_rules:
+            lines.append(f"rules without a call: {', '.join(self.zero_hit_rules)}")
         return wrapped_text([*lines, *self.notes], screen_width())
 
     def __repr__(self) -> str:
@@ -285,30 +274,19 @@ class Report:
         return found
 
     def scalars(self, prefix: str = "sac/") -> dict[str, float]:
-        """Return figures for the logger of a trainer, in bytes over all regions: kept, of inputs, and per rule.
-
-        ``stall_ms``, if the device has timed it, is in milliseconds.
-        """
+        """Return figures for the logger of a trainer, in bytes over all regions: kept, of inputs, and per rule."""
         rules = {f"saved_bytes/{rule}": size for rule, size in self.saved_bytes_by_rule().items() if size}
-        totals: dict[str, float] = {"kept_bytes": self.kept_bytes, "input_bytes": self._input_bytes()}
-        if self.input_host_bytes:
-            totals["input_host_bytes"] = self.input_host_bytes
-        if self.offloaded_bytes:
-            totals["offloaded_bytes"] = self.offloaded_bytes
-        if self.stall_ms is not None:
-            totals["stall_ms"] = self.stall_ms
+        totals = {"kept_bytes": self.kept_bytes, "input_bytes": sum(one.input_bytes * one.count for one in self.kinds)}
+        on_host = {"input_host_bytes": self.input_host_bytes, "offloaded_bytes": self.offloaded_bytes}
+        totals |= {name: size for name, size in on_host.items() if size}
         return {f"{prefix}{name}": float(size) for name, size in (totals | rules).items()}
-
-    def _input_bytes(self) -> int:
-        return sum(kind.input_bytes * kind.count for kind in self.kinds)
 
 
 def report(model: nn.Module) -> Report:
     """Return a report of what the regions of ``model`` kept in their last forward with grad, in bytes.
 
     For a model without regions (mode none, an idle pipeline stage, ``sac.apply`` never called) the report has mode
-    ``none`` and is empty. Before the first forward all numbers are 0. If values or inputs wait on the host, the report
-    waits for the device, to read how long it has waited for copies.
+    ``none`` and is empty. Before the first forward all numbers are 0.
     """
     forwards = list(regions_of(model))
     if not forwards:
@@ -333,25 +311,21 @@ class MemoryNote:
     A copy of the model has a note of its own; an unpickled model has none.
     """
 
-    def __init__(self, *models: nn.Module) -> None:
-        self._models = [weakref.ref(model) for model in models]
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._model = weakref.ref(model) if model is not None else lambda: None
 
     def __call__(self, error: BaseException) -> None:
         """Add the note, if this version of Python (3.11 or newer) has notes."""
-        if not hasattr(error, "add_note"):
-            return
-        for model in self._alive():
+        model = self._model()
+        if model is not None and hasattr(error, "add_note"):
             with suppress(Exception):  # the user needs the error, with or without the report
                 note = str(report(model))
                 if note not in getattr(error, "__notes__", ()):  # also passes through the regions around this one
                     error.add_note(note)
 
-    def _alive(self) -> list[nn.Module]:
-        # A compiled model has no truth value: `bool` asks it for a length.
-        return [model for reference in self._models if (model := reference()) is not None]
-
     def __deepcopy__(self, memo: dict[int, Any]) -> MemoryNote:
-        return MemoryNote(*(memo.get(id(model), model) for model in self._alive()))
+        model = self._model()
+        return MemoryNote(memo.get(id(model), model))
 
     def __reduce__(self) -> tuple[type[MemoryNote], tuple[()]]:
         return MemoryNote, ()
@@ -399,7 +373,6 @@ def _kind_report(regions: Sequence[Region]) -> KindReport:
         engine=stats.engine,
         no_replay=group.not_replayable,
         offloads=_offload_uses(regions[-1]),
-        stall_ms=_stall_ms(regions),
     )
 
 
@@ -411,15 +384,9 @@ def _offload_uses(region: Region) -> tuple[OffloadUse, ...]:
     )
 
 
-def _stall_ms(regions: Sequence[Region]) -> float | None:
-    found = [one.stats.stalls.milliseconds() for one in regions if one.stats.stalls is not None]
-    timed = [one for one in found if one is not None]
-    return sum(timed) / len(regions) if timed else None
-
-
 def _offloaded(regions: Sequence[Region]) -> Offloaded | None:
     uses = _offload_uses(regions[-1])
-    return Offloaded(group_label(one.path for one in regions), uses, _stall_ms(regions)) if uses else None
+    return Offloaded(group_label(one.path for one in regions), uses) if uses else None
 
 
 def _traced(group: RegionGroup) -> TracedCalls | None:
@@ -450,11 +417,6 @@ def _unmatched(group: RegionGroup) -> Iterable[UnmatchedOp]:
     return (UnmatchedOp(op, *amounts) for op, amounts in dearest[:UNMATCHED_SHOWN])
 
 
-def without_call(rules: Sequence[str], label: str = "rules without a call") -> list[str]:
-    """Return the line that lists ``rules``; none if there are none."""
-    return [f"{label}: {', '.join(rules)}"] if rules else []
-
-
 def _kind_lines(kind: KindReport, never: Sequence[str]) -> list[str]:
     """Return the lines of one region group; ``never``: rules without a call in any group, listed elsewhere."""
     lines = list(_eager_lines(kind, never)) if kind.calls or not kind.has_run else []
@@ -478,15 +440,13 @@ def _kind_lines(kind: KindReport, never: Sequence[str]) -> list[str]:
 def _offload_lines(found: Sequence[Offloaded]) -> Iterator[str]:
     for one in found:
         where = f"{one.regions}: " if len(found) > 1 else ""
-        yield from (f"{where}{line}" for line in _rule_lines(one.rules, one.stall_ms))
+        yield from (f"{where}{line}" for line in _rule_lines(one.rules))
 
 
-def _rule_lines(rules: Sequence[OffloadUse], stall_ms: float | None) -> Iterator[str]:
-    """Yield what became of what each rule offloads, and the time for which streams waited for copies."""
+def _rule_lines(rules: Sequence[OffloadUse]) -> Iterator[str]:
+    """Yield what became of what each rule offloads."""
     for one in rules:
         yield f"offloaded by {'' if one.rule == 'default' else 'rule '}{one.rule}: {_offload_text(one)}"
-    if stall_ms is not None:
-        yield f"waits for copies, per region: {stall_ms:.2f} ms"
 
 
 def _offload_text(one: OffloadUse) -> str:
@@ -506,10 +466,10 @@ def _eager_lines(kind: KindReport, never: Sequence[str]) -> Iterable[str]:
     for use in kind.rules:
         if use.hits:
             yield f"  rule {use.rule}: {count_text(use.hits, 'call')}, {bytes_text(use.saved_bytes)} saved"
-    yield from (f"  {line}" for line in _rule_lines(kind.offloads, kind.stall_ms))
+    yield from (f"  {line}" for line in _rule_lines(kind.offloads))
     if kind.has_run:
         idle = [use.rule for use in kind.rules if not use.hits and use.rule not in never]
-        yield from without_call(idle, "  rules without a call here")
+        yield from [f"  rules without a call here: {', '.join(idle)}"] if idle else ()
     if kind.dead_bytes:
         yield f"  freed, since backward never reads it: {bytes_text(kind.dead_bytes)}"
     if kind.no_replay:
