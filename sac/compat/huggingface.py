@@ -140,19 +140,20 @@ def take_over(model: nn.Module, value: Any = "selective") -> nn.Module:
     return model
 
 
-class _TakenOver(Switch):
+class _Disable(Switch):
     def __init__(self, module: nn.Module, name: str, model: nn.Module, value: Any) -> None:
         super().__init__(module, name)
         self.model = model
         self.value = value
 
-    def _disable(self) -> None:
+    def __call__(self) -> None:
+        """Turn activation checkpointing off; it can be turned on again."""
         if _is_on(self.model):
             remove(self.model)
             take_over(self.model, self.value)
 
 
-class _Enable(_TakenOver):
+class _Enable(_Disable):
     def __call__(  # PEFT looks for the second of the two names in the signature
         self,
         activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
@@ -162,28 +163,17 @@ class _Enable(_TakenOver):
     ) -> None:
         """Turn activation checkpointing on, replacing what is on."""
         given = dict(activation_checkpointing_kwargs or gradient_checkpointing_kwargs or {})
-        if every_n_layers != 1:
-            _add(given, "layers", {"every": every_n_layers}, f"every_n_layers={every_n_layers}")
-        if offload:
-            _add(given, "store", "host", "offload=True")
+        added: dict[str, Any] = {} if every_n_layers == 1 else {"layers": {"every": every_n_layers}}
+        added |= {"store": "host"} if offload else {}
+        for key in added.keys() & given.keys():
+            written = "offload=True" if key == "store" else f"every_n_layers={every_n_layers}"
+            where = f"activation_checkpointing_kwargs.{key}"
+            raise ConfigError(Problem(where, f"{written} sets it too", fix="leave one of the two out"))
+        given |= added
         value = self.value if not given else given if "mode" in given else _mapping_of(self.value) | given
         parse_config(value)
-        self._disable()
+        super().__call__()
         apply(self.model, value)
-
-
-class _Disable(_TakenOver):
-    def __call__(self) -> None:
-        """Turn activation checkpointing off; it can be turned on again."""
-        self._disable()
-
-
-def _add(given: dict[str, Any], key: str, value: Any, written: str) -> None:
-    """Add the meaning of an argument of transformers; raises ``ConfigError`` if the key is already set."""
-    if key in given:
-        where = f"activation_checkpointing_kwargs.{key}"
-        raise ConfigError(Problem(where, f"{written} sets it too", fix="leave one of the two out"))
-    given[key] = value
 
 
 def _mapping_of(value: Any) -> dict[str, Any]:

@@ -81,8 +81,7 @@ class _AsInForward(AbstractContextManager[None]):
     """The process flags at the time of construction, with ``inner`` inside; may be entered repeatedly."""
 
     def __init__(self, inner: AbstractContextManager[Any] | None = None) -> None:
-        self._flags = BackendFlags()
-        self._inner = inner
+        self._flags, self._inner = BackendFlags(), inner
         self._entered: list[UndoStack] = []
 
     def __enter__(self) -> None:
@@ -97,46 +96,29 @@ class _AsInForward(AbstractContextManager[None]):
 
 
 def sdpa_backend_snapshot_context_fn() -> Contexts:
-    """Return the two contexts of a checkpointed call that starts now; the second restores what selects kernels.
-
-    These are attention backends and their order, the function at
-    ``torch.nn.functional.scaled_dot_product_attention``, precisions and more. Regions do this themselves; this function
-    is for ``context_fn`` of torch's ``checkpoint``.
-    """
+    """Return the two contexts of a checkpointed call that starts now; the second restores what selects kernels."""
     return nullcontext(), _AsInForward()
 
 
 def transformer_engine_attention_backend_snapshot_context_fn(
     context_fn: Callable[[], Contexts] | None = None,
 ) -> Contexts:
-    """Return the contexts of ``context_fn``; the second one also restores TransformerEngine's choice of backend.
-
-    If TransformerEngine is not loaded, they are those of ``context_fn``. Regions restore the choice themselves; this
-    function is for ``context_fn`` of torch's ``checkpoint``.
-    """
+    """Return the contexts of ``context_fn``; the second one also restores TransformerEngine's choice of backend."""
     forward, recompute = context_fn() if context_fn is not None else (nullcontext(), nullcontext())
     return forward, recompute if attention_choice() is None else _AsInForward(recompute)
 
 
-_RANGES = ("_record_function_enter", "_record_function_enter_new", "_record_function_exit")
 # The ops with which FSDP2 gathers parameters: in recomputation only, if the forward found them prefetched.
 _GATHERING = (
-    ("fsdp", "all_gather_copy_in", "default"),
-    ("fsdp", "split_with_sizes_copy", "default"),
-    ("fsdp", "chunk_cat", "default"),
-    ("fsdp", "copy_", "default"),
-    ("c10d", "_allgather_base_", "default"),
-    ("aten", "empty", "memory_format"),
-    ("aten", "empty_like", "default"),
-    ("aten", "view", "default"),
-)
+    "fsdp.all_gather_copy_in.default", "fsdp.split_with_sizes_copy.default", "fsdp.chunk_cat.default",
+    "fsdp.copy_.default", "c10d._allgather_base_.default", "aten.empty.memory_format", "aten.empty_like.default",
+    "aten.view.default",
+)  # fmt: skip
+_RANGES = ("_record_function_enter", "_record_function_enter_new", "_record_function_exit")
 
 
 def ignore_sac_ops(ops: Iterable[object | None]) -> None:
-    """Add ops, except None, to those that torch's own selective checkpointing does not count.
-
-    Regions do not need this: they run ops that appear only in recomputation.
-    """
+    """Add ops, except None, to those that torch's own selective checkpointing does not count."""
     ignored = ignored_ops()
     if ignored is not None:
         ignored.update(op for op in ops if op is not None)
@@ -150,12 +132,14 @@ def ensure_profiler_ops_sac_ignored() -> None:
 
 def ensure_fsdp_ops_sac_ignored() -> None:
     """Let torch's own selective checkpointing ignore the ops with which FSDP2 gathers parameters."""
-    ignore_sac_ops(_op(*names) for names in _GATHERING)
+    ignore_sac_ops(_op(name) for name in _GATHERING)
 
 
-def _op(namespace: str, name: str, overload: str) -> object | None:
-    packet = getattr(getattr(torch.ops, namespace), name, None)
-    return getattr(packet, overload, None)
+def _op(name: str) -> Any:
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
 
 
 def detect_kv_sharing_and_maybe_disable_cache(model: nn.Module) -> bool:
@@ -258,14 +242,11 @@ def _policy_in(context_fn: Any) -> Policy:
         return FULL
     policy = policy_of_contexts(inner)
     if policy is None:
-        found = f"{_name_of(inner)} makes its own contexts around forward and recomputation, which regions do "
+        name = getattr(inner, "__name__", type(inner).__name__)
+        found = f"{name} makes its own contexts around forward and recomputation, which regions do not enter"
         fix = "choose per op with context_fn=sac.context_fn(policy), or leave it out"
-        raise ConfigError(Problem("apply_submodule_checkpointing.context_fn", f"{found}not enter", fix=fix))
+        raise ConfigError(Problem("apply_submodule_checkpointing.context_fn", found, fix=fix))
     return policy
-
-
-def _name_of(function: Any) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _parts(node: Node, *, without_attention: bool) -> Iterator[nn.Module]:
