@@ -20,7 +20,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -51,41 +51,13 @@ TOY = {"d": 64, "heads": 4, "kv_heads": 2, "hidden": 128, "layers": 2, "rounds":
 TOY_RUN = (replace(FEW_TOKENS, **TOY, seq=8), replace(MANY_TOKENS, **TOY, seq=128))
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One way in one case. Times are medians; ratios are medians of those in single rounds.
-
-    `host_ms`: until the host had given a step to the device; on CPU that is the step. `kept_bytes` live at the end of
-    forward, `peak_bytes` at most in a step; both on top of parameters and their gradients, which were there before.
-    `gradients_equal`: to those of the plain blocks; for these, of one step to those of another.
-    """
-
-    mode: str
-    step_ms: float
-    quartiles_ms: tuple[float, float]
-    host_ms: float
-    tokens_per_s: float
-    ratio_to_none: float
-    ratio_to_torch_full: float
-    kept_bytes: int
-    peak_bytes: int
-    matmuls: int
-    gradients_equal: bool
+# A row is one way in one case. Times are medians; ratios are medians of those in single rounds. `host_ms`: until the host
+# had given a step to the device; on CPU that is the step. `kept_bytes` live at the end of forward, `peak_bytes` at most
+# in a step; both on top of parameters and their gradients, which were there before. `gradients_equal`: to those of the
+# plain blocks; for these, of one step to those of another.
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """All rows of one case; `parameter_bytes` are those of the blocks, and as many are those of their gradients."""
-
-    case: str
-    label: str
-    ops: int
-    rounds: int
-    parameter_bytes: int
-    rows: tuple[Row, ...]
-
-
-def measure(case: Case, modes: list[str], device: str, advance: Callable[[str], None]) -> Result:
+def measure(case: Case, modes: list[str], device: str, advance: Callable[[str], None]) -> dict[str, Any]:
     """Verify, warm up, time and weigh every way of one case."""
     blocks, x, weights = bench.build(case, device, DTYPE)
     clock = bench.CudaClock() if device == "cuda" else bench.CPU_TIME
@@ -106,25 +78,31 @@ def measure(case: Case, modes: list[str], device: str, advance: Callable[[str], 
         memory[mode] = kept_and_peak_bytes(runner, device)
     times = bench.time_rounds(case, runners, advance)
 
-    def row(mode: str) -> Row:
+    def row(mode: str) -> dict[str, Any]:
         steps = [each.step for each in times[mode]]
-        low, high = bench.quartiles(steps)
-        return Row(
-            mode,
-            1e3 * median(steps),
-            (1e3 * low, 1e3 * high),
-            1e3 * median(each.host for each in times[mode]),
-            case.batch * case.seq / median(steps),
-            bench.ratio(times[mode], times[BASELINE]),
-            bench.ratio(times[mode], times[TORCH_FULL]),
-            *memory[mode],
-            counted[mode].matmuls,
-            equal[mode],
-        )
+        kept, peak = memory[mode]
+        return {
+            "mode": mode,
+            "step_ms": 1e3 * median(steps),
+            "quartiles_ms": [1e3 * one for one in bench.quartiles(steps)],
+            "host_ms": 1e3 * median(each.host for each in times[mode]),
+            "tokens_per_s": case.batch * case.seq / median(steps),
+            "ratio_to_none": bench.ratio(times[mode], times[BASELINE]),
+            "ratio_to_torch_full": bench.ratio(times[mode], times[TORCH_FULL]),
+            "kept_bytes": kept,
+            "peak_bytes": peak,
+            "matmuls": counted[mode].matmuls,
+            "gradients_equal": equal[mode],
+        }
 
-    parameter_bytes = sum(parameter.nbytes for parameter in blocks.parameters())
-    ops = counted[BASELINE].forward_ops
-    return Result(case.key, case.label, ops, case.rounds, parameter_bytes, tuple(map(row, modes)))
+    return {
+        "case": case.key,
+        "label": case.label,
+        "ops": counted[BASELINE].forward_ops,
+        "rounds": case.rounds,
+        "parameter_bytes": sum(parameter.nbytes for parameter in blocks.parameters()),
+        "rows": [row(mode) for mode in modes],
+    }
 
 
 @contextlib.contextmanager
@@ -169,7 +147,7 @@ def hardware(device: str) -> dict[str, Any]:
     return {**found, **versions}
 
 
-def measure_all(cases: list[Case], modes: list[str], device: str, progress: bench.Progress) -> list[Result]:
+def measure_all(cases: list[Case], modes: list[str], device: str, progress: bench.Progress) -> list[dict[str, Any]]:
     """Every case in turn."""
     advance = bench.counting(progress, sum(2 * len(modes) + case.rounds for case in cases))
     results = []
@@ -179,17 +157,15 @@ def measure_all(cases: list[Case], modes: list[str], device: str, progress: benc
     return results
 
 
-def print_results(results: list[Result], skipped: dict[str, str], seen: dict[str, Any]) -> None:
+def print_results(results: list[dict[str, Any]], skipped: dict[str, str], seen: dict[str, Any]) -> None:
     print(f"$ {seen['command']}")
     on_gpu = "cuda" in seen
     columns = ("way", "step", "÷ none", "÷ full", "tokens/s", *(["host"] if on_gpu else []), "kept", "peak", "equal")
     for result in results:
-        print(
-            f"\n{result.case}: {result.label}, bf16, eager\n{result.ops} ops in forward; {result.rounds} rounds; ",
-            end="",
-        )
-        print(f"parameters {bytes_text(result.parameter_bytes)}, gradients as much")
-        bench.print_table(columns, [cells(row, on_gpu=on_gpu) for row in result.rows])
+        print(f"\n{result['case']}: {result['label']}, bf16, eager")
+        print(f"{result['ops']} ops in forward; {result['rounds']} rounds; ", end="")
+        print(f"parameters {bytes_text(result['parameter_bytes'])}, gradients as much")
+        bench.print_table(columns, [cells(row, on_gpu=on_gpu) for row in result["rows"]])
     print()
     print(*(f"{mode} {reason}" for mode, reason in skipped.items()), sep="\n")
     print(
@@ -205,17 +181,17 @@ def print_results(results: list[Result], skipped: dict[str, str], seen: dict[str
     print(f"torch {seen['torch']}{remat}, Python {seen['python']}, {seen['cores']} cores of {seen['cpu']}")
 
 
-def cells(row: Row, *, on_gpu: bool) -> list[str]:
+def cells(row: dict[str, Any], *, on_gpu: bool) -> list[str]:
     return [
-        row.mode,
-        f"{row.step_ms:.2f} ms",
-        f"{row.ratio_to_none:.2f}",
-        f"{row.ratio_to_torch_full:.2f}",
-        f"{row.tokens_per_s:.0f}",
-        *([f"{row.host_ms:.2f} ms"] if on_gpu else []),
-        bytes_text(row.kept_bytes),
-        bytes_text(row.peak_bytes),
-        "yes" if row.gradients_equal else "NO",
+        row["mode"],
+        f"{row['step_ms']:.2f} ms",
+        f"{row['ratio_to_none']:.2f}",
+        f"{row['ratio_to_torch_full']:.2f}",
+        f"{row['tokens_per_s']:.0f}",
+        *([f"{row['host_ms']:.2f} ms"] if on_gpu else []),
+        bytes_text(row["kept_bytes"]),
+        bytes_text(row["peak_bytes"]),
+        "yes" if row["gradients_equal"] else "NO",
     ]
 
 
@@ -242,10 +218,10 @@ def main() -> int:
         results = measure_all(cases, [mode for mode in MODES if mode not in skipped], device, progress)
     seen = {**bench.environment("bench_gpu.py"), **hardware(device)}
     if given.json:
-        print(json.dumps({**seen, "skipped": skipped, "cases": [asdict(result) for result in results]}, indent=2))
+        print(json.dumps({**seen, "skipped": skipped, "cases": results}, indent=2))
     else:
         print_results(results, skipped, seen)
-    return 0 if all(row.gradients_equal for result in results for row in result.rows) else 1
+    return 0 if all(row["gradients_equal"] for result in results for row in result["rows"]) else 1
 
 
 if __name__ == "__main__":

@@ -128,7 +128,13 @@ def apply_activation_checkpointing(
     while isinstance(function, partial) and not function.args:
         function, given = function.func, {**function.keywords, **given}
     if function is checkpoint_wrapper:
-        put_regions(model, [_chosen(modules, {**given, **own}) for modules, own in _grouped(chosen)])
+        groups: list[tuple[list[nn.Module], dict[str, Any]]] = []  # modules with the same arguments
+        for module, own in chosen:
+            same_as = next((modules for modules, arguments in groups if arguments == own), None)
+            if same_as is None:
+                groups.append((same_as := [], own))
+            same_as.append(module)
+        put_regions(model, [_chosen(tuple(modules), {**given, **own}) for modules, own in groups])
     elif function is offload_wrapper:
         _call_each(offload_wrapper, chosen)
     else:
@@ -139,18 +145,6 @@ def apply_activation_checkpointing(
             for module, _ in chosen:
                 remove(module)
             raise
-
-
-def _grouped(chosen: list[tuple[nn.Module, dict[str, Any]]]) -> list[tuple[tuple[nn.Module, ...], dict[str, Any]]]:
-    """Group modules with the same arguments."""
-    groups: list[tuple[list[nn.Module], dict[str, Any]]] = []
-    for module, own in chosen:
-        of_same = next((modules for modules, given in groups if given == own), None)
-        if of_same is None:
-            groups.append(([module], own))
-        else:
-            of_same.append(module)
-    return [(tuple(modules), own) for modules, own in groups]
 
 
 def _call_each(function: Callable[..., nn.Module], chosen: list[tuple[nn.Module, dict[str, Any]]]) -> None:

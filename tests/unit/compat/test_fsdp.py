@@ -28,7 +28,6 @@ from tests.unit.compat.wrapping import (
     by_function,
     by_partial,
     inner_first,
-    inside_one_another,
     is_layer,
     model,
     on_layers,
@@ -70,24 +69,6 @@ def test_a_shared_module_is_one_region() -> None:
     on_layers(ours, mine)
     assert region_paths(mine) == ["layers.0", "layers.1"]
     assert all(map(torch.equal, train(mine), train(plain)))
-
-
-def test_names_and_classes_stay() -> None:
-    mine, plain = model(), model()
-    on_layers(ours, mine)
-    assert list(mine.state_dict()) == list(plain.state_dict())
-    assert [name for name, _ in mine.named_modules()] == [name for name, _ in plain.named_modules()]
-    assert type(mine.layers[0]) is PreNormLayer
-    mine.load_state_dict(plain.state_dict())
-
-
-def test_remove_gives_the_model_back() -> None:
-    mine = model()
-    for put in (inside_one_another, outer_first, inner_first):
-        put(ours, mine)
-        sac.remove(mine)
-        assert region_paths(mine) == []
-        assert all("forward" not in one.__dict__ for one in mine.modules())
 
 
 def test_options_reach_the_region() -> None:
@@ -153,13 +134,6 @@ def test_a_policy_is_given_as_context_fn() -> None:
     assert all(map(torch.equal, train(mine), train(model())))
     report = sac.report(mine).to_dict()
     assert "attention" in str(report)
-
-
-def test_a_policy_is_given_for_each_layer() -> None:
-    mine = model()
-    for layer in mine.layers:
-        ours.checkpoint_wrapper(layer, context_fn=sac.context_fn("general", module=layer))
-    assert all(map(torch.equal, train(mine), train(model())))
 
 
 # Process groups

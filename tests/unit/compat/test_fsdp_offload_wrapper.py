@@ -59,16 +59,6 @@ def test_remove_takes_it_off() -> None:
     assert all("forward" not in one.__dict__ for one in mine.modules())
 
 
-def test_a_module_inside_a_region_is_refused() -> None:
-    mine = sac.apply(model(), {"mode": "full", "blocks": ["layers.*"]})
-    with pytest.raises(ModelError) as error:
-        ours.offload_wrapper(mine.layers[0].up)
-    assert str(error.value) == (
-        "Linear: it is inside a region, which does not keep what its modules save\n"
-        "    fix: call offload_wrapper on the region: its inputs are moved then"
-    )
-
-
 def test_a_region_cannot_be_put_over_it() -> None:
     mine = ours.offload_wrapper(nn.Linear(2, 2))
     with pytest.raises(ModelError) as error:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from sac.compat import megatron
 from sac.compat import megatron as megatron_job
@@ -17,7 +17,7 @@ from sac.errors import ConfigError
 from sac.full import RngTracker
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_same
-from tests.unit.compat.programs import WIDTH, forking, gradients_of, plainly, same_everywhere, trained
+from tests.unit.compat.programs import forking, plainly, trained
 
 RANDOM = "megatron.core.tensor_parallel.random"
 STATE = "megatron.core.parallel_state"
@@ -42,19 +42,6 @@ def test_the_tracker_is_put_back_without_being_named():
     assert_same(forking(plainly, RngTracker()), forking(whole, megatron.get_cuda_rng_tracker()))
 
 
-def test_autocast_is_put_back():
-    """Megatron recomputes in float32 what ran in bfloat16."""
-
-    def program(call: Any) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH, requires_grad=True)
-        with torch.autocast("cpu", torch.bfloat16):
-            out = call(lambda h: linear(h).tanh(), x)
-        return gradients_of(out.float().square().sum(), x, linear)
-
-    assert_same(program(plainly), program(whole))
-
-
 def scattering() -> tuple[tuple[int, ...], bool, Tensor, tuple[int, ...]]:
     """Megatron's own test of `checkpoint` on two ranks; the caller's tensor stays whole here."""
     megatron.set_tensor_model_parallel_group(dist.group.WORLD)
@@ -72,61 +59,12 @@ def test_two_arguments_of_which_the_first_is_scattered():
         assert torch.equal(grad, torch.full((4, 4), 2.0).exp())
 
 
-def scattered_where_megatron_is_wrong() -> list[list[str]]:
-    """A residual around the region, a number of elements that the ranks cannot share, a view, one input in two."""
-    megatron.set_tensor_model_parallel_group(dist.group.WORLD)
-
-    def residual(call: Any) -> dict[str, Tensor]:
-        linear, x = seeded_linear(), torch.randn(3, WIDTH, requires_grad=True)
-        h = x * 2
-        return gradients_of((h + call(lambda t: linear(t).tanh(), h)).square().sum(), x, linear)
-
-    def odd_number(call: Any) -> dict[str, Tensor]:
-        seeded_linear()
-        x = torch.randn(7, requires_grad=True)
-        return gradients_of(call(torch.exp, x * 2).sum(), x)
-
-    def view(call: Any) -> dict[str, Tensor]:
-        linear, x = seeded_linear(), torch.randn(WIDTH, 6, requires_grad=True)
-        return gradients_of(call(lambda t: linear(t).tanh(), (x * 2).t()[1:]).square().sum(), x, linear)
-
-    def twice(call: Any) -> dict[str, Tensor]:
-        linear, x = seeded_linear(), torch.randn(4, WIDTH, requires_grad=True)
-        h = x * 2
-        one, two = call(lambda t: linear(t).exp(), h), call(lambda t: linear(t).tanh(), h)
-        return gradients_of((one * two).sum(), x, linear)
-
-    def scatters(function: Any, *args: Any) -> Any:
-        return megatron.checkpoint(function, True, *args)
-
-    return [same_everywhere(program(plainly), program(scatters)) for program in (residual, odd_number, view, twice)]
-
-
-def seeded_linear() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(WIDTH, WIDTH)
-
-
-def test_scattering_where_megatron_is_wrong_or_fails():
-    assert run_ranks(2, scattered_where_megatron_is_wrong) == [[[], [], [], []]] * 2
-
-
 def test_scattering_without_a_group_is_an_error():
     with pytest.raises(ConfigError) as error:
         megatron.checkpoint(torch.exp, True, torch.ones(2))
     assert str(error.value) == (
         "megatron.checkpoint.distribute_saved_activations: there is no tensor-parallel group to scatter over\n"
         "    fix: call set_tensor_model_parallel_group(group), or initialise megatron.core.parallel_state"
-    )
-
-
-def test_a_forgotten_flag_is_an_error():
-    with pytest.raises(ConfigError) as error:
-        megatron.checkpoint(torch.exp, torch.ones(2))
-    assert str(error.value) == (
-        "megatron.checkpoint.distribute_saved_activations: a Tensor is not true or false\n"
-        "    legal: true, false\n"
-        "    fix: call checkpoint(function, distribute_saved_activations, *args)"
     )
 
 
@@ -221,19 +159,6 @@ def test_seeds_are_those_of_megatrons_formula():
     assert megatron.get_cuda_rng_tracker() is tracker
     megatron.model_parallel_cuda_manual_seed(5, tp_rank=3, force_reset_rng=True)
     assert megatron.get_cuda_rng_tracker() is not tracker
-
-
-def seeds_of_the_group() -> tuple[Tensor, Tensor]:
-    megatron.set_tensor_model_parallel_group(dist.group.WORLD)
-    megatron.model_parallel_cuda_manual_seed(11)
-    states = megatron.get_cuda_rng_tracker().get_states()
-    return states["model-parallel-rng"], states["expert-parallel-rng"]
-
-
-def test_ranks_are_those_in_the_group_that_was_set():
-    for rank, (model, expert) in enumerate(run_ranks(2, seeds_of_the_group)):
-        assert torch.equal(model, torch.Generator().manual_seed(11 + 2718 + rank).get_state())
-        assert torch.equal(expert, torch.Generator().manual_seed(11 + 1024 + rank).get_state())
 
 
 def test_seeding_without_a_known_rank_is_an_error():

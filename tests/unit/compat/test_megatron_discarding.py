@@ -89,26 +89,6 @@ def test_gradients_are_those_of_the_plain_program(program: Program):
     assert_same(results[0], results[2])
 
 
-def test_dropout_in_a_fork_of_the_tracker():
-    def program(discards: bool) -> dict[str, Tensor]:
-        megatron.model_parallel_cuda_manual_seed(3, tp_rank=0)
-        tracker = megatron.get_cuda_rng_tracker()
-        linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH, requires_grad=True)
-
-        def region(h: Tensor) -> Tensor:
-            with tracker.fork():
-                return F.dropout(h.tanh(), 0.4)
-
-        y, discard = without_output(discards, region, x)
-        out = linear(y)
-        discard(out)
-        with tracker.fork():
-            out = F.dropout(out, 0.3)
-        return gradients_of(out.square().sum(), x, linear)
-
-    assert_same(program(False), program(True))
-
-
 def test_the_memory_is_free_between_the_discard_and_backward():
     linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH, requires_grad=True)
     region = megatron.CheckpointWithoutOutput()
@@ -120,17 +100,6 @@ def test_the_memory_is_free_between_the_discard_and_backward():
     assert memory.expired()
     out.sum().backward()
     assert x.grad is not None
-
-
-def test_what_others_still_hold_stays_as_it_is():
-    """Megatron resizes the storage: the caller's own tensor is empty until backward."""
-    linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH, requires_grad=True)
-    region = megatron.CheckpointWithoutOutput()
-    y = region.checkpoint(torch.sin, x)
-    out = linear(y)
-    region.discard_output_and_register_recompute(out)
-    assert torch.equal(y, x.sin())
-    (out.sum() + (y**2).sum()).backward()
 
 
 def test_an_output_in_the_memory_of_the_input_is_retained():
@@ -204,21 +173,6 @@ def test_a_chain_of_regions_is_discarded_as_a_whole(dropout):
     plain = program(None)
     for _ in range(2):
         assert_same(plain, program(megatron.CheckpointWithoutOutputManager()))
-
-
-def test_with_a_manager_the_discard_of_one_region_does_nothing():
-    manager = megatron.MHCBlockRecomputeManager()
-    x = torch.randn(4, requires_grad=True)
-    region = megatron.CheckpointWithoutOutput(ckpt_manager=manager)
-    y = region.checkpoint(torch.sin, x)
-    out, memory = (y**2).sum(), StorageWeakRef(y.untyped_storage())
-    del y
-    region.discard_output_and_register_recompute(out)
-    assert not memory.expired()
-    manager.discard_all_outputs_and_register_unified_recompute(out)
-    assert memory.expired()
-    out.backward()
-    assert x.grad is not None
 
 
 def test_what_a_manager_cannot_take():

@@ -97,20 +97,6 @@ def test_selective_layers_are_regions_under_the_policy_of_the_family() -> None:
     assert {installed.region.group.table.policy.name for installed in regions_of(model)} == {"llama"}
 
 
-def test_selective_recomputes_less_than_full() -> None:
-    flops = {}
-    for value in ("none", "selective", "full"):
-        model, inputs = tiny("llama")
-        if value != "none":
-            apply = sac.apply if value == "full" else lambda one, _: parallelize(one, "selective")
-            apply(model, "full")
-        loss = model(**inputs).loss
-        with Recorder() as backward:
-            loss.backward()
-        flops[value] = backward.product_flops
-    assert flops["none"] < flops["selective"] < flops["full"]
-
-
 def test_parts_of_layers_are_regions_norms_too() -> None:
     model, _ = tiny("llama")
     layers = layers_of(model)
@@ -161,15 +147,6 @@ def test_the_context_function_saves_attention_and_every_second_product() -> None
     assert counts == {"none": (0, 0), "full": (1, 3), "selective": (0, 1)}
 
 
-def test_remove_takes_all_off() -> None:
-    model, _ = tiny("llama")
-    for value in ("selective", "full"):
-        parallelize(model, value)
-        sac.remove(model)
-        assert region_paths(model) == []
-        assert all("forward" not in one.__dict__ for one in model.modules())
-
-
 def test_layers_that_are_regions_already_are_refused() -> None:
     model = stack(2)
     apply_selective_checkpointing_to_layers(model, [model[1]], False)
@@ -190,12 +167,6 @@ def test_layers_with_checkpointing_of_their_own_are_refused() -> None:
         "    fix: turn it off, then call sac.apply; two at once would run every block three times"
     )
     assert region_paths(model) == []
-
-
-def test_layers_without_parts_are_refused() -> None:
-    with pytest.raises(ModelError) as error:
-        apply_submodule_checkpointing([nn.Linear(2, 2)], False)
-    assert str(error.value) == "Linear: these layers have no sub-modules with parameters that could be regions"
 
 
 def test_layers_that_nemo_has_flagged_are_left_alone() -> None:

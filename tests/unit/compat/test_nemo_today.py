@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 import sac
 from sac.blocks.install import regions_of
@@ -56,16 +56,6 @@ def test_whole_layers_are_regions_that_are_recomputed_as_a_whole() -> None:
     assert policies(model) == {"full"}
     for _ in range(2):
         assert all(map(torch.equal, gradients(model, x), gradients(plain, x)))
-
-
-def test_layers_that_are_checkpointed_already_are_passed_over() -> None:
-    model = stack(3)
-    plain, x = copy.deepcopy(model), torch.randn(2, 8, 32)
-    nemo.apply_full_layer_checkpointing_to_layers(model, [model[0]])
-    model[1] = checkpoint_wrapper(model[1])
-    nemo.apply_full_layer_checkpointing_to_layers(model, list(model))
-    assert region_paths(model) == ["0", "2"]
-    assert all(map(torch.equal, gradients(model, x), gradients(plain, x)))
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
@@ -208,32 +198,3 @@ def test_ops_are_ignored_but_for_those_that_are_not_there(ignored: set[Any]) -> 
     before = set(ignored)
     nemo.ignore_sac_ops([torch.ops.aten.sin.default, None])
     assert ignored - before == {torch.ops.aten.sin.default}
-
-
-@pytest.mark.parametrize("ignore", [True, False])
-def test_torchs_own_checkpoint_passes_over_ranges_of_the_profiler(ignored: set[Any], ignore: bool) -> None:
-    runs = []
-
-    def function(x: Tensor) -> Tensor:
-        runs.append(x)
-        if len(runs) > 1:
-            with torch.profiler.record_function("again"):
-                return x.sin().sin()
-        return x.sin().sin()
-
-    def policy(*_: Any, **__: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    if ignore:
-        nemo.ensure_profiler_ops_sac_ignored()
-    x = torch.ones(2, requires_grad=True)
-    out = checkpoint(
-        function, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
-    ).sum()
-    if ignore:
-        out.backward()
-        assert len(runs) == 2
-        assert torch.equal(x.grad, torch.autograd.grad(x.sin().sin().sum(), x)[0])
-    else:
-        with pytest.raises(RuntimeError, match="not found in storage"):
-            out.backward()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gc
-from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import functional as F
 
-import sac
 from sac.compat.output_discarding import discard, run_discardable
 from sac.engine.settings import PLAIN
 from sac.errors import SacWarning
@@ -69,17 +66,6 @@ def test_the_region_runs_once_more_for_all_consumers_and_its_own_backward():
     assert len(runs) == 2
 
 
-def test_backward_twice_with_a_retained_graph():
-    x, norm, linear = norm_and_linear()
-    out, lender, _ = normed(x, norm, linear)
-    discard([lender], out)
-    out.square().sum().backward(retain_graph=True)
-    first = x.grad.clone()
-    x.grad = None
-    out.square().sum().backward()
-    assert torch.equal(x.grad, first)
-
-
 def test_gradients_of_gradients():
     def twice(runner: Runner) -> dict[str, Tensor]:
         x = torch.randn(5, requires_grad=True)
@@ -119,34 +105,3 @@ def test_an_output_changed_in_place_is_kept():
         return gradients(out.square().sum(), x, linear)
 
     assert_same(seeded(changed, Runner(discards=False)), seeded(changed, Runner(discards=True)))
-
-
-def test_an_output_changed_in_place_after_the_discard_does_no_harm():
-    x, norm, linear = norm_and_linear()
-    linear(norm(x)).square().sum().backward()
-    expected, x.grad = x.grad, None
-    y, lender = run_discardable(PLAIN, norm, (x,))
-    out = linear(y)
-    discard([lender], out)
-    with torch.no_grad():
-        y.zero_()  # without us torch refuses this backward
-    out.square().sum().backward()
-    assert torch.equal(x.grad, expected)
-
-
-def test_inside_another_region_gradients_are_right():
-    def nested(runner: Runner) -> dict[str, Tensor]:
-        norm, (first,) = nn.LayerNorm(WIDTH), linears(1)
-        x = torch.randn(4, WIDTH, requires_grad=True)
-
-        def layer(h: Tensor) -> Tensor:
-            out = first(runner.run(norm, h))
-            runner.discard(out)
-            return F.dropout(out, 0.3) + h
-
-        outer = partial(sac.checkpoint, layer) if runner.discards else layer
-        return gradients(outer(outer(x)).square().sum(), x, norm, first)
-
-    plain = seeded(nested, Runner(discards=False))
-    for _ in range(2):
-        assert_same(plain, seeded(nested, Runner(discards=True)))

@@ -59,15 +59,6 @@ def test_the_old_form_is_understood():
     assert seen
 
 
-def test_without_grad_mode_it_is_the_plain_call():
-    """With a group, a no-grad forward of TransformerEngine destroys the input for good."""
-    x = torch.randn(3, requires_grad=True)
-    with torch.no_grad():
-        out = te.checkpoint(torch.exp, x, distribute_saved_activations=True)
-    assert torch.equal(out, x.exp())
-    assert not out.requires_grad
-
-
 def test_contexts_of_the_caller_are_refused():
     with pytest.raises(ConfigError) as error:
         te.checkpoint(torch.exp, torch.ones(2), context_fn=lambda: (contextlib.nullcontext(), contextlib.nullcontext()))
@@ -77,17 +68,6 @@ def test_contexts_of_the_caller_are_refused():
         '    fix: choose per op with sac.apply(model, "selective"), or put state back with '
         "sac.full.FullConfig(state=...)"
     )
-
-
-def test_debug_is_refused():
-    with pytest.raises(ConfigError) as error:
-        te.checkpoint(torch.exp, torch.ones(2), debug=True)
-    assert str(error.value) == (
-        "transformer_engine.checkpoint.debug: True is not supported: errors of recomputation name the saved tensor "
-        "without it\n"
-        "    legal: false"
-    )
-    te.checkpoint(torch.exp, torch.ones(2), debug=False)
 
 
 def test_the_check_of_recomputation_is_passed_on():
