@@ -51,10 +51,10 @@ TOY = {"d": 64, "heads": 4, "kv_heads": 2, "hidden": 128, "layers": 2, "rounds":
 TOY_RUN = (replace(FEW_TOKENS, **TOY, seq=8), replace(MANY_TOKENS, **TOY, seq=128))
 
 
-# A row is one way in one case. Times are medians; ratios are medians of those in single rounds. `host_ms`: until the host
-# had given a step to the device; on CPU that is the step. `kept_bytes` live at the end of forward, `peak_bytes` at most
-# in a step; both on top of parameters and their gradients, which were there before. `gradients_equal`: to those of the
-# plain blocks; for these, of one step to those of another.
+# A row is one way in one case. Times are medians; ratios are medians of those in single rounds. `host_ms`: until the
+# host had given a step to the device; on CPU that is the step. `kept_bytes` live at the end of forward, `peak_bytes` at
+# most in a step; both on top of parameters and their gradients, which were there before. `gradients_equal`: to those of
+# the plain blocks; for these, of one step to those of another.
 
 
 def measure(case: Case, modes: list[str], device: str, advance: Callable[[str], None]) -> dict[str, Any]:

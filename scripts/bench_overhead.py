@@ -25,7 +25,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -468,32 +468,9 @@ def counting(progress: Progress, total: int) -> Callable[[str], None]:
 # -- The benchmark
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One way in one case. `step_ms` is the median; ratios are medians of those in single rounds."""
-
-    mode: str
-    step_ms: float
-    quartiles_ms: tuple[float, float]
-    ratio_to_none: float
-    ratio_to_torch_full: float
-    ratio_to_stock: float
-    matmuls: int
-    gradients_equal: bool
-    collectives: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """All rows of one case; `ops` are those that one plain forward dispatches."""
-
-    case: str
-    label: str
-    ops: int
-    threads: int
-    clock: str
-    rounds: int
-    rows: tuple[Row, ...]
+# A row is one way in one case: `step_ms` is the median, ratios are medians of those in single rounds. `ops` are those
+# that one plain forward dispatches.
+Result = dict[str, Any]
 
 
 def measure(case: Case, runners: dict[str, Runner], label: str, clock: str, advance: Callable[[str], None]) -> Result:
@@ -505,14 +482,29 @@ def measure(case: Case, runners: dict[str, Runner], label: str, clock: str, adva
         reference = reference or gradients
     times = time_rounds(case, runners, advance)
 
-    def row(mode: str) -> Row:
+    def row(mode: str) -> Result:
         steps_ms = [1000 * each.step for each in times[mode]]
-        ratios = (ratio(times[mode], times[other]) for other in (BASELINE, TORCH_FULL, STOCK))
-        sent = "{} + {}".format(*counted[mode].collectives)
-        return Row(mode, median(steps_ms), quartiles(steps_ms), *ratios, counted[mode].matmuls, equal[mode], sent)
+        return {
+            "mode": mode,
+            "step_ms": median(steps_ms),
+            "quartiles_ms": quartiles(steps_ms),
+            "ratio_to_none": ratio(times[mode], times[BASELINE]),
+            "ratio_to_torch_full": ratio(times[mode], times[TORCH_FULL]),
+            "ratio_to_stock": ratio(times[mode], times[STOCK]),
+            "matmuls": counted[mode].matmuls,
+            "gradients_equal": equal[mode],
+            "collectives": "{} + {}".format(*counted[mode].collectives),
+        }
 
-    ops = counted[BASELINE].forward_ops
-    return Result(case.key, label, ops, torch.get_num_threads(), clock, case.rounds, tuple(map(row, runners)))
+    return {
+        "case": case.key,
+        "label": label,
+        "ops": counted[BASELINE].forward_ops,
+        "threads": torch.get_num_threads(),
+        "clock": clock,
+        "rounds": case.rounds,
+        "rows": [row(mode) for mode in runners],
+    }
 
 
 def measure_all(cases: list[Case], modes: list[str], progress: Progress) -> list[Result]:
@@ -579,20 +571,20 @@ def measure_rank(kind: str, rounds: int) -> Result:
 COLUMNS = ("way", "step", "quartiles", "÷ none", "÷ full", "÷ stock", "matmuls", "collectives", "equal")
 
 
-def cells(row: Row) -> list[str]:
-    low, high = row.quartiles_ms
-    ratios = [f"{each:.2f}" for each in (row.ratio_to_none, row.ratio_to_torch_full, row.ratio_to_stock)]
-    equal = "yes" if row.gradients_equal else "NO"
-    times = [f"{row.step_ms:.2f} ms", f"{low:.2f}–{high:.2f}"]
-    return [row.mode, *times, *ratios, str(row.matmuls), row.collectives, equal]
+def cells(row: Result) -> list[str]:
+    low, high = row["quartiles_ms"]
+    ratios = [f"{row[name]:.2f}" for name in ("ratio_to_none", "ratio_to_torch_full", "ratio_to_stock")]
+    times = [f"{row['step_ms']:.2f} ms", f"{low:.2f}–{high:.2f}"]
+    equal = "yes" if row["gradients_equal"] else "NO"
+    return [row["mode"], *times, *ratios, str(row["matmuls"]), row["collectives"], equal]
 
 
 def print_results(results: list[Result], skipped: dict[str, str], seen: dict[str, Any]) -> None:
     print(f"$ {seen['command']}")
     for result in results:
-        how = f"{result.threads} thread(s), {result.clock}, {result.rounds} rounds"
-        print(f"\n{result.case}: {result.label}\n{result.ops} ops in forward; {how}")
-        print_table(COLUMNS, [cells(row) for row in result.rows])
+        how = f"{result['threads']} thread(s), {result['clock']}, {result['rounds']} rounds"
+        print(f"\n{result['case']}: {result['label']}\n{result['ops']} ops in forward; {how}")
+        print_table(COLUMNS, [cells(row) for row in result["rows"]])
     print("", *(f"{mode} {reason}" for mode, reason in skipped.items()), sep="\n")
     print(
         "step: median. ÷: median of the ratios in single rounds, to no checkpointing, torch full and stock SAC.\n"
@@ -625,10 +617,10 @@ def main() -> int:
         with shown_progress(quiet=given.json) as progress:
             results = measure_all(cases, [mode for mode in WAYS if mode not in skipped], progress)
     if given.json:
-        print(json.dumps({**seen, "skipped": skipped, "cases": [asdict(result) for result in results]}, indent=2))
+        print(json.dumps({**seen, "skipped": skipped, "cases": results}, indent=2))
     else:
         print_results(results, skipped, seen)
-    return 0 if all(row.gradients_equal for result in results for row in result.rows) else 1
+    return 0 if all(row["gradients_equal"] for result in results for row in result["rows"]) else 1
 
 
 if __name__ == "__main__":

@@ -17,13 +17,12 @@ import json
 import sys
 import warnings
 from dataclasses import asdict
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_overhead import environment, print_table, shown_progress, threads
+from bench_overhead import counting, environment, print_table, shown_progress, threads
 
 from tests.stacks.matrix import DIFFER, Cell, Line, line_of
 from tests.stacks.registry import EVERY_MODE, STACKS, Stack
@@ -31,29 +30,9 @@ from tests.stacks.registry import EVERY_MODE, STACKS, Stack
 COLUMNS = ("stack", "processes", *EVERY_MODE)
 
 
-def chosen(names: list[str], parser: argparse.ArgumentParser) -> list[Stack]:
-    """The stacks of these names, all of them if there are none; a name that is no stack's ends the script."""
-    known = {stack.name.lower(): stack for stack in STACKS}
-    found = []
-    for name in names:
-        if name.lower() not in known:
-            near = get_close_matches(name.lower(), known, n=1)
-            hint = f"did you mean {known[near[0]].name!r}? " if near else ""
-            parser.error(f"there is no stack {name!r}; {hint}--list prints all")
-        found.append(known[name.lower()])
-    return found or list(STACKS)
-
-
 def lines_of(stacks: list[Stack], progress: Any) -> list[Line]:
     """Every stack in turn."""
-    total = sum(1 + len(stack.modes) for stack in stacks)
-    done = 0
-
-    def advance(label: str) -> None:
-        nonlocal done
-        done += 1
-        progress(done, total, label)
-
+    advance = counting(progress, sum(1 + len(stack.modes) for stack in stacks))
     return [line_of(stack, advance) for stack in stacks]
 
 
@@ -101,11 +80,14 @@ def print_lines(lines: list[Line], seen: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stack", action="append", default=[], metavar="NAME", help="only this one; may be repeated")
+    known = {stack.name: stack for stack in STACKS}
+    parser.add_argument(
+        "--stack", action="append", choices=known, metavar="NAME", help="only this one (see --list); may be repeated"
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the stacks")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     given = parser.parse_args()
-    stacks = chosen(given.stack, parser)
+    stacks = [known[name] for name in given.stack or known]
     if given.list:
         print("\n".join(stack.name for stack in stacks))
         return 0
