@@ -21,8 +21,7 @@ from sac.errors import PolicyError, Problem
 from sac.policy.patterns import PathPattern, fits_name
 from sac.tables import Table, count_text, screen_width, wrapped_text
 
-NEWEST = 1  # the latest schema that this version knows: Note [Versions of the schema] in sac/policy/read.py
-SCHEMA = f"sac/v{NEWEST}"
+SCHEMA = "sac/v1"
 
 
 class Decision(str, Enum):
@@ -38,8 +37,7 @@ class Decision(str, Enum):
         return self is not Decision.RECOMPUTE
 
 
-ALTERNATE = "alternate"  # a rule's fourth `do`: two decisions take turns over its matches in a region
-TURNS = ("save", "recompute")  # of a rule that names none: its 1st, 3rd, 5th … match is saved
+ALTERNATE = "alternate"  # a rule's fourth `do`: the 1st, 3rd, 5th … match in a region is saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +170,6 @@ class Rule:
 
     id: str
     do: str  # a Decision's value, or ALTERNATE
-    turns: tuple[str, str] = field(default=TURNS, kw_only=True)  # of ALTERNATE: a decision that keeps, and recompute
     ops: tuple[str, ...] = ()  # as written: save-sets, packets, overloads, globs
     module: PathPattern | None = None  # relative to the region
     layers: Layers | None = None
@@ -212,18 +209,16 @@ class Rule:
     @property
     def kept_as(self) -> Decision:
         """The decision on a match; of an alternating rule, on those that it keeps."""
-        return Decision(next(one for one in self.turns if one != "recompute") if self.do == ALTERNATE else self.do)
+        return Decision.SAVE if self.do == ALTERNATE else Decision(self.do)
 
     def keeps_turn(self, turn: int) -> bool:
         """Return whether an alternating rule keeps its match number ``turn`` (from 0) in a region."""
-        return self.turns[turn % 2] != Decision.RECOMPUTE.value
+        return turn % 2 == 0
 
     @property
     def do_text(self) -> str:
         """What it does, in the words of a policy file."""
-        if self.do != ALTERNATE or self.turns == TURNS:
-            return str.__str__(self.do)  # a Decision is a str too, but prints as its name
-        return f"alternate: [{', '.join(self.turns)}]"
+        return str.__str__(self.do)  # a Decision is a str too, but prints as its name
 
     @property
     def matches_each_call(self) -> bool:
@@ -554,8 +549,7 @@ def _rule(rule: Rule) -> dict[str, object]:
         written["min_bytes"] = rule.min_bytes
     if rule.optional:
         written["optional"] = True
-    is_plain = rule.do != ALTERNATE or rule.turns == TURNS
-    written["do"] = str.__str__(rule.do) if is_plain else {ALTERNATE: list(rule.turns)}
+    written["do"] = rule.do_text
     return written
 
 

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 from sac.errors import listing, nearest
 from sac.policy.model import (
     ALTERNATE,
-    NEWEST,
     SCHEMA,
     Calls,
     Chunks,
@@ -508,29 +507,6 @@ def read_dtypes(node: Node, what: str, findings: Findings) -> tuple[str, ...]:
 # -- Rules, and rules that can never fire
 
 DO_WORDS = (*(decision.value for decision in Decision), ALTERNATE)
-_TURNS = [("save", "recompute"), ("recompute", "save"), ("offload", "recompute"), ("recompute", "offload")]
-LEGAL_TURNS = listing([f"[{one}, {other}]" for one, other in _TURNS])
-
-
-def read_do(node: Node, what: str, findings: Findings) -> str | tuple[str, ...] | None:
-    """Return what a rule does: a word, or the two decisions of ``{alternate: [first, second]}``."""
-    if not isinstance(node, MapNode):
-        return read_word(node, what, DO_WORDS, findings)
-    entries = read_entries(node, what, (ALTERNATE,), findings)
-    if ALTERNATE not in entries:
-        return None
-    pair, name = entries[ALTERNATE], f"{what}.{ALTERNATE}"
-    items = pair.items if isinstance(pair, ListNode) else ()
-    words = [item.text.strip().lower() if isinstance(item, Scalar) else "" for item in items]
-    if tuple(words) in _TURNS:
-        return tuple(words)
-    legal = [decision.value for decision in Decision]
-    near = next((found for word in words if word not in legal and (found := nearest(word, legal))), "")
-    both = {*words} == {"save", "offload"}
-    fix = "write two rules, the first with `call: {every: 2}`" if both else ""
-    found = f"[{', '.join(words)}]" if items else describe(pair)
-    findings.add(pair.location, f"{name} is {found}", expected=LEGAL_TURNS, nearest=near, fix=fix)
-    return None
 
 
 _RULE: dict[str, Reader] = {
@@ -546,7 +522,7 @@ _RULE: dict[str, Reader] = {
     "dtype": read_dtypes,
     "min_bytes": read_bytes,
     "optional": read_bool,
-    "do": read_do,
+    "do": _word(DO_WORDS),
 }
 RULE_KEYS = tuple(_RULE)
 _NAMING = ("ops", "function", "unit")  # at most one of them in a rule
@@ -593,8 +569,6 @@ def _read_rule(node: Node, fallback_id: str, origin: str, findings: Findings) ->
     read = read_fields(in_order, _RULE, findings)
     names = read.pop("ops", ())
     read |= {field: tuple(name for name, _ in read.pop(key, ())) for key, field in _FIELDS.items()}
-    if isinstance(read.get("do"), tuple):
-        read |= {"do": ALTERNATE, "turns": read["do"]}
     return Rule(
         **{"id": fallback_id, "do": Decision.RECOMPUTE.value, **read},
         ops=tuple(name for name, _ in names),
@@ -755,14 +729,6 @@ def read_offload(node: Node, what: str, findings: Findings) -> OffloadSection:
 
 # -- Policy files, schema ``sac/v1``
 
-# Note [Versions of the schema]
-#
-# A schema is a set of keys and legal values. What an earlier version of sac could not read, or would read as something
-# else, belongs to a schema with the next number, and so does a file that uses it. A version of sac knows the schemas up
-# to its own. It refuses a file of a later one as a whole, with one problem: what else it finds in such a file may be
-# right there.
-
-_NUMBERED = re.compile(r"sac/v([1-9][0-9]{0,8})")
 _SET_NAME = re.compile(r"\w[\w-]*")
 
 
@@ -785,7 +751,6 @@ def read_policy(node: Node, fallback_name: str, source: str, findings: Findings,
         findings.stop(
             node.location, f"the policy is {describe(node)}", expected=f"a mapping of {', '.join(POLICY_KEYS)}", fix=fix
         )
-    _refuse_later_schema(node, findings)
     entries = read_entries(node, "a policy", POLICY_KEYS, findings)
     _check_top(node, findings, needs_schema=needs_schema)
     read = read_fields({key: value for key, value in entries.items() if key != "rules"}, _POLICY, findings)
@@ -806,25 +771,6 @@ def read_policy(node: Node, fallback_name: str, source: str, findings: Findings,
         key_locations={key: value.location for key, value in entries.items()} | region_locations,
     )
     return Written(policy, read.get("extends", ()))
-
-
-def _refuse_later_schema(node: MapNode, findings: Findings) -> None:
-    """Stop at a file of a later schema; see Note [Versions of the schema]."""
-    entries = {key.text: value for key, value in node.entries}
-    schema, rules = entries.get("schema"), entries.get("rules")
-    numbered = _NUMBERED.fullmatch(schema.text.strip().lower()) if isinstance(schema, Scalar) else None
-    if schema is None or numbered is None or int(numbered[1]) <= NEWEST:
-        return
-    items = rules.items if isinstance(rules, ListNode) else ()
-    in_rules = [key.text for item in items if isinstance(item, MapNode) for key, _ in item.entries]
-    unknown = [key for key in entries if key not in POLICY_KEYS] + [key for key in in_rules if key not in RULE_KEYS]
-    keys = listing([f'"{shown(key)}"' for key in dict.fromkeys(unknown)], limit=8)
-    found = f"this policy needs schema {numbered[0]}, and this version of sac knows {SCHEMA}"
-    fix = f"install a version of sac that knows {numbered[0]}"
-    if keys:
-        found += f", which lacks the keys {keys}"
-        fix += f', or do without these keys and write "schema: {SCHEMA}"'
-    findings.stop(schema.location, found, expected=SCHEMA, fix=fix)
 
 
 def _check_top(node: MapNode, findings: Findings, *, needs_schema: bool) -> None:

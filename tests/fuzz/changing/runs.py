@@ -166,7 +166,7 @@ def value_of(way: str, seed: int) -> dict[str, Any]:
         for at, rule in enumerate(pick.choice(WHOLE_MODULES if "modules" in way else RULES))
     ]
     keeping = "offload" if way in OFFLOADING else "save"
-    rules = [{**rule, "do": offloading(rule["do"], pick)} if way in OFFLOADING else rule for rule in rules]
+    rules = [{**rule, "do": "offload"} if way in OFFLOADING else rule for rule in rules]
     default = keeping if pick.random() < 0.1 else "recompute"
     if default != "recompute":
         rules = [
@@ -184,15 +184,6 @@ def value_of(way: str, seed: int) -> dict[str, Any]:
         value["verify"] = pick.choice(["first", "first", "first", "always", "never"])
         value["early_stop"] = pick.random() < 0.8
     return value
-
-
-def offloading(do: str, pick: Random) -> Any:
-    """The decision of a rule in a program that offloads."""
-    return (
-        {"alternate": pick.choice([["offload", "recompute"], ["recompute", "offload"]])}
-        if do == "alternate"
-        else "offload"
-    )
 
 
 @contextlib.contextmanager

@@ -191,8 +191,8 @@ def test_offloading_is_refused() -> None:
     )
 
 
-def test_offloading_in_turns_and_of_inputs_is_refused() -> None:
-    written = policy({"ops": "matmul", "do": {"alternate": ["recompute", "offload"]}})
+def test_offloading_of_rules_and_of_inputs_is_refused() -> None:
+    written = policy({"ops": "matmul", "do": "offload"})
     with pytest.raises(PolicyError) as caught:
         sac.context_fn({**written, "offload": {"inputs": True}})
     assert [problem.found for problem in caught.value.problems] == [

@@ -108,15 +108,12 @@ sections = st.builds(
 @st.composite
 def policies(draw: st.DrawFn) -> Policy:
     rules: list[Rule] = []
-    turns = st.sampled_from([("save", "recompute"), ("recompute", "save"), ("offload", "recompute")])
     for rule in draw(st.lists(op_rules | module_rules, max_size=4)):
         if not any(takes_all_of(earlier, rule) for earlier in rules):
             rules.append(rule)
     ids = draw(st.lists(texts, unique=True, min_size=len(rules), max_size=len(rules)))
     named = tuple(
-        Rule(
-            **{key: getattr(rule, key) for key in Rule.__dataclass_fields__} | {"id": one, **_turns(rule, draw(turns))}
-        )
+        Rule(**{key: getattr(rule, key) for key in Rule.__dataclass_fields__} | {"id": one})
         for rule, one in zip(rules, ids, strict=True)
     )
     return Policy(
@@ -132,10 +129,6 @@ def policies(draw: st.DrawFn) -> Policy:
         plan=draw(st.none() | plans),
         offload=draw(st.none() | sections),
     )
-
-
-def _turns(rule: Rule, turns: tuple[str, str]) -> dict[str, tuple[str, str]]:
-    return {"turns": turns} if rule.do == "alternate" else {}
 
 
 @settings(deadline=None)

@@ -36,10 +36,6 @@ FILES = [
     ("schema: &a [*a]\n", ":1:9: this nests more than 20 deep"),
     ("schema: sac/v1\nrule: []\n", ':2:1: unknown key "rule" in a policy'),
     ("schema: sac/2\nrules: []\n", ':1:9: schema is "sac/2"'),
-    (
-        "schema: sac/v2\ndefault: offload-all\nrules: []\n",
-        ":1:9: this policy needs schema sac/v2, and this version of sac kno",
-    ),
     ("rules: []\n", ":1:1: the policy does not name its schema"),
     ("schema: sac/v1\nrules: {ops: a, do: save}\n", ":2:8: rules is a mapping"),
     ("schema: sac/v1\ndefault: alternate\nrules: []\n", ':2:10: default is "alternate"'),
@@ -65,7 +61,7 @@ FILES = [
 ]
 RULES = [
     ("ops: a, do: true", "do is true"),
-    ("ops: a, do: {alternate: [save, offload]}", "do.alternate is [save, offload]"),
+    ("ops: a, do: {alternate: [save, offload]}", "do is a mapping"),
     ("ops: a", "this rule says nothing to do"),
     ("opps: a, do: save", 'unknown key "opps" in a rule'),
     ("do: save, layers: all", "this rule has neither ops nor module"),
@@ -140,13 +136,6 @@ def test_deep_files_are_refused(text: str) -> None:
 def test_an_alias_bomb_is_refused() -> None:
     bomb = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9))
     assert "holds more than 10000 values" in message(bomb)
-
-
-def test_a_file_of_a_later_schema_names_the_keys_that_are_unknown_here() -> None:
-    text = message("tiers: {host: 4GiB}\nrules:\n  - {ops: a, tier: host}\nschema: sac/v12\n")
-    assert (
-        'this policy needs schema sac/v12, and this version of sac knows sac/v1, which lacks the keys "tiers"' in text
-    )
 
 
 def test_long_files_are_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from sac.errors import PolicyError
 from sac.policy.load import load_policy
-from sac.policy.model import Calls, Decision, Dim, Layers, OffloadSection, Policy, Rule, SourceLocation, limits_of
+from sac.policy.model import Calls, Decision, Dim, Layers, OffloadSection, Policy, Rule, SourceLocation
 from sac.policy.patterns import PathPattern
 from sac.policy.read import parse_bytes
 
@@ -92,12 +92,9 @@ def test_offload_and_whole_module_rules_parse(load: Load) -> None:
 
 
 def test_decisions_that_take_turns(load: Load) -> None:
-    assert rule(load, "ops: matmul, do: alternate").turns == ("save", "recompute")
-    found = rule(load, "ops: matmul, do: {alternate: [recompute, Offload]}")
-    assert (found.do, found.turns) == ("alternate", ("recompute", "offload"))
-    assert [found.keeps_turn(turn) for turn in range(4)] == [False, True, False, True]
-    assert limits_of(found) == []
-    assert found.do_text == "alternate: [recompute, offload]"
+    found = rule(load, "ops: matmul, do: alternate")
+    assert found.kept_as == "save"
+    assert [found.keeps_turn(turn) for turn in range(4)] == [True, False, True, False]
 
 
 def test_how_values_wait_on_the_host(load: Load) -> None:

@@ -55,19 +55,12 @@ def offload(ops: str | list[str], **matchers: Any) -> dict[str, Any]:
     return {"ops": ops, **matchers, "do": "offload"}
 
 
-def in_turn(*decisions: str) -> dict[str, Any]:
-    return {"ops": "matmul", "do": {"alternate": [*decisions]}, "optional": True}
-
-
 POLICIES: dict[str, dict[str, Any]] = {
     "products": policy(offload("matmul")),
     "every op": policy(offload("*")),
     "by default": policy(default="offload"),
     "products, attention saved": policy(save("attention"), offload("matmul")),
-    "every second product": policy(in_turn("offload", "recompute")),
-    "whole modules in turn": policy(
-        {"module": "{mlp,inner}", "do": {"alternate": ["recompute", "offload"]}, "optional": True}
-    ),
+    "every second product": policy(offload("matmul", call={"every": 2}, optional=True)),
     "whole modules": policy({"module": "{mlp,inner}", "do": "offload", "optional": True}),
     "whole modules and products": policy(
         {"module": "{mlp,inner}", "do": "offload", "optional": True}, offload("matmul", optional=True)
@@ -285,20 +278,6 @@ def test_result_of_the_region_stays(device, engine):
     out = model(*square())
     assert figures(model)[0][0] == 2 * 256  # the first product and its sine
     out.square().sum().backward()
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(
-    ("turns", "moved"), [(("offload", "recompute"), 256), (("recompute", "offload"), 256), (("recompute", "save"), 0)]
-)
-def test_decisions_take_turns(device, engine, turns, moved):
-    model = built(lambda: Stack(FunctionBlock(lambda block, x: ((x @ block.a).sin() @ block.b).sin() @ block.a)))
-    value = selective(policy(in_turn(*turns)), engine=engine)
-    rows = [row for row in sac.trace(model, square(), value).rows if "mm" in row.op]
-    assert [row.decision for row in rows] == [turns[call % 2] for call in range(3)]
-    sac.apply(model, value)
-    model(*square())
-    assert sum(one.host_bytes for one in next(regions_of(model)).region.stats.offloads.values()) == moved
 
 
 def test_limits_of_the_policy(device):
