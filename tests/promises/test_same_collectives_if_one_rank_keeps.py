@@ -8,25 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 
 import sac
 from sac.errors import SacWarning
-from tests.promises.test_collectives_do_not_depend_on_the_past import Sent
+from tests.support.rank_programs import CollectivesSent, FunctionalSum
 from tests.support.ranks import run_ranks
 
 STEPS, NEW_IN = 4, 2
-
-
-class Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return funcol.wait_tensor(funcol.all_reduce(x, "sum", dist.group.WORLD))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0]
 
 
 class Layer(nn.Module):
@@ -40,7 +29,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        h = Reduce.apply(self.up(x).sin()).cos()  # type: ignore[no-untyped-call]
+        h = FunctionalSum.apply(self.up(x).sin()).cos()  # type: ignore[no-untyped-call]
         if dist.get_rank() == 1 and self.calls == NEW_IN + 1:
             if self.new == "writes":
                 self.count.add_(h.detach().mean())
@@ -60,7 +49,7 @@ def trained(new: str, way: Any) -> tuple[list[int], list[Tensor]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SacWarning)
             loss = model(x).square().sum()
-            with Sent() as counted:
+            with CollectivesSent() as counted:
                 loss.backward()
         sent.append(counted.count)
         seen += [parameter.grad.clone() for parameter in model.parameters()] + [model[0].count.clone()]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sac
 from sac.errors import RegionError
@@ -26,6 +27,28 @@ Body = Callable[[FunctionBlock, Tensor], Tensor]
 
 def functional(block: FunctionBlock, x: Tensor) -> Tensor:
     return reduced(x @ block.a).sin() @ block.b
+
+
+class FunctionalSum(torch.autograd.Function):
+    """As `SummedOverRanks`, by a functional collective, whose result can be saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return funcol.wait_tensor(funcol.all_reduce(x, "sum", dist.group.WORLD))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class CollectivesSent(TorchDispatchMode):
+    """Counts the collectives that this rank sends while it is active; waits are not counted."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace == "_c10d_functional" and "wait" not in func.__name__
+        return func(*args, **(kwargs or {}))
 
 
 class SummedOverRanks(torch.autograd.Function):

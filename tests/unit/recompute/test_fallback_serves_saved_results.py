@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,6 +17,7 @@ import sac
 from sac.errors import SacWarning
 from sac.memory_timeline import mark, measure_memory
 from tests.support.blocks import FunctionBlock, Stack, alternate, policy, save, selective, square
+from tests.support.rank_programs import FunctionalSum
 from tests.support.ranks import run_ranks
 from tests.support.recording import Recorder
 from tests.support.replay_kernels import FromOutside, tanh_into, twice_in_place
@@ -169,23 +169,11 @@ def test_an_error_of_the_region_itself_is_raised() -> None:
         loss.backward()
 
 
-class Sum(torch.autograd.Function):
-    """What all ranks add up."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return collectives.wait_tensor(collectives.all_reduce(x, "sum", dist.group.WORLD))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
 def adds_up(block: FunctionBlock, x: Tensor) -> Tensor:
-    h = Sum.apply((x @ block.a).sin())
+    h = FunctionalSum.apply((x @ block.a).sin())
     if block.leaves_replay:
         h = h + OFFSET
-    return Sum.apply(h.cos()).sin() @ block.b
+    return FunctionalSum.apply(h.cos()).sin() @ block.b
 
 
 def sent_in_backward(chosen: Any, which: tuple[int, ...]) -> tuple[list[list[str]], bool]:
