@@ -48,8 +48,8 @@ DECODERS: dict[str, dict[str, Any]] = {
 
 def drawn(family: str, draw: random.Random) -> Drawn:
     """Return a model of a family with random sizes, and its inputs."""
-    width, layers, rows = 16 * draw.choice([2, 4, 6]), draw.choice([2, 3, 4, 6]), draw.choice([1, 2, 4])
-    length = draw.choice([16, 32, 64])
+    width, layers, rows = 32 * draw.choice([2, 4, 6]), draw.choice([3, 4, 6, 8]), draw.choice([2, 4])
+    length = draw.choice([32, 64, 128])
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": 4, "vocab_size": 96, "use_cache": False}
     tokens = torch.randint(0, 96, (rows, length))

@@ -153,11 +153,12 @@ class Prediction:
             return
         used = {(self.kinds[at], option) for at, option in enumerate(choice) if option}
         measured: dict[tuple[int, int], int] = {}
-        numbers, full = self._numbers, _forwards_of(self.record)
-        for position, held in _forwards_of(record).items():
+        numbers, full = self._numbers, _left_by(self.record)
+        for position, left in _left_by(record).items():
             at = numbers[record.paths[position]]
             key = self.kinds[at], choice[at]
-            measured[key] = max(measured.get(key, 0), held - full[position])
+            if key not in measured or position + 1 < len(record.paths):  # the last one has not released its result
+                measured[key] = max(measured.get(key, 0), left - full[position])
         for kind, option in used:
             self._more[kind][option] = max(0, measured[kind, option])
         rises: dict[tuple[int, int], int] = {}
@@ -172,6 +173,11 @@ class Prediction:
         for (kind, option), rise in rises.items():
             if option:
                 self._replay[kind][option] = rise
+        live = self.live(choice)
+        for place, phase in zip(_places(record, numbers), record.phases, strict=True):
+            if place in self._places:
+                index = self._places.index(place)
+                self._bases[index] += max(0, phase.peak + below + self.extra - live[index])
 
     # -- The peak of a choice
 
@@ -332,6 +338,12 @@ def rounded(profile: RegionProfile, block_bytes: int) -> RegionProfile:
 def _forwards_of(record: StepRecord) -> dict[int, int]:
     """Return the bytes that the forward at each position leaves behind."""
     return {phase.position: phase.after - phase.before for phase in record.phases if phase.part == FORWARD}
+
+
+def _left_by(record: StepRecord) -> dict[int, int]:
+    """Return the bytes that the forward at each position has left behind when the next one begins."""
+    begins = {phase.position: phase.before for phase in record.phases if phase.part == FORWARD}
+    return {at: begins.get(at + 1, begins[at] + size) - begins[at] for at, size in _forwards_of(record).items()}
 
 
 def _held_by(record: StepRecord, kinds: Sequence[int], numbers: Mapping[str, int]) -> dict[int, int]:
