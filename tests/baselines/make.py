@@ -107,8 +107,7 @@ def ranks(directory: Path) -> dict[str, Any]:
     cases = _run(directory, "bench_overhead.py", "--ranks", "--json")["cases"]
     return {
         case["case"]: {
-            row["mode"]: [row["ratio_to_torch_full"], row["matmuls"], row["collectives"]]
-            for row in case["rows"]
+            row["mode"]: [row["ratio_to_torch_full"], row["matmuls"], row["collectives"]] for row in case["rows"]
         }
         for case in cases
     }
