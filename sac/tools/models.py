@@ -231,7 +231,7 @@ def _token_below(token: Any, vocab: int) -> Any:
 
 def _read_config(path: str) -> dict[str, Any]:
     try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        raw = json.loads(Path(path).read_text(encoding="utf-8"), object_hook=_as_float)
     except OSError as error:
         raise ConfigError(Problem(_TOP, f"cannot read {path}: {error.strerror}", "a config.json file")) from error
     except ValueError as error:
@@ -239,6 +239,11 @@ def _read_config(path: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(Problem(_TOP, f"{path} holds a {type(raw).__name__}", "a JSON object with a model_type"))
     return raw
+
+
+def _as_float(value: dict[str, Any]) -> Any:
+    """Return an infinite number, which transformers writes as a mapping."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _model_class(transformers: Any, architectures: list[str], config: Any, path: str) -> Any:
