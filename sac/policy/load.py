@@ -276,15 +276,9 @@ def _read_text(path: Path, findings: Findings) -> str:
         findings.stop(location, f"the file cannot be read: {error.strerror}", fix="check its permissions")
     if len(data) > MAX_BYTES:
         findings.stop(location, "the file is longer than 1 MiB", fix="name a policy file; they have a few kB")
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        findings.stop(location, "this is UTF-16 text", fix="save it as UTF-8")
-    if b"\0" in data:
-        findings.stop(location, f"this is a binary file: byte {data.index(0)} is NUL", fix="name a YAML text file")
     data = data.removeprefix(codecs.BOM_UTF8)
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        line_start = data.rfind(b"\n", 0, error.start) + 1
-        column = len(data[line_start : error.start].decode("utf-8")) + 1
-        where = SourceLocation(str(path), data.count(b"\n", 0, error.start) + 1, column)
+        where = SourceLocation(str(path), data.count(b"\n", 0, error.start) + 1, 1)
         findings.stop(where, f"the byte 0x{data[error.start]:02x} is not UTF-8", fix="save the file as UTF-8")
