@@ -17,7 +17,7 @@ from sac.ops.facts import OpTraits, traits_of
 from sac.ops.flops import has_formula
 from sac.ops.names import NameProblem, OpMatcher, check_sets, is_must_save, op_name, resolve_ops
 from sac.ops.registry import read_registry
-from sac.ops.save_sets import CONDITIONS
+from sac.ops.save_sets import condition_of
 from sac.policy.model import ALTERNATE, Decision, Policy, Rule
 from sac.torch_private import OpOverload
 
@@ -161,7 +161,7 @@ class CallSite:
         self.draws = traits.may_draw
         self.is_flat = traits.is_flat
         self.savable = not traits.unsavable_reason or bool(traits.savable_if)
-        self.savable_if = CONDITIONS[traits.savable_if] if traits.savable_if else None
+        self.savable_if = condition_of(traits.savable_if) if traits.savable_if else None
         self.conditional_rules: tuple[ConditionalRule, ...] = ()
         self.final_rule: ResolvedRule | None = None
         self.final_decision = Decision.RECOMPUTE
@@ -312,14 +312,14 @@ class DecisionTable:
             if not resolved.matcher.matches(site.op):
                 continue
             name = resolved.matcher.conditional(site.op)
-            condition = CONDITIONS[name] if name else None
+            condition = condition_of(name) if name else None
             if rule.do != ALTERNATE and condition is None and rule.matches_each_call:
                 site.final_rule, site.final_decision = resolved, resolved.decision
                 break
             conditional_rules.append(ConditionalRule(resolved, rule.do == ALTERNATE, resolved.decision, condition))
         site.conditional_rules = tuple(conditional_rules)
         site.must_save, condition_name = self._must_save(site)
-        site.must_save_condition = CONDITIONS[condition_name] if condition_name else None
+        site.must_save_condition = condition_of(condition_name) if condition_name else None
         site.may_save = (
             site.final_decision.keeps
             or site.must_save

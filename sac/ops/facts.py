@@ -108,7 +108,7 @@ class OpTraits:
     view_of: int = -1  # the argument of which the result is always a view, as a new tensor; -1 if there is none
     is_flat: bool = False  # each tensor argument is a separate positional argument, not in a list
     unsavable_reason: str = ""  # phrase for a message; empty when every call can be saved
-    savable_if: str = ""  # a name in CONDITIONS: calls that can be saved although there is an unsavable_reason
+    savable_if: str = ""  # a condition: calls that can be saved although there is an unsavable_reason
 
     @property
     def savable(self) -> bool:

@@ -139,7 +139,6 @@ __all__ = [
     "OpMatcher",
     "check_sets",
     "is_must_save",
-    "must_save_names",
     "op_name",
     "resolve_ops",
     "set_names",
@@ -195,7 +194,7 @@ class OpMatcher:
         return next(self._meaning(op), None) is not None
 
     def conditional(self, op: Any) -> str:
-        """Return the condition, a name in ``CONDITIONS``, on calls of ``op``; ``""`` if every call matches."""
+        """Return the condition, see ``condition_of``, on calls of ``op``; ``""`` if every call matches."""
         conditions = [entry.condition for entry in self._meaning(op)]
         condition = "" if not conditions or "" in conditions else conditions[0]
         own = traits_of(op).savable_if if self.for_saving else ""
@@ -300,9 +299,3 @@ def is_must_save(op: Any) -> tuple[bool, str]:
     """Return whether ``op`` is saved in every mode (promise 10), and the condition on its calls."""
     matcher = _must_save_matcher()
     return (True, matcher.conditional(op)) if matcher.matches(op) else (False, "")
-
-
-def must_save_names() -> frozenset[str]:
-    """Return the names, without overloads, of those ops of torch's own of which calls are saved in every mode."""
-    names = (entry.name.split(".") for entry in SAVE_SETS["nondeterministic"].entries)
-    return frozenset(parts[1] for parts in names if parts[0] == "aten")

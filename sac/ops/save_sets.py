@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -36,39 +36,24 @@ def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], argument: str) -
     return args[int(position)] if position and int(position) < len(args) else kwargs.get(name)
 
 
-_PLAIN: Mapping[str, Condition] = {"device_to_host": device_to_host}
 _WITH_PLACES: Mapping[str, Callable[[tuple[str, ...]], Condition]] = {"absent": _absent, "truthy": _truthy}
 
 
-class _Conditions(Mapping[str, Condition]):
-    """Conditions by name; see ``CONDITIONS``."""
-
-    def __getitem__(self, name: str) -> Condition:
-        return _read(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_PLAIN)
-
-    def __len__(self) -> int:
-        return len(_PLAIN)
-
-
 @cache
-def _read(name: str) -> Condition:
+def condition_of(name: str) -> Condition:
+    """Return the condition of this name: ``device_to_host``, ``absent:3/out,4/mask``, ``truthy:…``, ``one & other``.
+
+    ``absent``: each of these arguments, at this position or under this keyword, is missing or None; ``truthy``: each is
+    true. Raises ``KeyError`` for an unknown name.
+    """
     both, _, rest = name.partition(" & ")
     if rest:
-        first, second = _read(both), _read(rest)
+        first, second = condition_of(both), condition_of(rest)
         return lambda args, kwargs, out: first(args, kwargs, out) and second(args, kwargs, out)
-    if name in _PLAIN:
-        return _PLAIN[name]
+    if name == "device_to_host":
+        return device_to_host
     test, _, arguments = name.partition(":")
     return _WITH_PLACES[test](tuple(arguments.split(",")))
-
-
-CONDITIONS: Mapping[str, Condition] = _Conditions()
-"""Maps a name to a function of ``(args, kwargs, out)``. In addition to the plain names, it accepts
-``absent:3/out,4/mask`` (each of these arguments, at this position or under this keyword, is missing or None),
-``truthy:…`` (each of them is true) and ``one & other``. An unknown name raises ``KeyError``."""
 
 
 # -- The save-sets: ``attention``, ``matmul``, ``collective``, …
@@ -77,14 +62,14 @@ CONDITIONS: Mapping[str, Condition] = _Conditions()
 # are skipped, and so are overloads that cannot be saved. A glob of a set never matches a backward op
 # (``BACKWARD_MARKS``).
 
-__all__ = ["BACKWARD_MARKS", "CONDITIONS", "SAVE_SETS", "SET_NAMES", "SaveSet", "SetEntry"]
+__all__ = ["BACKWARD_MARKS", "SAVE_SETS", "SET_NAMES", "SaveSet", "SetEntry", "condition_of"]
 
 BACKWARD_MARKS = ("bwd", "backward", "_grad")
 
 
 @dataclass(frozen=True, slots=True)
 class SetEntry:
-    """One name of a save-set; ``condition`` (a name in ``CONDITIONS``) limits it to some calls of the op."""
+    """One name of a save-set; ``condition`` (see ``condition_of``) limits it to some calls of the op."""
 
     name: str
     condition: str = ""

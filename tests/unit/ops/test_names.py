@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from sac.ops.facts import traits_of
 from sac.ops.names import OpMatcher, check_sets, is_must_save, resolve_ops, set_names
 from sac.ops.registry import find_ops, op_name, read_registry
-from sac.ops.save_sets import CONDITIONS, SET_NAMES
+from sac.ops.save_sets import SET_NAMES, condition_of
 
 aten = torch.ops.aten
 PACKETS = read_registry().packets
@@ -134,7 +134,7 @@ def test_an_op_that_may_write_is_meant_in_the_calls_that_give_it_nothing_to_writ
     assert matcher.problems == ()
     assert matcher.matches(ops.fwd.default)
     assert not matcher.matches(ops.needs.default)
-    condition = CONDITIONS[matcher.conditional(ops.fwd.default)]
+    condition = condition_of(matcher.conditional(ops.fwd.default))
     assert condition((1,), {}, None)
     assert not condition((1, 2), {}, None)
     assert certain(resolve_ops(["sac_optional::fwd"], for_saving=False), ops.fwd.default)

@@ -4,7 +4,7 @@ import torch
 from sac.ops.facts import traits_of
 from sac.ops.names import is_must_save, resolve_ops
 from sac.ops.registry import find_ops, is_glob, op_name, read_registry
-from sac.ops.save_sets import CONDITIONS, SAVE_SETS, SET_NAMES
+from sac.ops.save_sets import SAVE_SETS, SET_NAMES, condition_of
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -87,7 +87,7 @@ def test_every_set_says_what_it_is_in_a_sentence(name):
 def test_every_condition_of_a_set_exists():
     conditions = {entry.condition for each in SAVE_SETS.values() for entry in each.entries if entry.condition}
     assert "device_to_host" in conditions
-    assert all(callable(CONDITIONS[name]) for name in conditions)
+    assert all(callable(condition_of(name)) for name in conditions)
 
 
 def test_missing_are_exactly_the_entries_that_this_torch_lacks():
