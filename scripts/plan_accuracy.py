@@ -102,10 +102,7 @@ def last_step(model: nn.Module, inputs: dict[str, Tensor], steps: int) -> int:
 
 
 def pair(number: int) -> tuple[str, float, float, bool, bool]:
-    """Train one pair; return the family, the share of the range, the room used, and whether a step was too large.
-
-    The last one is whether a faster option of some block would fit by the prediction.
-    """
+    """Return family, share of the range, room used, whether a step was too large, and whether a faster option fits."""
     draw = random.Random(number)
     family, share = FAMILIES[number % len(FAMILIES)], draw.uniform(0.03, 1.0)
     torch.manual_seed(number)
