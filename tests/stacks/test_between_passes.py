@@ -1,7 +1,6 @@
 """What a training program may change between forward and backward: it is as without us, or an error.
 
-Buffers, statistics, flags and modes are held in tests/unit/region/test_module_state*.py and test_ambient*.py there,
-writes to weights in tests/unit/region/test_module_state_changed_parameters.py.
+The programs of tests/support/programs.py hold buffers, statistics and flags, danger 4 writes to weights.
 """
 
 from __future__ import annotations

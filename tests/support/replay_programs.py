@@ -69,15 +69,6 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
 
 
-def assert_same_run(build: Callable[[], Stack], chosen: dict[str, Any], run: Run, python: int, **more: Any) -> Stack:
-    """`run` gives the same with us and without, and the bodies' Python has run `python` times with us."""
-    model = applied(build, replay(chosen, **more))
-    expected = run(built(build))
-    assert_same(expected, run(model))
-    assert python_runs(model) == python
-    return model
-
-
 def warning_of(found: str, path: str = "blocks.0") -> str:
     """The whole text of the warning that a region gives way."""
     return f"{path}: replay cannot be used here: {found}\n    fix: {FIX}"

@@ -37,12 +37,6 @@ class Apply(nn.Module):
 RUNS = Noted()  # of modules of the class above; not on the module, which would be another one each time
 
 
-def number_of_run() -> int:
-    """Count one run more; in a file other than the region's own, where a list that grows would make it another one."""
-    RUNS.append(1)
-    return len(RUNS)
-
-
 class Pair(NamedTuple):
     first: Tensor
     second: Tensor

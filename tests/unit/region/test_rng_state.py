@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ from sac.engine.rng import _accelerator_generators, default_generator
 from sac.errors import RegionError
 from sac.full import FullConfig, RngTracker
 from tests.support.blocks import FunctionBlock, Stack, policy, save, selective
-from tests.support.recording import Recorder
 from tests.support.runs import Noted
 from tests.support.trackers import MAKERS, MegatronLike, TiedGenerator, bytes_of, draws, filled, leaf, states_of
 
@@ -209,29 +207,6 @@ def test_a_gradient_taken_inside_a_region_and_inside_a_fork(maker):
         return [*torch.autograd.grad(out.sum(), x)]
 
     assert_same_draws(work, maker)
-
-
-@ON_SEVERAL_TRACKERS
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_backward_on_another_thread(maker, use_reentrant):
-    def work(tracker: Any, call: Callable[..., Tensor]) -> list[Tensor]:
-        x = leaf()
-        out = call(call(x)).sum()
-        with tracker.fork():
-            thread = threading.Thread(target=out.backward)
-            thread.start()
-            thread.join()
-            after = torch.rand(3)
-        return [x.grad, after]
-
-    assert_same_draws(work, maker, use_reentrant=use_reentrant)
-
-
-def test_a_mode_around_the_region_sees_no_bookkeeping():
-    tracker = filled(MAKERS["DeepSpeed"])
-    with Recorder() as seen:
-        sac.checkpoint(torch.sin, leaf(), get_rng_state_tracker=lambda: tracker).sum().backward()
-    assert seen.count("clone") == 0
 
 
 # What trackers do
