@@ -108,15 +108,6 @@ def is_shipped(location: SourceLocation) -> bool:
     return Path(location.file).parent == shipped_directory()
 
 
-def shipped_policy_path(name: str) -> Path:
-    """Return the file of a shipped policy; case and ``-``/``_`` do not matter. Raises ``PolicyError`` if unknown."""
-    findings = Findings()
-    path = _find_shipped(name, SourceLocation("policy"), findings)
-    if path is None:
-        raise PolicyError(findings.problems())
-    return path
-
-
 def looks_like_path(text: str) -> bool:
     """Return whether ``text`` is a file path, as opposed to the name of a shipped policy."""
     return text.lower().endswith(_ENDINGS) or any(sep in text for sep in (os.sep, os.altsep) if sep)
@@ -153,7 +144,7 @@ def _find_shipped(name: str, location: SourceLocation, findings: Findings) -> Pa
 
 # -- Loading policies
 
-__all__ = ["PolicySource", "dump_policy", "load_policy", "shipped_policies", "shipped_policy_path"]
+__all__ = ["PolicySource", "dump_policy", "load_policy", "shipped_policies"]
 
 PolicySource: TypeAlias = "str | os.PathLike[str] | Mapping[str, object] | Policy"
 

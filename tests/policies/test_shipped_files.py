@@ -8,7 +8,7 @@ import pytest
 
 from sac.config import usable_policy
 from sac.engine.table import resolve_policy
-from sac.policy.load import dump_policy, load_policy, shipped_policies, shipped_policy_path
+from sac.policy.load import dump_policy, load_policy, shipped_directory, shipped_policies
 from tests.policies.families import FAMILIES
 
 EXPECTED = (
@@ -51,7 +51,7 @@ def test_policy_is_named_as_its_file_and_can_be_used(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_comment_above_the_schema_says_what_the_policy_saves(name: str) -> None:
-    header = shipped_policy_path(name).read_text(encoding="utf-8").partition("\nschema:")[0]
+    header = (shipped_directory() / f"{name}.yaml").read_text(encoding="utf-8").partition("\nschema:")[0]
     assert all(line.startswith("# ") for line in header.splitlines())
 
 

@@ -16,14 +16,14 @@ from sac.engine import table as bind
 from sac.ops import names
 from sac.ops.registry import NamePattern, Registry
 from sac.policy import load as files
-from sac.policy.load import shipped_policies, shipped_policy_path
+from sac.policy.load import shipped_directory, shipped_policies
 from sac.policy.syntax import Findings, Node
 
 _compose_yaml = files.compose_yaml
 _read_registry = names.read_registry
 _has = Registry.has
 
-_shipped = frozenset(str(shipped_policy_path(name)) for name in shipped_policies())
+_shipped = frozenset(str(shipped_directory() / f"{name}.yaml") for name in shipped_policies())
 _composed: dict[tuple[str, str], Node | None] = {}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from sac.errors import PolicyError, SacError
 from sac.policy import load as shipped
-from sac.policy.load import load_policy, shipped_policies, shipped_policy_path
+from sac.policy.load import load_policy, shipped_policies
 from sac.policy.model import Policy
 
 EMPTY = "schema: sac/v1\nrules: []\n"
@@ -40,7 +40,7 @@ def error(source: object) -> str:
 def test_the_shipped_policies_are_files_that_load() -> None:
     assert shipped_policies() == tuple(sorted(shipped_policies()))
     for name in shipped_policies():
-        assert load_policy(name).source == str(shipped_policy_path(name))
+        assert load_policy(name).source == str(shipped.shipped_directory() / f"{name}.yaml")
 
 
 def test_a_checkout_has_its_policies_beside_the_package() -> None:
@@ -50,7 +50,6 @@ def test_a_checkout_has_its_policies_beside_the_package() -> None:
 @pytest.mark.parametrize("name", ["deepseek_v3", "DeepSeek-V3", " deepseek-v3 "])
 def test_a_shipped_name_is_case_and_hyphen_insensitive(here: Path, name: str) -> None:
     assert load_policy(name) == Policy("deepseek_v3")
-    assert shipped_policy_path(name) == shipped.shipped_directory() / "deepseek_v3.yaml"
     assert shipped_policies() == ("deepseek_v3", "llama")
 
 
@@ -80,8 +79,6 @@ def test_an_unknown_name(here: Path) -> None:
         "    legal: deepseek_v3, llama\n"
         '    fix: to name a file, give a path that ends in .yaml or has a "/" in it'
     )
-    with pytest.raises(PolicyError, match='no shipped policy is called "lama"'):
-        shipped_policy_path("lama")
 
 
 def test_the_argument_is_called_as_its_caller_says(here: Path) -> None:
