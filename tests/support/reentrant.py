@@ -21,9 +21,17 @@ def reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return sac.checkpoint(function, *args, use_reentrant=True, **kwargs)
 
 
+def non_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return sac.checkpoint(function, *args, **kwargs)
+
+
 def torch_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Torch's takes no keywords in this mode."""
     return torch_checkpoint(lambda *args: function(*args, **kwargs), *args, use_reentrant=True)
+
+
+def torch_non_reentrant(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
 def seeded(program: Callable[[Run], Seen], run: Run) -> Seen:
