@@ -21,9 +21,11 @@ from sac.checksums import checksum, find_different
 from sac.engine.handles import Handle
 from sac.engine.objects import NotLeaf
 from sac.engine.rng import GeneratorStates, advanced, default_generators, set_states, states_of
+from sac.engine.table import NO_RULE, DecisionTable, decide
 from sac.engine.tape import DiffersError, Tape, as_refs, from_refs
 from sac.engine.tracker import active_mode, without_mode
 from sac.outer_hooks import fetch
+from sac.policy.model import Decision
 from sac.tensors import copy_of, detached, is_wrapper, storage_address, tensors_of
 from sac.torch_private import (
     SingleLevelFunction,
@@ -77,9 +79,12 @@ class FunctionSite:
     """Stands for a call site in the tape."""
 
     is_flat = is_view = is_inplace_view = is_custom_op = is_collective = may_save = has_decision = writes = False
+    must_save, savable_if = False, None
+    final_decision, final_rule = Decision.RECOMPUTE, None
 
-    def __init__(self, cls: Any, path: str) -> None:
+    def __init__(self, cls: Any, path: str, table: DecisionTable) -> None:
         self.op, self.path = cls, path
+        self.conditional_rules = table.rules_of_function(f"{cls.__module__}.{cls.__qualname__}", path)
         self.is_compiled = cls.__name__ == "CompiledFunction" and hasattr(cls, "compiled_fw")
 
 
@@ -156,7 +161,7 @@ class FunctionCall:
         self.key = mode.path, cls
         site = mode.sites.get(id(cls))
         if site is None or site.op is not cls:
-            site = mode.sites[id(cls)] = FunctionSite(cls, mode.path)
+            site = mode.sites[id(cls)] = FunctionSite(cls, mode.path, mode.table)
         self.site = site
         self.reads: list[int] = []
         self.template = as_refs(args, tape.find, self.reads)
@@ -224,6 +229,14 @@ class FunctionCall:
         writing = (entry for entry in inside if tape.sites[entry].writes)
         op_written = {root for entry in writing for root in tape.writes_of(entry) if makers[root] < scope.first}
         op_written -= scope.opaque
+        self.decision, self.rule = Decision.RECOMPUTE, NO_RULE
+        if self.site.conditional_rules:
+            self.decision, rule = decide(mode, self.site, self.args, {}, out)
+            if rule is not None:
+                self.rule = rule.index
+                mode.hits[rule.index] = mode.hits.get(rule.index, 0) + 1
+            if self.decision.keeps:
+                scope.strict = scope.strict or "a rule saves it"
         wanted = _unexplained(tape, scope, results)
         is_unit = bool(wanted or written)
         sends = bool(tape.collectives) and tape.collectives[-1] >= scope.first
@@ -315,7 +328,7 @@ class FunctionCall:
         tape.append(self.site, self.template, [*self.reads, *self._read_inside(unit)], {})
         tape.unit_of.update((entry, unit) for entry in tape.collectives if entry >= self.scope.first)
         served, saves = self._what_to_keep(unit, inner, [(one.tensor, roots[one.value]) for one in results], wanted)
-        rule = tape.rule_of[inner[0]] if inner else -1
+        rule = self.rule if self.decision.keeps else tape.rule_of[inner[0]] if inner else NO_RULE
         new_values: dict[int, int] = {}
         new_roots: dict[int, int] = {}
         described = []
@@ -370,7 +383,7 @@ class FunctionCall:
         if scope.sums is not None and facts is not None:
             hidden = (value for value in inner if storage_address(tape.kept[value]) in scope.hidden)
             facts.unservable |= {tape.makers[value] - scope.first for value in hidden}
-        if facts is not None and facts.unsteady:
+        if self.decision.keeps or (facts is not None and facts.unsteady):
             return {}, True
         unservable = facts.unservable if facts is not None else set()
         return _cheaper(tape, inner, scope.first, unit, unservable, [one for one in results if one[1] in wanted])

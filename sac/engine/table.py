@@ -263,6 +263,17 @@ class DecisionTable:
             self.default.keeps or any(_matches_every_call(resolved.rule) for resolved in self.rules)
         )
 
+    def rules_of_function(self, function: str, path: str) -> tuple[ConditionalRule, ...]:
+        """Return the rules that may match calls of an autograd Function, by its qualified name, in a module."""
+        return tuple(
+            ConditionalRule(resolved, resolved.rule.do == ALTERNATE, resolved.decision, None)
+            for resolved in self.rules
+            if not resolved.rule.matches_module
+            and "*" not in resolved.rule.ops
+            and resolved.matches_unit(function)
+            and (resolved.rule.module is None or resolved.rule.module.matches(path))
+        )
+
     def _offloads(self) -> frozenset[int]:
         whole = self.whole_rule("")
         if whole is not None and whole.always_saves:  # no other rule decides anything
