@@ -149,6 +149,7 @@ class TapedFrame(Frame):
         self._release()
         self._compact(handles)
         self.figures = self._count(handles, every, {**mode.hits, **(mode.whole.hits if mode.whole is not None else {})})
+        self._share_versions()
         tape.kept_versions = {value: version_of(tensor) for value, tensor in tape.kept.items()}
         for leaf in tape.leaves.values():
             if leaf.tensor is not None:
@@ -160,6 +161,24 @@ class TapedFrame(Frame):
         self._pack_outside(handles)
         tape.close()
         self.mode = None
+
+    def _share_versions(self) -> None:
+        """Give kept values the version counters of the tensors that live on, so that later writes to these are seen.
+
+        Below autograd, where the recorder runs, ``detach`` returns a tensor with a counter of its own.
+        """
+        tape = self.tape
+        roots = {tape.roots[value] for value in tape.kept}
+        living: dict[int, Tensor] = {}
+        for value, reference in enumerate(tape.refs):
+            if tape.roots[value] in roots and (tensor := reference()) is not None and type(tensor) is Tensor:
+                living.setdefault(tape.roots[value], tensor)
+        for value, kept in tape.kept.items():
+            tensor = living.get(tape.roots[value])
+            if tensor is None or type(kept) is not Tensor or tensor.dtype is not kept.dtype:
+                continue
+            if tensor.layout is torch.strided and storage_address(tensor) == storage_address(kept):
+                tape.kept[value] = detached(tensor).as_strided(kept.shape, kept.stride(), kept.storage_offset())
 
     def _missing(self, handle: Handle) -> tuple[int, int, int] | None:
         """Return the handle's index, value and time if it is missing, None if it is not."""
