@@ -61,9 +61,8 @@ class FullConfig:
     compared over the group before they are scattered, in the first call of each region of ``sac.apply``, and in the
     first 256 calls of functions over a group. Every rank has to make these calls.
 
-    ``state``: providers of user-defined state (``snapshot``, ``restore``). ``generators``: generators to restore in
-    addition to the default ones. ``freeze_buffers``: buffers that a region updates advance once, not a second time in
-    recomputation. ``host_memory``: how much of it may be pinned: bytes, text, or a share ``{"of_available": "50%"}``.
+    ``state``: providers of user-defined state (``snapshot``, ``restore``). ``host_memory``: how much of it may be
+    pinned for one device: bytes, or text such as ``"60GiB"``.
 
     Raises ``ConfigError`` that lists every problem.
     """
@@ -72,9 +71,7 @@ class FullConfig:
     store: str = DEFAULTS["store"]
     num_checkpoints: int | None = DEFAULTS["num_checkpoints"]
     state: tuple[StateProvider, ...] = DEFAULTS["state"]
-    generators: tuple[torch.Generator, ...] = DEFAULTS["generators"]
-    freeze_buffers: bool = DEFAULTS["freeze_buffers"]
-    host_memory: int | float | None = DEFAULTS["host_memory"]
+    host_memory: int | None = DEFAULTS["host_memory"]
     buffer: ContiguousBuffer | None = field(default=None, init=False, repr=False, compare=False)
     host: OnHost | None = field(default=None, init=False, repr=False, compare=False)
     transfers: TransfersByDevice = field(init=False, repr=False, compare=False)
@@ -173,10 +170,8 @@ def settings_of(
     return Settings(
         input_storing=_keeping(config, options.tp_group if scatters else None, compared),
         trackers=(tracker,) if tracker is not None else (),
-        generators=config.generators,
         providers=config.state,
         preserve_rng_state=options.preserve_rng_state,
-        freeze_buffers=config.freeze_buffers,
         early_stop=options.early_stop,
         checks_metadata=check == "default",
         use_reentrant=options.use_reentrant,
@@ -344,10 +339,19 @@ def _misplaced(given: Mapping[str, Any], mode: str) -> Iterator[Problem]:
         yield Problem(f"{WHERE}.engine", found, fix="leave the engine out; or plan with `sac plan --engine rerun`")
 
 
+_GONE = {
+    "freeze_buffers": "leave it out: buffers that a region updates always advance once",
+    "generators": "leave it out: generators that modules and arguments hold are restored; give others to `state`, as "
+    "an object with snapshot() and restore(state)",
+}
+
+
 def _unknown_key(key: Any) -> Problem:
     if key in ARGUMENTS:
         fix = f"pass it as an argument: sac.apply(model, value, {key}=…)"
         return Problem(WHERE, f"{key} is not a key of a config value", fix=fix)
+    if key in _GONE:
+        return Problem(WHERE, f"{key} is no longer a key of a config value", fix=_GONE[key])
     near = nearest(key, CONFIG_KEYS) if isinstance(key, str) else ""
     return Problem(WHERE, f"unknown key {shown(repr(key))}", expected=listing([*CONFIG_KEYS]), nearest=near)
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-import torch
-
 from sac.errors import ConfigError, Problem, SacError, listing, nearest
 from sac.policy.load import load_policy
 from sac.policy.model import Chunks, Layers
@@ -305,22 +303,17 @@ def _is_of_device(value: Any) -> bool:
     return isinstance(value, Mapping) and value.keys() == {"device"}
 
 
-_LEGAL_HOST_MEMORY = f"{LEGAL_BYTES}, or {{of_available: 50%}}"
-
-
-def _read_host_memory(value: Any, place: str) -> int | float | None:
-    """Return bytes as an int, a share of the available memory as a float; None stands for the default."""
+def _read_host_memory(value: Any, place: str) -> int | None:
+    """Return a number of bytes; None stands for no limit."""
     reason = ""
     try:
         if value is None:
             return None
-        if isinstance(value, Mapping) and value.keys() == {"of_available"}:
-            return _share_in(str(value["of_available"]))
         if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
             return parse_bytes(str(value))
     except ValueError as error:
         reason = f": {error}"
-    raise ConfigError(Problem(place, _shown(value, "not an amount of host memory") + reason, _LEGAL_HOST_MEMORY))
+    raise ConfigError(Problem(place, _shown(value, "not an amount of host memory") + reason, LEGAL_BYTES))
 
 
 # -- The table, in the order of the docs and of messages
@@ -503,23 +496,11 @@ _OF_FULL_CONFIG = (
         "objects with `snapshot()` and `restore(state)`: your own state that is restored for recomputation",
     ),
     Key(
-        "generators",
-        (),
-        _checked(partial(_check_members, cls=torch.Generator, legal="a tuple of torch.Generator"), tuple),
-        "`torch.Generator`s that are restored in addition to the default ones",
-    ),
-    _flag_key(
-        "freeze_buffers",
-        "buffers that a region updates (BatchNorm statistics, counters) advance once",
-        default=True,
-    ),
-    Key(
         "host_memory",
         None,
         _read_host_memory,
-        "how much host memory `do: offload` and `store: host` may pin for one device; `{of_available: 50%}`, the "
-        "default, is a share of what the machine and the container have left, divided by `LOCAL_WORLD_SIZE`. What "
-        "finds no room stays on the device, with one warning; under `strict` that is an error",
+        "how much host memory `do: offload` and `store: host` may pin for one device, such as `60GiB`; no limit by "
+        "default. What finds no room stays on the device, with one warning; under `strict` that is an error",
     ),
 )
 

@@ -21,7 +21,6 @@ from sac.ops.flops import flops_of
 from sac.ops.names import op_name
 from sac.policy.model import Decision, PlannedRegion
 from sac.stores.offload import OffloadUse
-from sac.stores.stalls import Stalls
 from sac.tensors import storage_bytes, tensors_of
 from sac.torch_private import tree_leaves
 
@@ -147,8 +146,8 @@ class RegionStats:
     """What the last call of one region kept. Two are equal if their bytes, calls of ops and graphs are.
 
     ``input_host_bytes``: of inputs kept in host memory for a device. ``compiled_graphs``: those of ``torch.compile``
-    that the first call ran. ``offloads``: what became of what rules offload, by rule. ``stalls``: the waits for copies;
-    None if nothing could be copied. ``engine``: that of the last call, empty if it needed none.
+    that the first call ran. ``offloads``: what became of what rules offload, by rule. ``engine``: that of the
+    last call, empty if it needed none.
     """
 
     calls: int = field(default=0, compare=False)
@@ -158,7 +157,6 @@ class RegionStats:
     compiled_graphs: int = 0
     engine: str = field(default="", compare=False)
     offloads: Mapping[int, OffloadUse] = field(default_factory=dict)
-    stalls: Stalls | None = field(default=None, compare=False)
 
     @property
     def by_rule(self) -> dict[int, int]:

@@ -168,9 +168,9 @@ class RngSnapshot:
     ) -> None:
         self._accelerators = _accelerator_generators(tensors)
         generators = [torch.default_generator, *self._accelerators]
-        if settings.generators or also:
+        if also:
             # A default generator that a module holds is still restored last: see the note above.
-            others = {one._cdata: one for one in (*settings.generators, *also)}  # type: ignore[attr-defined]
+            others = {one._cdata: one for one in also}  # type: ignore[attr-defined]
             for one in generators:
                 others.pop(one._cdata, None)  # type: ignore[attr-defined]
             generators += others.values()
@@ -187,7 +187,7 @@ class RngSnapshot:
 
     @property
     def states(self) -> GeneratorStates:
-        """The states of the default generators, those that the caller names and those in ``also``; not of trackers."""
+        """The states of the default generators and those in ``also``; not of trackers."""
         return self._states
 
     def put_back(self) -> None:

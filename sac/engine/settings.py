@@ -7,9 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-import torch.utils.checkpoint
-
 from sac.config_keys import CONFIG_KEYS, DEFAULTS, StateProvider
 from sac.stores.store import InputStoring
 from sac.stores.transfers import TransfersByDevice
@@ -28,19 +25,16 @@ class Settings:
     """How regions keep their inputs and restore their ambient state; many regions share one object.
 
     ``input_storing``: which inputs are kept in an input store, and in which; None: each stays where the caller holds
-    it. ``trackers``: functions that return a tracker of named RNG states. ``generators``: restored in addition to the
-    default ones. ``checks_metadata``: compare shape, dtype and device of the tensors that recomputation saves with
-    those that forward saved. ``engine`` and ``verify``: how regions are recomputed, and when replayed and served values
-    are compared with those of the forward; see ``sac.engine.verify``. ``add_note``: to out-of-memory
-    errors in a region. ``transfers``: copy what rules offload.
+    it. ``trackers``: functions that return a tracker of named RNG states. ``checks_metadata``: compare shape, dtype
+    and device of the tensors that recomputation saves with those that forward saved. ``engine`` and ``verify``: how
+    regions are recomputed, and when replayed and served values are compared with those of the forward; see
+    ``sac.engine.verify``. ``add_note``: to out-of-memory errors in a region. ``transfers``: copy what rules offload.
     """
 
     input_storing: InputStoring | None = None
     trackers: tuple[Callable[[], Any], ...] = ()
-    generators: tuple[torch.Generator, ...] = DEFAULTS["generators"]
     providers: tuple[StateProvider, ...] = DEFAULTS["state"]
     preserve_rng_state: bool = DEFAULTS["preserve_rng_state"]
-    freeze_buffers: bool = DEFAULTS["freeze_buffers"]
     early_stop: bool = DEFAULTS["early_stop"]
     checks_metadata: bool = True
     use_reentrant: bool = DEFAULTS["use_reentrant"]
@@ -52,15 +46,14 @@ class Settings:
     @property
     def needs_frame(self) -> bool:
         """Whether only sac's frames can apply these settings; the others have no meaning in a compiled graph."""
-        asked = (self.trackers, self.generators, self.providers)
+        asked = (self.trackers, self.providers)
         return self.input_storing is not None or self.use_reentrant or any(asked)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
-        # A copied model's modules hold copies of generators and providers. Those are added; the originals stay.
+        # A copied model's modules hold copies of providers. Those are added; the originals stay.
         return replace(
             self,
             input_storing=copy.deepcopy(self.input_storing, memo),
-            generators=(*self.generators, *copy.deepcopy(self.generators, memo)),
             providers=(*self.providers, *copy.deepcopy(self.providers, memo)),
             add_note=copy.deepcopy(self.add_note, memo),
         )

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from sac.stores.stalls import Stalls
 from sac.torch_private import NO_TASK, ending_task, will_execute_node
 
 # Note [Order of backward]
@@ -32,16 +31,14 @@ _FAR = 64  # nodes searched for marks; a region's input is mostly the result of 
 class CallNode:
     """One region call and the calls before it; see Note [Order of backward].
 
-    ``copies``: the values in host memory that its backward reads, in the order of the forward. ``stalls``: how long
-    streams have waited for these. ``looked_ahead_in``: the transfers and the backward that have last brought up what
-    comes after this call.
+    ``copies``: the values in host memory that its backward reads, in the order of the forward.
+    ``looked_ahead_in``: the transfers and the backward that have last brought up what comes after this call.
     """
 
-    __slots__ = ("__weakref__", "_before", "copies", "looked_ahead_in", "stalls")
+    __slots__ = ("__weakref__", "_before", "copies", "looked_ahead_in")
 
     def __init__(self) -> None:
         self.copies: list[weakref.ref[Any]] = []
-        self.stalls = Stalls()
         self.looked_ahead_in: tuple[Any, int] = None, NO_TASK
         self._before: list[tuple[Any, list[weakref.ref[CallNode]]]] = []  # node of an input, calls found from it
 

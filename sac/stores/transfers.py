@@ -19,8 +19,6 @@ from sac.errors import Problem, RegionError, SacWarning
 from sac.policy.model import OffloadSection
 from sac.policy.read import bytes_text
 from sac.stores.backward_order import CallNode
-from sac.stores.host_limit import default_limit
-from sac.stores.stalls import timed_events
 from sac.torch_private import NO_TASK, ending_task, when_backward_ends
 
 # Note [Transfers]
@@ -58,14 +56,13 @@ MIB = 1 << 20
 class TransferLimits:
     """Limits in bytes. ``smallest``: of storages that rules offload.
 
-    ``host``: of pinned memory; a float is a share of what is available (Note [Limit of host memory]). ``strict``:
-    whether it is an error if the host has no room.
+    ``host``: of pinned memory, None: no limit. ``strict``: whether it is an error if the host has no room.
     """
 
     smallest: int = MIB
     in_flight: int = 320 * MIB
     ahead: int = 320 * MIB
-    host: int | float = 0.5
+    host: int | None = None
     strict: bool = False
 
 
@@ -391,13 +388,10 @@ class Transfers:
         self.is_async = module is not None
         self._module = module if module is not None else _OneStream()
         self._down, self._up = self._module.Stream(device), self._module.Stream(device)
-        self._new_event = timed_events(module)  # Note [Stalls]
-        share = limits.host if isinstance(limits.host, float) else None
-        most = int(limits.host) if share is None else default_limit(share)
         self._latest: dict[
             int, Any
         ] = {}  # the last events of both streams, by their ids: after them, no copy is running
-        self.pool = HostPool(self.host_memory, most, latest=lambda: (*self._latest.values(),))
+        self.pool = HostPool(self.host_memory, limits.host, latest=lambda: (*self._latest.values(),))
         self._is_full = False
         self._lock = threading.RLock()
         self._flying: deque[weakref.ref[HostCopy]] = deque()  # sources on the device, the oldest first
@@ -533,7 +527,7 @@ class Transfers:
         Takes no lock: as long as the source is there, only the call that has put it uses the copy.
         """
         if copy.source is not None:
-            self._wait(copy, self.current(), copy.down)
+            self._wait(self.current(), copy.down)
             self._free_source(copy)
 
     def look(self, copy: HostCopy) -> torch.Tensor:
@@ -545,7 +539,7 @@ class Transfers:
                 if copy.target is None:
                     self._bring_up(self._siblings(copy, task), task)
                 found, home = copy.target, copy.target_home
-                self._wait(copy, current, copy.up)
+                self._wait(current, copy.up)
             assert found is not None
             if current != home and current not in copy.readers:
                 copy.readers = *copy.readers, current
@@ -570,7 +564,7 @@ class Transfers:
                 self._free_target(copy)  # the caller's memory has to belong to its stream
             if copy.target is None:
                 self._bring_up(self._siblings(copy, task), task)
-            self._wait(copy, current, copy.up)
+            self._wait(current, copy.up)
             if copy.tally is not None:
                 copy.tally.leave(copy)
             found, copy.target, copy.task = copy.target, None, task
@@ -664,22 +658,18 @@ class Transfers:
 
     def _release(self, copy: HostCopy, home: Any, done: Done | None) -> None:
         """Let the stream ``home``, whose memory is about to be freed, wait for a copy and for other streams' reads."""
-        self._wait(copy, home, done)
+        self._wait(home, done)
         for reader in copy.readers:
             if reader != home:
                 home.wait_stream(reader)
         if copy.tally is not None:
             copy.tally.leave(copy)
 
-    def _wait(self, copy: HostCopy, stream: Any, done: Done | None) -> None:
-        """Let ``stream`` wait for ``copy``, unless it knows that it is ``done``; see Note [Stalls]."""
+    def _wait(self, stream: Any, done: Done | None) -> None:
+        """Let ``stream`` wait for a copy, unless it knows that it is ``done``."""
         if done is None or stream in done.known:
             return
-        if self._new_event is None or copy.call is None:
-            stream.wait_event(done.event)
-        else:
-            with copy.call.stalls.around(stream, self._new_event):
-                stream.wait_event(done.event)
+        stream.wait_event(done.event)
         done.known.append(stream)
 
     def current(self) -> Any:
@@ -721,9 +711,7 @@ class TransfersByDevice:
     ``host``, ``strict`` and ``section`` (a policy's key ``offload``) take the place of those of ``LIMITS``.
     """
 
-    def __init__(
-        self, host: int | float | None = None, *, strict: bool = False, section: OffloadSection | None = None
-    ) -> None:
+    def __init__(self, host: int | None = None, *, strict: bool = False, section: OffloadSection | None = None) -> None:
         self.host = host
         self.strict = strict
         self.section = section

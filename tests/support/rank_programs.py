@@ -78,19 +78,9 @@ class ModelParallelUnit:
         return dist.group.WORLD
 
 
-class _Reduced(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return funcol.wait_tensor(funcol.all_reduce(x, "sum", dist.group.WORLD))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
 def reduced(x: Tensor) -> Tensor:
     """The sum over the ranks, by a functional collective."""
-    out: Tensor = _Reduced.apply(x)  # type: ignore[no-untyped-call]
+    out: Tensor = FunctionalSum.apply(x)  # type: ignore[no-untyped-call]
     return out
 
 

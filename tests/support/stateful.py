@@ -116,3 +116,16 @@ class Counter:
 
     def restore(self, state: int) -> None:
         self.count = state
+
+
+class StateOf:
+    """A state provider for a generator of torch that the region does not hold."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def snapshot(self) -> Tensor:
+        return self.generator.get_state()
+
+    def restore(self, state: Tensor) -> None:
+        self.generator.set_state(state)

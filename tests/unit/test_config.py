@@ -128,6 +128,11 @@ ILLEGAL: list[tuple[Any, str]] = [
     ({"mode": "ful"}, ".mode: 'ful' is not a mode\n    did you mean: full"),
     ({"mode": "full", "stric": True}, ": unknown key 'stric'\n    did you mean: strict"),
     ({"mode": "full", 3: 4}, ": unknown key 3"),
+    (
+        {"mode": "full", "freeze_buffers": True},
+        ": freeze_buffers is no longer a key of a config value\n    fix: leave it out",
+    ),
+    ({"mode": "full", "generators": []}, ": generators is no longer a key of a config value\n    fix: leave it out"),
     ({"mode": "full", "policy": "llama"}, ".policy: mode full takes no policy"),
     ({"mode": "selective", "policy": "lama"}, '.policy: no shipped policy is called "lama"\n    did you mean: llama'),
     ({"mode": "selective", "policy": 3}, ".policy: a policy is meant, this is a value of type int"),

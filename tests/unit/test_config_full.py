@@ -30,7 +30,6 @@ STORES = "    legal: whole, scattered, host, contiguous, or some of the last thr
 KEEPS = "    legal: first, all, or a predicate (position, tensor) -> bool"
 COUNT = "    legal: a whole number, 1 or more"
 PROVIDERS = "    legal: a tuple of objects with snapshot() and restore(state)"
-GENERATORS = "    legal: a tuple of torch.Generator"
 
 
 class Counter:
@@ -114,16 +113,7 @@ ILLEGAL: dict[str, tuple[dict[str, Any], str]] = {
     "memory is a word": (
         {"host_memory": "much"},
         "host_memory: 'much' is not an amount of host memory: it is not a number with a unit\n"
-        '    legal: a whole number of bytes, or text such as "64KiB", "1MiB", "1.5GB", or {of_available: 50%}',
-    ),
-    "memory is more than there is": (
-        {"host_memory": {"of_available": "150%"}},
-        "host_memory: {'of_available': '150%'} is not an amount of host memory: a share is 0% to 100%\n"
-        '    legal: a whole number of bytes, or text such as "64KiB", "1MiB", "1.5GB", or {of_available: 50%}',
-    ),
-    "buffers are frozen by name": (
-        {"freeze_buffers": ["running_mean"]},
-        f"freeze_buffers: ['running_mean'] is not true or false\n{FLAG}",
+        '    legal: a whole number of bytes, or text such as "64KiB", "1MiB", "1.5GB"',
     ),
     "a provider alone": (
         {"state": COUNTER},
@@ -134,7 +124,6 @@ ILLEGAL: dict[str, tuple[dict[str, Any], str]] = {
         {"state": (Counter,)},
         f"state: <class 'tests.unit.test_config_full.Counter'> is none of them\n{PROVIDERS}",
     ),
-    "a seed as generator": ({"generators": 3}, f"generators: 3 is none of them\n{GENERATORS}"),
     "two at once": (
         {"keep": 1, "num_checkpoints": "x"},
         f"keep: 1 is not a choice of inputs\n{KEEPS}\n%snum_checkpoints: 'x' is not a number of checkpoints\n{COUNT}",
@@ -216,7 +205,6 @@ def test_words_in_any_spelling() -> None:
 
 
 def test_every_key_reaches_the_regions() -> None:
-    generator = torch.Generator()
     value = {
         "mode": "full",
         "use_reentrant": True,
@@ -226,8 +214,6 @@ def test_every_key_reaches_the_regions() -> None:
         "store": "contiguous",
         "num_checkpoints": 3,
         "state": [COUNTER],
-        "generators": [generator],
-        "freeze_buffers": False,
         "host_memory": "1GiB",
     }
     parsed = parse_config(value)
@@ -235,8 +221,8 @@ def test_every_key_reaches_the_regions() -> None:
     assert settings.input_storing is not None
     assert settings.input_storing.store is parsed.full.buffer
     assert settings.input_storing.which == "all"
-    assert (settings.providers, settings.generators) == ((COUNTER,), (generator,))
-    assert (settings.preserve_rng_state, settings.early_stop, settings.freeze_buffers) == (False, False, False)
+    assert settings.providers == (COUNTER,)
+    assert (settings.preserve_rng_state, settings.early_stop) == (False, False)
     assert settings.use_reentrant
     assert settings.transfers.host == 1 << 30
     assert {*FULL_CONFIG_KEYS, *CALL_KEYS} - value.keys() == {"distribute_saved_activations"}  # it needs a group
@@ -250,7 +236,7 @@ def test_group_that_nothing_is_scattered_over_is_not_looked_at() -> None:
 
 
 def test_a_config_is_a_value() -> None:
-    config = FullConfig(store="host", keep="all", generators=[torch.Generator()])
+    config = FullConfig(store="host", keep="all")
     assert hash(config) == hash(dataclasses.replace(config))
     assert dataclasses.replace(config, keep="first").keep == "first"
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -19,6 +19,7 @@ from tests.promises.test_11_invisible import flat
 from tests.support.blocks import FULL, Stack, llama_stack, policy, save, selective, tokens, with_dropout
 from tests.support.ranks import run_ranks
 from tests.support.recording import step
+from tests.support.stateful import StateOf
 from tests.support.training import assert_same, built, train
 
 PRODUCTS = selective(policy(save("matmul", module="mlp.**")))
@@ -249,8 +250,7 @@ def test_generators(copied: bool) -> None:
     GENERATOR.manual_seed(3)
     reference = train(built(lambda: Stack(Noisy(), Noisy())))
     model = built(lambda: Stack(Noisy(), Noisy()))
-    generators = [GENERATOR, *(block.generator for block in model.blocks)]
-    sac.apply(model, {**FULL, "generators": generators})
+    sac.apply(model, {**FULL, "state": [StateOf(GENERATOR)]})
     GENERATOR.manual_seed(3)
     assert_same(reference, train(copy.deepcopy(model) if copied else model))
 

@@ -73,14 +73,14 @@ def test_a_shared_module_is_one_region() -> None:
 
 def test_options_reach_the_region() -> None:
     layer = PreNormLayer()
-    config = FullConfig(freeze_buffers=False)
+    config = FullConfig(keep="all", store="host")
     ours.checkpoint_wrapper(
         layer, ours.CheckpointImpl.REENTRANT, preserve_rng_state=False, determinism_check="none", config=config
     )
     (installed,) = regions_of(layer)
     settings = installed.applied.settings
     assert settings.use_reentrant
-    assert (settings.preserve_rng_state, settings.checks_metadata, settings.freeze_buffers) == (False, False, False)
+    assert (settings.preserve_rng_state, settings.checks_metadata) == (False, False)
 
 
 @pytest.mark.parametrize(

@@ -296,9 +296,7 @@ def test_a_large_buffer_of_a_saved_module_advances_once_and_needs_no_mode() -> N
     assert_same_training(lambda: Stack(Wide(), Wide()), value, steps=4, make_input=wide)
 
 
-@pytest.mark.parametrize(
-    "config", [{"store": "host"}, {"freeze_buffers": False}, {"preserve_rng_state": True}], ids=str
-)
+@pytest.mark.parametrize("config", [{"store": "host"}, {"preserve_rng_state": True}], ids=str)
 @ON_EACH_VALUE
 def test_settings_of_the_full_path(config: dict[str, Any], name: str) -> None:
     assert_same_training(dropped, {**VALUES[name], **config}, steps=3)

@@ -41,21 +41,18 @@ def tracker() -> RngTracker:
 
 
 TRACKER = RngTracker()
-GENERATOR = torch.Generator()
 
 NEEDY: dict[str, tuple[dict[str, Any], Any]] = {
     "host": ({"store": "host"}, None),
     "contiguous": ({"store": "contiguous", "num_checkpoints": 2}, None),
     "reentrant": ({"use_reentrant": True}, None),
     "tracker": ({}, tracker),
-    "generators": ({"generators": [GENERATOR]}, None),
     "state": ({"state": [Counting()]}, None),
 }
 PLAIN = {
     "nothing": {},
     "no random states": {"preserve_rng_state": False},
     "no early stop": {"early_stop": False},
-    "buffers not frozen": {"freeze_buffers": False},
 }
 
 

@@ -134,21 +134,21 @@ class Refusing(RngTracker):
 
 def test_entering_that_fails_half_way_undoes_what_it_did():
     first, second = filled(lambda: RngTracker("cpu")), filled(lambda: Refusing("cpu"))
-    settings = rng.Settings(trackers=(lambda: first, lambda: second), generators=(torch.Generator(),))
-    snapshot = rng.RngSnapshot([], settings)
+    generator = torch.Generator()
+    snapshot = rng.RngSnapshot([], rng.Settings(trackers=(lambda: first, lambda: second)), (generator,))
     torch.rand(3)
-    settings.generators[0].manual_seed(7)
+    generator.manual_seed(7)
     for tracker in (first, second):
         with tracker.fork():
             torch.rand(3)
-    before = (states_of(first), states_of(second), settings.generators[0].get_state().tolist())
+    before = (states_of(first), states_of(second), generator.get_state().tolist())
     second.refusals = (1,)
     with pytest.raises(Failure), UndoStack() as stack:
         snapshot.enter_on(stack)
-    assert (states_of(first), states_of(second), settings.generators[0].get_state().tolist()) == before
+    assert (states_of(first), states_of(second), generator.get_state().tolist()) == before
     with UndoStack() as stack:
         snapshot.enter_on(stack)
-    assert (states_of(first), states_of(second), settings.generators[0].get_state().tolist()) == before
+    assert (states_of(first), states_of(second), generator.get_state().tolist()) == before
 
 
 def test_a_generator_that_takes_no_state_leaves_the_others_as_they_were():
@@ -162,7 +162,7 @@ def test_a_generator_that_takes_no_state_leaves_the_others_as_they_were():
             return super().set_state(state)
 
     tracker, last = filled(MAKERS["ours"]), Refusing.seeded(1)
-    snapshot = rng.RngSnapshot([], rng.Settings(trackers=(lambda: tracker,), generators=(last,)))
+    snapshot = rng.RngSnapshot([], rng.Settings(trackers=(lambda: tracker,)), (last,))
     torch.rand(3)
     with tracker.fork():
         torch.rand(3)

@@ -17,6 +17,7 @@ from sac.errors import RegionError
 from sac.full import FullConfig, RngTracker
 from tests.support.blocks import FunctionBlock, Stack, policy, save, selective
 from tests.support.runs import Noted
+from tests.support.stateful import StateOf
 from tests.support.trackers import MAKERS, MegatronLike, TiedGenerator, bytes_of, draws, filled, leaf, states_of
 
 SEVERAL = ("ours", "Megatron", "TransformerEngine, graph-safe")
@@ -97,7 +98,7 @@ def test_a_generator_that_no_op_is_given_is_put_back_on_request():
     outcomes = []
     for region in (False, True):
         generator = torch.Generator().manual_seed(3)
-        config = FullConfig(generators=(generator,))
+        config = FullConfig(state=(StateOf(generator),))
         function = functools.partial(lambda g, x: (x * unseen_draw(g, x)).sin(), generator)
         x = leaf()
         for _ in range(3):  # the later calls enter no dispatch mode

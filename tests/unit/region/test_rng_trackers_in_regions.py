@@ -19,6 +19,7 @@ from sac.errors import RegionError
 from sac.full import FullConfig, RngTracker
 from tests.support.blocks import FULL, FunctionBlock, Stack, alternate, policy, save, selective, square
 from tests.support.pairs import in_pairs
+from tests.support.stateful import StateOf
 from tests.support.trackers import MAKERS, MegatronLike, TiedGenerator, TiedTracker, bytes_of, filled
 from tests.support.training import assert_nearly_same, assert_same, built, train
 
@@ -289,7 +290,7 @@ def _grads(block: FunctionBlock, x: Tensor, between: Callable[[], None], **optio
 def test_config_takes_a_tracker_with_everything_else():
     tracker = filled(MAKERS["ours"])
     generator = torch.Generator().manual_seed(4)
-    config = FullConfig(generators=(generator,))
+    config = FullConfig(state=(StateOf(generator),))
 
     def body(tracker: Any, block: FunctionBlock, x: Tensor) -> Tensor:
         with tracker.fork():
