@@ -18,8 +18,6 @@ from sac.torch_private import (
 
 PackHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
-_FRAMES = ("sac.engine.frame", "torch.utils.checkpoint")
-
 
 @dataclass(frozen=True, slots=True)
 class OuterPacked:
@@ -31,12 +29,6 @@ class OuterPacked:
     def fetch(self) -> torch.Tensor:
         """Unpack and return the tensor."""
         return self.unpack(self.packed)
-
-    @property
-    def is_recomputed(self) -> bool:
-        """Whether an outer region, of sac or torch, holds it and recomputes it to unpack it."""
-        module = getattr(self.unpack, "__module__", "") or type(getattr(self.unpack, "__self__", None)).__module__
-        return module in _FRAMES
 
 
 def pack_with_outer_hooks(tensor: torch.Tensor, hooks: PackHooks | None) -> torch.Tensor | OuterPacked:

@@ -135,11 +135,6 @@ class SavedFigures:
     by_rule: Mapping[int, int] = field(default_factory=dict)
     hits: Mapping[int, int] = field(default_factory=dict)
 
-    def with_more(self, by_rule: Mapping[int, int]) -> SavedFigures:
-        """Return these figures with more bytes, by rule."""
-        rules = {**self.by_rule, **{rule: self.by_rule.get(rule, 0) + size for rule, size in by_rule.items()}}
-        return replace(self, saved_bytes=self.saved_bytes + sum(by_rule.values()), by_rule=rules)
-
 
 @dataclass(slots=True)
 class RegionStats:

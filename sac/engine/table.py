@@ -98,7 +98,6 @@ class CallSite:
         "final_decision",
         "final_rule",
         "has_decision",
-        "has_generator",
         "is_bookkeeping",
         "is_cheap",
         "is_collective",
@@ -157,7 +156,6 @@ class CallSite:
             or is_custom_op(op)
         )
         self.has_decision = False  # whether a rule, the default or the must-save tier decides on its result
-        self.has_generator = bool(traits.generator_args or traits.generator_kwargs)
         self.draws = traits.may_draw
         self.is_flat = traits.is_flat
         self.savable = not traits.unsavable_reason or bool(traits.savable_if)

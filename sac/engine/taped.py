@@ -178,7 +178,8 @@ class TapedFrame(Frame):
             if tensor is None or type(kept) is not Tensor or tensor.dtype is not kept.dtype:
                 continue
             if tensor.layout is torch.strided and storage_address(tensor) == storage_address(kept):
-                tape.kept[value] = detached(tensor).as_strided(kept.shape, kept.stride(), kept.storage_offset())
+                placed = tensor.detach().as_strided(kept.shape, kept.stride(), kept.storage_offset())
+                tape.kept[value] = placed.detach()  # a view would hold its base
 
     def _missing(self, handle: Handle) -> tuple[int, int, int] | None:
         """Return the handle's index, value and time if it is missing, None if it is not."""

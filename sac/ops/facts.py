@@ -99,11 +99,8 @@ class OpTraits:
     is_infrastructure: bool = False
     is_random: bool = False
     may_draw: bool = False  # the generator state has to be compared around a saved call
-    generator_args: tuple[int, ...] = ()
-    generator_kwargs: tuple[str, ...] = ()
     returns_tensor: bool = True
     is_collective: bool = False  # ranks have to meet in it or in its wait
-    takes_optional: bool = False  # some tensor argument is optional
     tensor_positions: tuple[int, ...] = ()  # positions of its tensor arguments
     view_of: int = -1  # the argument of which the result is always a view, as a new tensor; -1 if there is none
     is_flat: bool = False  # each tensor argument is a separate positional argument, not in a list
@@ -142,8 +139,8 @@ def _of_schema(op: Any, schema: Any) -> OpTraits:
     name = op_name(op)
     namespace, packet = name.split(".")[:2]
     written = _written_arguments(f"{namespace}.{packet}", schema)
-    generators = [argument for argument in enumerate(schema.arguments) if "Generator" in str(argument[1].type)]
-    is_random = torch.Tag.nondeterministic_seeded in op.tags or bool(generators)
+    takes_generator = any("Generator" in str(argument.type) for argument in schema.arguments)
+    is_random = torch.Tag.nondeterministic_seeded in op.tags or takes_generator
     returns_tensor = any("Tensor" in str(result.type) for result in schema.returns)
     is_view = returns_tensor and not written and _aliases(f"{namespace}.{packet}", op, schema)
     is_uninitialised = packet in _UNINITIALISED and not written
@@ -165,11 +162,8 @@ def _of_schema(op: Any, schema: Any) -> OpTraits:
         is_infrastructure=namespace in INFRASTRUCTURE,
         is_random=is_random,
         may_draw=is_random or namespace not in _TAGS_ITS_RANDOM_OPS,
-        generator_args=_positional(generators),
-        generator_kwargs=_keyword_only(generators),
         returns_tensor=returns_tensor,
         is_collective=namespace in _COLLECTIVES or _is_of(SAVE_SETS["collective"], name),
-        takes_optional=any("Optional[Tensor]" in str(argument.type) for argument in schema.arguments),
         is_flat=_is_flat(schema),
         tensor_positions=tuple(
             position

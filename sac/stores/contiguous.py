@@ -14,7 +14,6 @@ import torch
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import PackHooks, active_hooks
 from sac.stores.host import OnHost, StoredOnHost
-from sac.stores.saved_tensor import AtHand
 from sac.stores.store import InputStore, OnDevice, StoredOnDevice, StoredTensor
 from sac.stores.transfers import HostBuffer, Transfers, TransfersByDevice, streams_of
 
@@ -111,10 +110,10 @@ class StoredInSlot(StoredTensor):
             else:
                 self._inner = StoredOnHost.put(slots.transfers, flat, name, slots.buffers[index])
 
-    def fetch(self, at_hand: AtHand | None = None) -> torch.Tensor:
+    def fetch(self) -> torch.Tensor:
         """Return a copy of the data in the slot; raises ``RegionError`` if another region has the slot now."""
         if self.value is not None:
-            return super().fetch(at_hand).clone()
+            return super().fetch().clone()
         slots = self._slots
         with slots.lock:
             if slots.written[self._index] != self._ticket:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from sac.outer_hooks import PackHooks, active_hooks
-from sac.stores.saved_tensor import AtHand
 from sac.stores.store import ArgumentInfo, InputStore, OnDevice, StoredTensor
 from sac.stores.transfers import HostBuffer, HostCopy, Transfers, TransfersByDevice
 
@@ -69,12 +68,12 @@ class StoredOnHost(StoredTensor):
             name.call.follow(name.tensor)
         return cls(copy, flat.dtype)
 
-    def fetch(self, at_hand: AtHand | None = None) -> torch.Tensor:
+    def fetch(self) -> torch.Tensor:
         """Return a copy on the device."""
         assert self._copy is not None, "fetched after it was dropped"
         if self.value is None:
             return self._copy.take().view(self._dtype)
-        return self._copy.transfers.upload(super().fetch(at_hand))
+        return self._copy.transfers.upload(super().fetch())
 
     def settle(self) -> None:
         """Make the current stream wait for the copy to the host, and release the source."""

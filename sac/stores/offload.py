@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,9 +13,8 @@ import torch
 from sac.outer_hooks import OuterPacked
 from sac.stores.backward_order import CallNode
 from sac.stores.layout import distributed_again, distribution_of, local_of
-from sac.stores.saved_tensor import SavedTensor
 from sac.stores.transfers import HostCopy, Transfers, TransfersByDevice
-from sac.tensors import Place, detached, lazy_bits, place_of, version_of, with_lazy_bits
+from sac.tensors import Place, lazy_bits, place_of, with_lazy_bits
 from sac.torch_private import FakeTensor, UnseenByModes, storage_use_count
 
 # Note [Offloaded values]
@@ -63,7 +62,7 @@ class OffloadUse:
 
 
 class _Group:
-    """The held tensors of one storage, and the tensors that hold it for them, by id.
+    """The held tensors of one storage with their ``put``, and the tensors that hold it for them, by id.
 
     ``rule``: the first of the rules that offload it; ``stays``: whether it may not leave, as for another rule.
     """
@@ -73,7 +72,7 @@ class _Group:
     def __init__(self, one: torch.Tensor, storage: torch.UntypedStorage) -> None:
         self.one = one
         self.storage = storage
-        self.held: list[tuple[SavedTensor, torch.Tensor]] = []
+        self.held: list[tuple[torch.Tensor, Callable[[Any], None]]] = []
         self.references: set[int] = set()
         self.rule: int | None = None
         self.stays = False
@@ -91,33 +90,17 @@ class Offloading:
         self._groups: dict[int, _Group] = {}
         self.figures: defaultdict[int, OffloadUse] = defaultdict(OffloadUse)
 
-    def look_at(self, saved: SavedTensor, rule: int | None) -> None:
-        """Count what ``saved`` holds on the device. ``rule``: the index of the rule that saved it."""
-        if saved.is_external:
-            return
-        tensor = saved.value
-        if type(tensor) is not torch.Tensor:
-            tensor = saved.on_device
-            if tensor is None:
-                return
-        watched, is_changed = saved.watched, False
-        if watched is not None:
-            is_changed = version_of(watched) != saved.version
-            if watched is tensor and not is_changed:
-                # A leaf is held itself: who else holds the same tensor could not be counted.
-                saved.value = saved.watched = tensor = detached(tensor)
+    def look_at(self, tensor: torch.Tensor, put: Callable[[Any], None], rule: int) -> None:
+        """Count a held tensor. ``put``: has its owner hold something else. ``rule``: the rule that saved it."""
         part = tensor if type(tensor) is torch.Tensor else local_of(tensor)
         group = self._group_of(part)
         if group is None:
-            if rule is not None and rule in self._rules and not is_changed:
+            if rule in self._rules:
                 self.figures[rule].hold(OTHER_KIND, tensor.numel() * tensor.element_size())
             return
         group.references.add(id(part))
-        if is_changed:  # backward has to see that it was written to
-            group.stays = True
-            return
-        group.held.append((saved, tensor))
-        if rule is not None and rule != group.rule:
+        group.held.append((tensor, put))
+        if rule != group.rule:
             if rule not in self._rules:
                 group.stays = True
             elif group.rule is None or rule < group.rule:
@@ -173,9 +156,8 @@ class Offloading:
                 figures.host_bytes += copy.size
                 copy.figures = figures
                 read = partial(_read, copy)
-                for saved, tensor in group.held:
-                    saved.exchange(OuterPacked(_place_of(tensor), read))
-                    saved.watched = None
+                for tensor, put in group.held:
+                    put(OuterPacked(_place_of(tensor), read))
 
 
 def _uses(storage: torch.UntypedStorage) -> int:

@@ -15,7 +15,6 @@ from sac.errors import ConfigError, Problem, RegionError
 from sac.outer_hooks import PackHooks
 from sac.policy.syntax import shown
 from sac.stores.layout import is_dtensor
-from sac.stores.saved_tensor import AtHand
 from sac.stores.store import ArgumentInfo, InputStore, OnDevice, StoredTensor
 from sac.torch_private import gather_into, named_process_group
 
@@ -325,7 +324,7 @@ class StoredShare(StoredTensor):
         self._inner: StoredTensor | None = inner
         self._elements = elements
 
-    def fetch(self, at_hand: AtHand | None = None) -> torch.Tensor:
+    def fetch(self) -> torch.Tensor:
         """Return the whole flat tensor."""
         assert self._inner is not None, "fetched after it was dropped"
         return gathered(self._inner.fetch(), self._group)[: self._elements]

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from sac.outer_hooks import PackHooks
+from sac.outer_hooks import OuterPacked, PackHooks, fetch, pack_with_outer_hooks
 from sac.stores.backward_order import CallNode
 from sac.stores.layout import Layout
-from sac.stores.saved_tensor import SavedTensor
 
 # -- Input stores
 
@@ -35,19 +34,32 @@ from sac.stores.saved_tensor import SavedTensor
 # and gathers the 4 shares, and `Layout.restore` returns the transposed tensor.
 
 
-class StoredTensor(SavedTensor):
+class StoredTensor:
     """One flat tensor between forward and backward. Abstract.
 
-    ``fresh``: whether each ``fetch`` returns new memory, which may be written to. ``drop`` may be called more than
-    once.
+    ``value``: the tensor, or what hooks around the region hold in its place. ``fresh``: whether each ``fetch``
+    returns new memory, which may be written to. ``drop`` may be called more than once.
     """
 
-    __slots__ = ("value", "watched")
+    __slots__ = ("value",)
     fresh = True
 
     def __init__(self, value: torch.Tensor | None = None) -> None:
-        self.value = value
-        self.watched = None
+        self.value: torch.Tensor | OuterPacked | None = value
+
+    def fetch(self) -> torch.Tensor:
+        """Return the flat tensor."""
+        assert self.value is not None, "a stored tensor was used after it was dropped"
+        return fetch(self.value)
+
+    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
+        """Hand the tensor to the saved-tensor hooks around the region."""
+        if isinstance(self.value, torch.Tensor):
+            self.value = pack_with_outer_hooks(self.value, hooks)
+
+    def drop(self) -> None:
+        """Release the tensor."""
+        self.value = None
 
     def settle(self) -> None:
         """The source of the copy is about to be written to or freed: make sure that the copy is done by then."""

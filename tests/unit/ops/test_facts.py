@@ -37,14 +37,12 @@ def test_every_op_with_the_random_tag_or_a_generator_is_random():
 def test_arguments_are_found_at_their_positions():
     for op in WITH_SCHEMA:
         traits, arguments = traits_of(op), op._schema.arguments
-        assert all(not arguments[place].kwarg_only for place in traits.mutated_args + traits.generator_args)
+        assert all(not arguments[place].kwarg_only for place in traits.mutated_args)
         keyword_only = {argument.name for argument in arguments if argument.kwarg_only}
-        assert keyword_only.issuperset(traits.mutated_kwargs + traits.generator_kwargs)
+        assert keyword_only.issuperset(traits.mutated_kwargs)
     assert traits_of(aten.add.out).mutated_kwargs == ("out",)
     assert traits_of(aten.add_.Tensor).mutated_args == (0,)
-    assert traits_of(aten.bernoulli.default).generator_kwargs == ("generator",)
     assert traits_of(aten.rrelu_with_noise.default).mutated_args == (1,)
-    assert traits_of(aten.rrelu_with_noise.default).generator_args == (5,)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +140,6 @@ def library():
 def test_an_op_that_writes_only_what_it_is_given_is_savable_in_calls_that_give_none(library):
     fwd = traits_of(library.fwd.default)
     assert fwd.mutated_args == (3,)
-    assert fwd.generator_args == (5,)
     assert fwd.is_random
     assert fwd.unsavable_reason == "it writes its argument `out_`"
     assert fwd.savable_if == "absent:3/out_"
