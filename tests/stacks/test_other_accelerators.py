@@ -20,9 +20,9 @@ pytestmark = pytest.mark.slow
 SAID = """\
 device: 'sim:0' cannot be measured
     legal: cpu, cuda
-Model: its parameters are on sim, whose ops and memory the planner does not know
+Model: its parameters are on sim
     legal: cpu, cuda, meta
-    fix: to plan for a GPU, keep the model on the CPU or on the meta device and name the GPU: device="h100"\
+    fix: plan it on the CPU or on the meta device and name the GPU: device="h100"\
 """
 
 
