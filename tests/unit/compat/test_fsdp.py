@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from typing import Any
 
 import pytest
@@ -20,14 +21,17 @@ import sac
 from sac.blocks.install import regions_of
 from sac.compat import fsdp as ours
 from sac.config import FullConfig
+from sac.errors import ModelError
 from tests.support.layers import PreNormLayer
 from tests.support.ranks import run_ranks
+from tests.support.recording import Recorder
 from tests.unit.compat.wrapping import (
     PUTS,
     Put,
     by_function,
     by_partial,
     inner_first,
+    inside_one_another,
     is_layer,
     model,
     on_layers,
@@ -62,6 +66,14 @@ def test_regions_are_on_the_modules_that_torch_wraps(put: Put) -> None:
     assert region_paths(mine) == wrapped_paths(theirs) != []
 
 
+def test_everything_is_a_region_by_default() -> None:
+    mine = model()
+    ours.apply_activation_checkpointing(mine)
+    called = [name for name, one in mine.named_modules() if name and not isinstance(one, nn.ModuleList)]
+    assert region_paths(mine) == called
+    assert all(map(torch.equal, train(mine), train(model())))
+
+
 def test_a_shared_module_is_one_region() -> None:
     mine = model()
     mine.layers[2] = mine.layers[0]
@@ -69,6 +81,53 @@ def test_a_shared_module_is_one_region() -> None:
     on_layers(ours, mine)
     assert region_paths(mine) == ["layers.0", "layers.1"]
     assert all(map(torch.equal, train(mine), train(plain)))
+
+
+def test_layers_are_recomputed_up_to_their_last_product() -> None:
+    mine = model(1)
+    on_layers(ours, mine)
+    ids = torch.randint(16, (2, 8))
+    with Recorder() as forward:
+        model(1).layers[0](torch.randn(2, 8, 32))
+    counts = []
+    for network in (model(1), mine):
+        out = network(ids).sum()
+        with Recorder() as backward:
+            out.backward()
+        counts.append(backward.product_flops)
+    assert counts[1] - counts[0] == forward.product_flops * 2 / 3
+
+
+def test_names_and_classes_stay() -> None:
+    mine, plain = model(), model()
+    on_layers(ours, mine)
+    assert list(mine.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in mine.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert type(mine.layers[0]) is PreNormLayer
+    mine.load_state_dict(plain.state_dict())
+
+
+def test_copies_and_pickles_are_regions_too() -> None:
+    mine = model()
+    on_layers(ours, mine)
+    for other in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
+        assert region_paths(other) == region_paths(mine)
+        assert all(map(torch.equal, train(other), train(model())))
+
+
+def test_remove_gives_the_model_back() -> None:
+    mine = model()
+    for put in (inside_one_another, outer_first, inner_first):
+        put(ours, mine)
+        sac.remove(mine)
+        assert region_paths(mine) == []
+        assert all("forward" not in one.__dict__ for one in mine.modules())
+
+
+def test_the_wrapper_returns_the_module_itself() -> None:
+    layer = PreNormLayer()
+    assert ours.checkpoint_wrapper(layer) is layer
+    assert region_paths(layer) == ["PreNormLayer"]
 
 
 def test_options_reach_the_region() -> None:
@@ -124,6 +183,13 @@ def test_offload_wrapper_around_a_region_keeps_its_inputs_in_host_memory(at_once
     assert [installed.applied.settings.input_storing is not None for installed in regions_of(mine)] == [True] * 3
 
 
+def test_offload_wrapper_twice() -> None:
+    layer = ours.offload_wrapper(ours.checkpoint_wrapper(nn.Linear(2, 2)))
+    with pytest.raises(ModelError) as error:
+        ours.offload_wrapper(layer)
+    assert str(error.value) == "Linear: its inputs are kept elsewhere already"
+
+
 # Per-op decisions
 
 
@@ -134,6 +200,13 @@ def test_a_policy_is_given_as_context_fn() -> None:
     assert all(map(torch.equal, train(mine), train(model())))
     report = sac.report(mine).to_dict()
     assert "attention" in str(report)
+
+
+def test_a_policy_is_given_for_each_layer() -> None:
+    mine = model()
+    for layer in mine.layers:
+        ours.checkpoint_wrapper(layer, context_fn=sac.context_fn("general", module=layer))
+    assert all(map(torch.equal, train(mine), train(model())))
 
 
 # Process groups

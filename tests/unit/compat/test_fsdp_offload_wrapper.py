@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import sac
+from sac.blocks.install import ours_on
 from sac.compat import fsdp as ours
 from sac.errors import ModelError
+from tests.support.model_zoo import tiny
 from tests.support.recording import Recorder
 from tests.unit.compat.wrapping import is_layer, model, train
 
@@ -46,6 +48,19 @@ def test_what_it_saves_goes_through_its_own_hooks_and_nothing_runs_again() -> No
     assert again == plain[1] == 0
 
 
+def test_it_is_the_module_itself_that_is_returned() -> None:
+    mine = nn.Linear(2, 2)
+    assert ours.offload_wrapper(mine) is mine
+    assert type(mine) is nn.Linear
+    assert list(mine.state_dict()) == ["weight", "bias"]
+
+
+def test_without_grad_mode_it_is_the_plain_forward() -> None:
+    with torch.no_grad():
+        ids = torch.arange(16).view(2, 8)
+        assert torch.equal(offloaded().eval()(ids), model().eval()(ids))
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_copies_use_their_own_weights(copied: object) -> None:
     other = copied(ours.offload_wrapper(nn.Linear(2, 2, bias=False)))  # type: ignore[operator]
@@ -59,6 +74,34 @@ def test_remove_takes_it_off() -> None:
     assert all("forward" not in one.__dict__ for one in mine.modules())
 
 
+def test_a_module_inside_a_region_is_refused() -> None:
+    mine = sac.apply(model(), {"mode": "full", "blocks": ["layers.*"]})
+    with pytest.raises(ModelError) as error:
+        ours.offload_wrapper(mine.layers[0].up)
+    assert str(error.value) == (
+        "Linear: it is inside a region, which does not keep what its modules save\n"
+        "    fix: call offload_wrapper on the region: its inputs are moved then"
+    )
+
+
+def test_a_second_time_is_refused() -> None:
+    mine = ours.offload_wrapper(nn.Linear(2, 2))
+    with pytest.raises(ModelError) as error:
+        ours.offload_wrapper(mine)
+    assert str(error.value) == (
+        "Linear: what it saves is kept elsewhere already\n    fix: call sac.remove(module) first"
+    )
+
+
+def test_a_list_of_modules_is_refused() -> None:
+    with pytest.raises(ModelError) as error:
+        ours.offload_wrapper(nn.ModuleList([nn.Linear(2, 2)]))
+    assert str(error.value) == (
+        "ModuleList: it is not called itself, so that nothing is saved in its forward\n"
+        "    fix: call offload_wrapper on each of its children"
+    )
+
+
 def test_a_region_cannot_be_put_over_it() -> None:
     mine = ours.offload_wrapper(nn.Linear(2, 2))
     with pytest.raises(ModelError) as error:
@@ -67,3 +110,28 @@ def test_a_region_cannot_be_put_over_it() -> None:
         "Linear: offload_wrapper is on this module: make it a region before, not after\n"
         "    fix: call sac.remove(model) first"
     )
+
+
+def test_apply_on_a_model_that_has_it_is_refused() -> None:
+    llama, _ = tiny("llama")
+    ours.offload_wrapper(llama.lm_head)
+    with pytest.raises(ModelError) as error:
+        sac.apply(llama, "full")
+    assert str(error.value) == (
+        "lm_head: sac.compat.fsdp.offload_wrapper is on this module\n"
+        "    fix: call sac.remove(model), then sac.apply, and then offload_wrapper for modules outside of the blocks"
+    )
+    assert type(ours_on(llama.lm_head)) is ours.OffloadedForward
+
+
+def test_it_can_be_put_beside_regions() -> None:
+    plain, inputs = tiny("llama")
+    mine = copy.deepcopy(plain)
+    sac.apply(mine, "selective")
+    ours.offload_wrapper(mine.lm_head)
+    grads = []
+    for one in (plain, mine):
+        torch.manual_seed(0)
+        one(**inputs).loss.backward()
+        grads.append([parameter.grad for parameter in one.parameters()])
+    assert all(map(torch.equal, *grads))

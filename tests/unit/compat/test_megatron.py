@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sac.compat import megatron
 from sac.compat import megatron as megatron_job
 from sac.errors import ConfigError
 from sac.full import RngTracker
 from tests.support.ranks import run_ranks
+from tests.support.runs import Noted
 from tests.support.training import assert_same
-from tests.unit.compat.programs import forking, plainly, trained
+from tests.unit.compat.programs import WIDTH, forking, gradients_of, plainly, same_everywhere, trained
 
 RANDOM = "megatron.core.tensor_parallel.random"
 STATE = "megatron.core.parallel_state"
@@ -42,6 +44,35 @@ def test_the_tracker_is_put_back_without_being_named():
     assert_same(forking(plainly, RngTracker()), forking(whole, megatron.get_cuda_rng_tracker()))
 
 
+def test_autocast_is_put_back():
+    """Megatron recomputes in float32 what ran in bfloat16."""
+
+    def program(call: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = call(lambda h: linear(h).tanh(), x)
+        return gradients_of(out.float().square().sum(), x, linear)
+
+    assert_same(program(plainly), program(whole))
+
+
+def test_arguments_that_are_no_tensors():
+    """Megatron takes None and nothing else."""
+    x = torch.ones(2, requires_grad=True)
+    out = megatron.checkpoint(lambda h, none, two, parts: h * two + parts["b"][0], False, x, None, 2, {"b": [x]})
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 3.0))
+
+
+def test_two_arguments_without_scattering():
+    a, b = torch.ones(4, 4, requires_grad=True), torch.full((4, 4), 2.0)
+    out = megatron.checkpoint(lambda one, two: one + two, False, a, b)
+    assert torch.equal(out, torch.full((4, 4), 3.0))
+    out.backward(torch.ones(4, 4))
+    assert torch.equal(a.grad, torch.ones(4, 4))
+
+
 def scattering() -> tuple[tuple[int, ...], bool, Tensor, tuple[int, ...]]:
     """Megatron's own test of `checkpoint` on two ranks; the caller's tensor stays whole here."""
     megatron.set_tensor_model_parallel_group(dist.group.WORLD)
@@ -59,6 +90,45 @@ def test_two_arguments_of_which_the_first_is_scattered():
         assert torch.equal(grad, torch.full((4, 4), 2.0).exp())
 
 
+def scattered_where_megatron_is_wrong() -> list[list[str]]:
+    """A residual around the region, a number of elements that the ranks cannot share, a view, one input in two."""
+    megatron.set_tensor_model_parallel_group(dist.group.WORLD)
+
+    def residual(call: Any) -> dict[str, Tensor]:
+        linear, x = seeded_linear(), torch.randn(3, WIDTH, requires_grad=True)
+        h = x * 2
+        return gradients_of((h + call(lambda t: linear(t).tanh(), h)).square().sum(), x, linear)
+
+    def odd_number(call: Any) -> dict[str, Tensor]:
+        seeded_linear()
+        x = torch.randn(7, requires_grad=True)
+        return gradients_of(call(torch.exp, x * 2).sum(), x)
+
+    def view(call: Any) -> dict[str, Tensor]:
+        linear, x = seeded_linear(), torch.randn(WIDTH, 6, requires_grad=True)
+        return gradients_of(call(lambda t: linear(t).tanh(), (x * 2).t()[1:]).square().sum(), x, linear)
+
+    def twice(call: Any) -> dict[str, Tensor]:
+        linear, x = seeded_linear(), torch.randn(4, WIDTH, requires_grad=True)
+        h = x * 2
+        one, two = call(lambda t: linear(t).exp(), h), call(lambda t: linear(t).tanh(), h)
+        return gradients_of((one * two).sum(), x, linear)
+
+    def scatters(function: Any, *args: Any) -> Any:
+        return megatron.checkpoint(function, True, *args)
+
+    return [same_everywhere(program(plainly), program(scatters)) for program in (residual, odd_number, view, twice)]
+
+
+def seeded_linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def test_scattering_where_megatron_is_wrong_or_fails():
+    assert run_ranks(2, scattered_where_megatron_is_wrong) == [[[], [], [], []]] * 2
+
+
 def test_scattering_without_a_group_is_an_error():
     with pytest.raises(ConfigError) as error:
         megatron.checkpoint(torch.exp, True, torch.ones(2))
@@ -68,10 +138,25 @@ def test_scattering_without_a_group_is_an_error():
     )
 
 
+def test_a_forgotten_flag_is_an_error():
+    with pytest.raises(ConfigError) as error:
+        megatron.checkpoint(torch.exp, torch.ones(2))
+    assert str(error.value) == (
+        "megatron.checkpoint.distribute_saved_activations: a Tensor is not true or false\n"
+        "    legal: true, false\n"
+        "    fix: call checkpoint(function, distribute_saved_activations, *args)"
+    )
+
+
 def test_a_wrong_group_is_an_error_when_it_is_set():
     with pytest.raises(ConfigError, match=r"^megatron\.set_tensor_model_parallel_group"):
         megatron.set_tensor_model_parallel_group("tp")
     megatron.set_tensor_model_parallel_group(None)
+
+
+def test_without_grad_mode_it_is_the_plain_call():
+    with torch.no_grad():
+        assert torch.equal(megatron.checkpoint(torch.exp, True, torch.zeros(2)), torch.ones(2))
 
 
 def test_fp8_in_an_unknown_version_of_transformer_engine_is_refused(monkeypatch):
@@ -143,6 +228,57 @@ def test_megatron_seeds_its_own_tracker(monkeypatch):
 # Trackers and seeds
 
 
+def test_a_tracker_gives_back_what_was_set():
+    tracker = megatron.CudaRNGStatesTracker()
+    assert not tracker.is_initialized()
+    tracker.add("state1", 1234)
+    assert tracker.is_initialized()
+    torch.manual_seed(1234)
+    assert torch.equal(tracker.get_states()["state1"], torch.get_rng_state())
+    states = tracker.get_states()
+    tracker.reset()
+    assert tracker.get_states() == {}
+    tracker.set_states(states)
+    assert torch.equal(tracker.get_states()["state1"], states["state1"])
+
+
+def test_a_name_or_a_seed_that_is_taken_raises_and_burns_nothing():
+    """In Megatron the seed of an `add` that failed for its name can never be used again."""
+    tracker = megatron.CudaRNGStatesTracker()
+    tracker.add("state1", 1)
+    with pytest.raises(ConfigError):
+        tracker.add("state2", 1)
+    with pytest.raises(ConfigError):
+        tracker.add("state1", 2)
+    tracker.add("state2", 2)
+
+
+def test_nested_forks_draw_what_single_forks_draw():
+    def drawn(nested: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+        tracker = megatron.CudaRNGStatesTracker()
+        tracker.add("s1", 1)
+        tracker.add("s2", 2)
+        numbers = []
+        if nested:
+            with tracker.fork("s1"):
+                numbers.append(torch.rand(2))
+                with tracker.fork("s2"):
+                    numbers.append(torch.rand(2))
+                    with tracker.fork("s1"):
+                        numbers.append(torch.rand(2))
+                    numbers.append(torch.rand(2))
+                numbers.append(torch.rand(2))
+        else:
+            for name in ("s1", "s2", "s1", "s2", "s1"):
+                with tracker.fork(name):
+                    numbers.append(torch.rand(2))
+        return numbers, tracker.get_states()
+
+    (nested, states), (single, expected) = drawn(True), drawn(False)
+    assert all(torch.equal(one, other) for one, other in zip(nested, single, strict=True))
+    assert all(torch.equal(states[name], expected[name]) for name in ("s1", "s2"))
+
+
 def test_seeds_are_those_of_megatrons_formula():
     megatron.model_parallel_cuda_manual_seed(5, tp_rank=3, ep_rank=2, etp_rank=1)
     tracker = megatron.get_cuda_rng_tracker()
@@ -159,6 +295,19 @@ def test_seeds_are_those_of_megatrons_formula():
     assert megatron.get_cuda_rng_tracker() is tracker
     megatron.model_parallel_cuda_manual_seed(5, tp_rank=3, force_reset_rng=True)
     assert megatron.get_cuda_rng_tracker() is not tracker
+
+
+def seeds_of_the_group() -> tuple[Tensor, Tensor]:
+    megatron.set_tensor_model_parallel_group(dist.group.WORLD)
+    megatron.model_parallel_cuda_manual_seed(11)
+    states = megatron.get_cuda_rng_tracker().get_states()
+    return states["model-parallel-rng"], states["expert-parallel-rng"]
+
+
+def test_ranks_are_those_in_the_group_that_was_set():
+    for rank, (model, expert) in enumerate(run_ranks(2, seeds_of_the_group)):
+        assert torch.equal(model, torch.Generator().manual_seed(11 + 2718 + rank).get_state())
+        assert torch.equal(expert, torch.Generator().manual_seed(11 + 1024 + rank).get_state())
 
 
 def test_seeding_without_a_known_rank_is_an_error():
@@ -191,3 +340,36 @@ def test_other_sorts_of_trackers_are_refused(call, where):
     assert str(error.value) == (
         f"megatron.{where}: this type of tracker belongs to Megatron\n    fix: leave {flag} out, or import megatron"
     )
+
+
+FAILS = Noted()  # while it is empty, nothing fails; what the region can reach is put back before it runs again
+
+
+def failing(x: Tensor) -> Tensor:
+    out = F.dropout(x, 0.5)
+    if FAILS:
+        raise ZeroDivisionError
+    return out.exp().exp()
+
+
+def test_an_exception_in_recomputation_can_be_retried():
+    """Random states are as found; DeepSpeed and TransformerEngine leave them rewound."""
+    torch.manual_seed(0)
+    x = torch.randn(4, requires_grad=True)
+    out = megatron.checkpoint(failing, False, x).sum()
+    before = torch.get_rng_state()
+    FAILS.append("region")
+    with pytest.raises(ZeroDivisionError):
+        out.backward(retain_graph=True)
+    assert torch.equal(torch.get_rng_state(), before)
+    FAILS.clear()
+    out.backward()
+    assert x.grad is not None
+
+
+def test_a_second_backward_needs_a_retained_graph():
+    x = torch.ones(2, requires_grad=True)
+    out = megatron.checkpoint(lambda h: h.exp().exp(), False, x).sum()
+    out.backward()
+    with pytest.raises(RuntimeError, match=r"read again after this region's memory had been freed|a second time"):
+        out.backward()

@@ -89,6 +89,26 @@ def test_gradients_are_those_of_the_plain_program(program: Program):
     assert_same(results[0], results[2])
 
 
+def test_dropout_in_a_fork_of_the_tracker():
+    def program(discards: bool) -> dict[str, Tensor]:
+        megatron.model_parallel_cuda_manual_seed(3, tp_rank=0)
+        tracker = megatron.get_cuda_rng_tracker()
+        linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH, requires_grad=True)
+
+        def region(h: Tensor) -> Tensor:
+            with tracker.fork():
+                return F.dropout(h.tanh(), 0.4)
+
+        y, discard = without_output(discards, region, x)
+        out = linear(y)
+        discard(out)
+        with tracker.fork():
+            out = F.dropout(out, 0.3)
+        return gradients_of(out.square().sum(), x, linear)
+
+    assert_same(program(False), program(True))
+
+
 def test_the_memory_is_free_between_the_discard_and_backward():
     linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH, requires_grad=True)
     region = megatron.CheckpointWithoutOutput()
@@ -100,6 +120,17 @@ def test_the_memory_is_free_between_the_discard_and_backward():
     assert memory.expired()
     out.sum().backward()
     assert x.grad is not None
+
+
+def test_what_others_still_hold_stays_as_it_is():
+    """Megatron resizes the storage: the caller's own tensor is empty until backward."""
+    linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH, requires_grad=True)
+    region = megatron.CheckpointWithoutOutput()
+    y = region.checkpoint(torch.sin, x)
+    out = linear(y)
+    region.discard_output_and_register_recompute(out)
+    assert torch.equal(y, x.sin())
+    (out.sum() + (y**2).sum()).backward()
 
 
 def test_an_output_in_the_memory_of_the_input_is_retained():
@@ -134,6 +165,13 @@ def test_a_wrong_hook_tensor_warns_and_changes_nothing(hook):
     assert torch.equal(x.grad, expected)
 
 
+def test_a_discard_that_never_comes_changes_nothing():
+    x = torch.randn(4, requires_grad=True)
+    region = megatron.CheckpointWithoutOutput()
+    (region.checkpoint(torch.sin, x) ** 2).sum().backward()
+    assert torch.equal(x.grad, 2 * x.detach().sin() * x.detach().cos())
+
+
 def test_a_discard_before_the_region_has_run_is_an_error():
     with pytest.raises(RegionError) as error:
         megatron.CheckpointWithoutOutput().discard_output_and_register_recompute(torch.ones(1))
@@ -141,6 +179,23 @@ def test_a_discard_before_the_region_has_run_is_an_error():
         "megatron.CheckpointWithoutOutput.discard_output_and_register_recompute: there is no output to discard\n"
         "    fix: call checkpoint(run_function, *args) first"
     )
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_object_serves_step_after_step_and_without_grad_mode():
+    linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH, requires_grad=True)
+    region = megatron.CheckpointWithoutOutput()
+    gradients = []
+    for grad_mode in (True, False, True):
+        with torch.set_grad_enabled(grad_mode):
+            out = linear(region.checkpoint(torch.sin, x))
+            region.discard_output_and_register_recompute(out)
+            region.discard_output_and_register_recompute(out)
+        if grad_mode:
+            x.grad = None
+            out.sum().backward()
+            gradients.append(x.grad)
+    assert torch.equal(*gradients)
 
 
 # Managers
@@ -173,6 +228,64 @@ def test_a_chain_of_regions_is_discarded_as_a_whole(dropout):
     plain = program(None)
     for _ in range(2):
         assert_same(plain, program(megatron.CheckpointWithoutOutputManager()))
+
+
+def test_a_stage_that_is_no_region_keeps_what_it_saved():
+    def program(manager: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        first, middle, last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        (h, _) = chained(manager, [nn.Sequential(first, nn.Tanh())], x)
+        between = middle(h).exp()
+        memory = StorageWeakRef(between.untyped_storage())
+        (h, _) = chained(manager, [nn.Sequential(last, nn.Dropout(0.2))], between)
+        out = (h**2).sum()
+        del h, between
+        if manager is not None:
+            manager.discard_all_outputs_and_register_unified_recompute(out)
+            assert not memory.expired()
+        return gradients_of(out, x, first, middle, last)
+
+    assert_same(program(None), program(megatron.CheckpointWithoutOutputManager()))
+
+
+def test_regions_of_several_outputs_in_a_manager():
+    def program(manager: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        first, second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        x = torch.randn(4, WIDTH, requires_grad=True)
+
+        def run(function: Any, *args: Any) -> Any:
+            if manager is None:
+                return function(*args)
+            return megatron.CheckpointWithoutOutput(ckpt_manager=manager).checkpoint(function, *args)
+
+        one, two = run(lambda h: first(h).chunk(2, -1), x)
+        three = run(lambda a, b: F.dropout(second(a * b), 0.3), one, two)
+        out = (three * one).sum()
+        del one, two, three
+        if manager is not None:
+            manager.discard_all_outputs_and_register_unified_recompute(out)
+        return gradients_of(out, x, first, second)
+
+    plain = program(None)
+    for _ in range(2):
+        assert_same(plain, program(megatron.CheckpointWithoutOutputManager()))
+
+
+def test_with_a_manager_the_discard_of_one_region_does_nothing():
+    manager = megatron.MHCBlockRecomputeManager()
+    x = torch.randn(4, requires_grad=True)
+    region = megatron.CheckpointWithoutOutput(ckpt_manager=manager)
+    y = region.checkpoint(torch.sin, x)
+    out, memory = (y**2).sum(), StorageWeakRef(y.untyped_storage())
+    del y
+    region.discard_output_and_register_recompute(out)
+    assert not memory.expired()
+    manager.discard_all_outputs_and_register_unified_recompute(out)
+    assert memory.expired()
+    out.backward()
+    assert x.grad is not None
 
 
 def test_what_a_manager_cannot_take():
