@@ -281,9 +281,12 @@ __all__ = [
     "get_cuda_rng_tracker",
     "is_configured",
     "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
     "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
     "profile_table",
     "reset",
+    "set_num_layers",
 ]
 
 CudaRNGStatesTracker = RngTracker
@@ -345,6 +348,20 @@ def is_configured() -> bool:
     return _process.is_configured
 
 
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Turn ``partition_activations`` on or off; raises ``ConfigError`` as ``configure`` does."""
+    where = "deepspeed.partition_activations_in_checkpoint"
+    section = replace(_process.section, partition_activations=read_flag(partition_activation, where))
+    raise_if(_mpu_problems(_process.mpu, section, where))
+    _process.take(section, _process.mpu)
+
+
+def set_num_layers(nlayers: int) -> None:
+    """Set how many checkpoints contiguous buffers hold; raises ``ConfigError`` if ``nlayers`` is not such a number."""
+    count = _COUNT(nlayers, "deepspeed.set_num_layers")
+    _process.take(replace(_process.section, number_checkpoints=count), _process.mpu)
+
+
 def reset() -> None:
     """Free every slot of the contiguous buffers, for example after forwards whose backward will never run."""
     keeping = _process.settings.input_storing
@@ -388,16 +405,31 @@ def get_cuda_rng_tracker() -> RngTracker:
     return _process.tracker
 
 
+def _seeds(seed: int, where: str) -> tuple[int, int]:
+    """Return the seeds of the default generator and of ``model-parallel-rng`` on this rank."""
+    rank = 0 if _process.mpu is None else int(_ask(_process.mpu, "rank"))
+    first = checked_seed(seed, where)
+    return first, checked_seed(first + 2718 + rank, where)
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Continue ``model-parallel-rng`` from ``seed + 2718 + rank``.
+
+    Raises ``ConfigError`` if ``seed`` is not a seed, or if the stream does not exist yet.
+    """
+    _, second = _seeds(seed, "deepspeed.model_parallel_reconfigure_tp_seed")
+    tracker = get_cuda_rng_tracker()
+    with tracker.fork():
+        tracker.generator.manual_seed(second)
+
+
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed the default generator with ``seed``, and the stream ``model-parallel-rng`` with ``seed + 2718 + rank``.
 
     ``rank`` is this rank's position in the model-parallel group of the configured ``mpu_``, 0 without one. Other
     streams are removed. Raises ``ConfigError`` if ``seed`` is not a seed.
     """
-    where = "deepspeed.model_parallel_cuda_manual_seed"
-    rank = 0 if _process.mpu is None else int(_ask(_process.mpu, "rank"))
-    first = checked_seed(seed, where)
-    second = checked_seed(first + 2718 + rank, where)
+    first, second = _seeds(seed, "deepspeed.model_parallel_cuda_manual_seed")
     tracker = get_cuda_rng_tracker()
     tracker.reset()
     tracker.generator.manual_seed(first)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import sac.compat.deepspeed as checkpointing
-from sac.errors import RegionError
+from sac.errors import ConfigError, RegionError
 from sac.full import RngTracker
 from tests.support.rank_programs import ModelParallelUnit
 from tests.support.ranks import run_ranks
@@ -289,3 +289,14 @@ def test_seeds_are_those_of_deepspeeds_formula():
     assert torch.equal(
         tracker.get_states()["model-parallel-rng"], torch.Generator().manual_seed(5 + 2718 + 3).get_state()
     )
+
+
+def test_the_stream_of_the_group_continues_from_another_seed():
+    checkpointing.model_parallel_cuda_manual_seed(5)
+    tracker, default = checkpointing.get_cuda_rng_tracker(), torch.get_rng_state()
+    checkpointing.model_parallel_reconfigure_tp_seed(9)
+    expected = torch.Generator().manual_seed(9 + 2718).get_state()
+    assert torch.equal(tracker.get_states()["model-parallel-rng"], expected)
+    assert torch.equal(torch.get_rng_state(), default)
+    with pytest.raises(ConfigError, match=r"^deepspeed\.model_parallel_reconfigure_tp_seed"):
+        checkpointing.model_parallel_reconfigure_tp_seed(2**64 - 1)

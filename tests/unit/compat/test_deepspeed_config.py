@@ -175,6 +175,29 @@ def test_a_group_that_is_none():
     checkpointing.configure(mpu)  # nothing is partitioned: the group is not asked for
 
 
+def test_flags_that_are_set_one_by_one():
+    checkpointing.partition_activations_in_checkpoint(True)
+    assert now().partition_activations
+    checkpointing.partition_activations_in_checkpoint(False)
+    checkpointing.set_num_layers(7)
+    assert now() == ActivationCheckpointing(number_checkpoints=7)
+    assert not checkpointing.is_configured()
+
+
+def test_partitioning_one_by_one_is_checked_too():
+    answers = {"rank": lambda: 0, "group": lambda: "tp", "world_size": lambda: 2}
+    checkpointing.configure(SimpleNamespace(**{f"get_model_parallel_{key}": one for key, one in answers.items()}))
+    with pytest.raises(ConfigError, match=r"^deepspeed\.partition_activations_in_checkpoint\.mpu_: torch\.distributed"):
+        checkpointing.partition_activations_in_checkpoint(True)
+    with pytest.raises(
+        ConfigError, match=r"^deepspeed\.partition_activations_in_checkpoint: 'on' is not true or false"
+    ):
+        checkpointing.partition_activations_in_checkpoint("on")
+    with pytest.raises(ConfigError, match=r"^deepspeed\.set_num_layers: 0 is not a number of checkpoints"):
+        checkpointing.set_num_layers(0)
+    assert now() == ActivationCheckpointing()
+
+
 def configured_with_another_group() -> str:
     left_out = [dist.new_group([rank]) for rank in range(2)][1 - dist.get_rank()]
     answers = {"rank": lambda: 0, "group": lambda: left_out, "world_size": lambda: 2}
