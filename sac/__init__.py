@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from sac.blocks.checkpoint_context import context_fn
     from sac.blocks.install import remove
     from sac.checkpointing import checkpoint
+    from sac.engine.recomputing import is_recomputing
     from sac.errors import SacError
     from sac.planner.applying import apply
     from sac.planner.planning import plan
@@ -24,6 +25,7 @@ _HOMES = {
     "checkpoint": "sac.checkpointing",
     "compare": "sac.tools.measuring",
     "context_fn": "sac.blocks.checkpoint_context",
+    "is_recomputing": "sac.engine.recomputing",
     "load_policy": "sac.policy.load",
     "plan": "sac.planner.planning",
     "remove": "sac.blocks.install",
@@ -32,7 +34,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "SacError", "apply", "checkpoint", "compare", "context_fn", "load_policy", "plan", "remove", "report", "trace",
+    "SacError", "apply", "checkpoint", "compare", "context_fn", "is_recomputing", "load_policy", "plan", "remove",
+    "report", "trace",
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sac.engine.flags import BackendFlags
 from sac.engine.fp8 import FP8_METAS
 from sac.engine.objects import PLAIN, StandIn, attributes_of, is_own_object, is_stale, with_tensor, without_graph
+from sac.engine.recomputing import recomputing
 from sac.engine.rng import GeneratorStates, RngSnapshot, advanced, python_random, set_python_random
 from sac.engine.settings import Settings
 from sac.engine.tape import Tape
@@ -228,7 +229,7 @@ class ForwardState:
 
         There are no torch-function modes yet: the body enters ``modes`` around the region's function.
         """
-        with UndoStack() as stack:
+        with recomputing(), UndoStack() as stack:
             leave_function_modes(stack)
             for table, then in self._tables:
                 _swap(stack, table, then, _set_items)
