@@ -27,7 +27,7 @@ from sac.blocks.applying import Chosen, blocks_at, put_regions, refuse_regions
 from sac.blocks.install import Applied, InstalledForward, RegionForward, UnmatchedRules, ours_on, remove, set_forward
 from sac.blocks.stacks import is_callable
 from sac.checkpointing import checkpoint
-from sac.compat.keywords import NO_DEBUG, Keyword, only, options_of, raise_if, same
+from sac.compat.keywords import NO_DEBUG, as_it_is, only, raise_if, read_keywords
 from sac.config import DEFAULT_CONFIG, CallOptions, FullConfig, settings_of
 from sac.engine.compiled import checkpoint_contexts
 from sac.engine.region import FULL
@@ -122,71 +122,59 @@ def apply_activation_checkpointing(
 
     Raises what ``checkpoint_wrapper`` raises; the model is then unchanged.
     """
-    chosen = _select(model, check_fn, auto_wrap_policy)
+    chosen: dict[nn.Module, dict[str, Any]] = {}
+
+    def note(module: nn.Module, **given: Any) -> nn.Module:
+        if is_callable(module):
+            chosen.setdefault(module, given)
+        return module
+
+    # torch's own function selects: it is what the script called before (private path, torch 1.12 to 2.13).
+    wrap_for_checkpointing()(model, note, check_fn, auto_wrap_policy)
     function: Any = checkpoint_wrapper_fn
     given: dict[str, Any] = {}
     while isinstance(function, partial) and not function.args:
         function, given = function.func, {**function.keywords, **given}
-    if function is checkpoint_wrapper:
-        groups: list[tuple[list[nn.Module], dict[str, Any]]] = []  # modules with the same arguments
-        for module, own in chosen:
+    if function is checkpoint_wrapper:  # regions with the same arguments are one group
+        groups: list[tuple[list[nn.Module], dict[str, Any]]] = []
+        for module, own in chosen.items():
             same_as = next((modules for modules, arguments in groups if arguments == own), None)
             if same_as is None:
                 groups.append((same_as := [], own))
             same_as.append(module)
         put_regions(model, [_chosen(tuple(modules), {**given, **own}) for modules, own in groups])
-    elif function is offload_wrapper:
-        _call_each(offload_wrapper, chosen)
-    else:
-        refuse_regions(blocks_at(model, [module for module, _ in chosen]))
-        try:
-            _call_each(checkpoint_wrapper_fn, chosen)
-        except BaseException:
-            for module, _ in chosen:
-                remove(module)
-            raise
-
-
-def _call_each(function: Callable[..., nn.Module], chosen: list[tuple[nn.Module, dict[str, Any]]]) -> None:
-    for module, given in chosen:
-        wrapped = function(module, **given)
-        if wrapped is not module:
-            found = f"it returned {type(wrapped).__name__} around {type(module).__name__}, not the module itself"
-            fix = "let it call checkpoint_wrapper of sac.compat.fsdp"
-            raise ConfigError(Problem("apply_activation_checkpointing.checkpoint_wrapper_fn", found, fix=fix))
-
-
-def _select(model: nn.Module, check_fn: Any, policy: Any) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Return the modules that torch would wrap, each once, with the arguments that a policy sets for it."""
-    # torch's own function selects: it is what the script called before (private path, torch 1.12 to 2.13).
-    of_torch = wrap_for_checkpointing()
-
-    found: dict[nn.Module, dict[str, Any]] = {}
-
-    def note(module: nn.Module, **given: Any) -> nn.Module:
-        if is_callable(module):
-            found.setdefault(module, given)
-        return module
-
-    of_torch(model, note, check_fn, policy)
-    return list(found.items())
+        return
+    offloads = function is offload_wrapper
+    if not offloads:
+        refuse_regions(blocks_at(model, chosen))
+    try:
+        for module, own in chosen.items():
+            wrapped = checkpoint_wrapper_fn(module, **own)
+            if wrapped is not module:
+                found = f"it returned {type(wrapped).__name__} around {type(module).__name__}, not the module itself"
+                fix = "let it call checkpoint_wrapper of sac.compat.fsdp"
+                raise ConfigError(Problem("apply_activation_checkpointing.checkpoint_wrapper_fn", found, fix=fix))
+    except BaseException:
+        for module in () if offloads else chosen:
+            remove(module)
+        raise
 
 
 def _chosen(modules: tuple[nn.Module, ...], given: Mapping[str, Any]) -> Chosen:
     """Return the modules with the meaning of ``given``, arguments of ``checkpoint_wrapper``, for them."""
-    options, problems = options_of(given, _ARGUMENTS | _KEYWORDS, _NAME, legal=(*_KEYWORDS,))
-    policy, config = options.pop("policy", None), options.pop("config", None) or DEFAULT_CONFIG
-    options["use_reentrant"] = options.get("use_reentrant", options.pop("is_reentrant", False))
+    values, problems = read_keywords(given, _ARGUMENTS | _KEYWORDS, _NAME, legal=(*_KEYWORDS,))
+    options = {name: value for name, value in values.items() if name in _OPTIONS}
+    policy, config = values.get("context_fn"), values.get("config") or DEFAULT_CONFIG
+    options.setdefault("use_reentrant", values.get("checkpoint_impl", False))
     if options["use_reentrant"] and policy is not None:
         found = "per-op decisions need the non-reentrant mode"
         problems.append(Problem(f"{_NAME}.context_fn", found, fix="use CheckpointImpl.NO_REENTRANT"))
-    offloads = options.pop("offloads", False)
-    if offloads and config.store != "whole":
-        found = f"config keeps inputs elsewhere (store {config.store!r})"
-        problems.append(Problem(f"{_NAME}.offload_to_cpu", found, fix="leave one of the two out"))
-    raise_if(problems)
-    if offloads:
+    if values.get("offload_to_cpu"):
+        if config.store != "whole":
+            found = f"config keeps inputs elsewhere (store {config.store!r})"
+            problems.append(Problem(f"{_NAME}.offload_to_cpu", found, fix="leave one of the two out"))
         config = replace(config, store=_ON_HOST.store, keep=_ON_HOST.keep)
+    raise_if(problems)
     return Chosen(modules, policy or FULL, settings_of(config, CallOptions(**options), _NAME))
 
 
@@ -226,22 +214,22 @@ def _read_config(value: Any, place: str) -> FullConfig | None:
     return value
 
 
-_FUNCTION = only(
-    None,
-    torch_checkpoint,
-    checkpoint,
-    found="{!r} cannot be made a region",
-    expected="sac.checkpoint, torch's checkpoint",
-    fix="leave it out, or call the function in the module's own forward",
-)
+_OPTIONS = tuple(one.name for one in fields(CallOptions))
 _ARGUMENTS = {
-    "checkpoint_impl": Keyword("is_reentrant", _read_implementation),
-    "checkpoint_fn": Keyword(read=_FUNCTION),
-    "offload_to_cpu": Keyword("offloads", only(True, False, found="{!r} is not true or false", expected="true, false")),
+    "checkpoint_impl": _read_implementation,
+    "checkpoint_fn": only(
+        None,
+        torch_checkpoint,
+        checkpoint,
+        found="{!r} cannot be made a region",
+        expected="sac.checkpoint, torch's checkpoint",
+        fix="leave it out, or call the function in the module's own forward",
+    ),
+    "offload_to_cpu": only(True, False, found="{!r} is not true or false", expected="true, false"),
 }
 _KEYWORDS = {
-    **same(one.name for one in fields(CallOptions)),
-    "config": Keyword("config", _read_config),
-    "context_fn": Keyword("policy", _read_contexts),
+    **dict.fromkeys(_OPTIONS, as_it_is),  # settings_of checks them
+    "config": _read_config,
+    "context_fn": _read_contexts,
     "debug": NO_DEBUG,
 }

@@ -1,33 +1,17 @@
-"""From the keywords of another system to the options of sac: one table for each function."""
+"""The keywords of other systems' functions: one table of readers for each function."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sac.config_keys import Reader
 from sac.errors import ConfigError, Problem, SacError, listing, nearest
 
 
-def _as_it_is(value: Any, place: str) -> Any:
+def as_it_is(value: Any, place: str) -> Any:
+    """Return ``value``: a reader of what is checked elsewhere."""
     return value
-
-
-@dataclass(frozen=True, slots=True)
-class Keyword:
-    """What a keyword of another system becomes: the option ``ours``, or none if that is empty; ``read`` as in ``Key``.
-
-    A keyword that becomes an option of ``sac.checkpoint`` needs no ``read``: ``settings_of`` checks it.
-    """
-
-    ours: str = ""
-    read: Reader = _as_it_is
-
-
-def same(names: Iterable[str]) -> dict[str, Keyword]:
-    """Return a table of keywords that have the same name and meaning here."""
-    return {name: Keyword(name) for name in names}
 
 
 def only(*legal: Any, found: str, expected: str = "", fix: str = "") -> Reader:
@@ -41,37 +25,30 @@ def only(*legal: Any, found: str, expected: str = "", fix: str = "") -> Reader:
     return read
 
 
-NO_DEBUG = Keyword(
-    read=only(
-        False,
-        found="{!r} is not supported: errors of recomputation name the saved tensor without it",
-        expected="false",
-    )
+NO_DEBUG = only(
+    False, found="{!r} is not supported: errors of recomputation name the saved tensor without it", expected="false"
 )
 
 
-def options_of(
-    given: Mapping[Any, Any], keywords: Mapping[str, Keyword], where: str, legal: Sequence[str] = ()
+def read_keywords(
+    given: Mapping[Any, Any], readers: Mapping[str, Reader], where: str, legal: Sequence[str] = ()
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the options that ``given`` becomes, by their names here, and the problems of the rest.
+    """Return the values of ``given``, each read, and the problems of the others; ``legal``: the keywords in messages.
 
-    ``where`` is the prefix of a keyword in messages; ``legal``: the keywords that they list, by default all.
+    ``where`` is the prefix of a keyword in messages.
     """
-    options: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     problems: list[Problem] = []
     for name, value in given.items():
-        keyword, place = keywords.get(name), f"{where}.{name}"
-        if keyword is None:
-            legal = legal or (*keywords,)
+        place, legal = f"{where}.{name}", legal or (*readers,)
+        if name not in readers:
             problems.append(Problem(place, "it is not known", listing(legal), nearest(str(name), legal)))
             continue
         try:
-            read = keyword.read(value, place)
+            values[name] = readers[name](value, place)
         except SacError as error:
             problems += error.problems
-        else:
-            options |= {keyword.ours: read} if keyword.ours else {}
-    return options, problems
+    return values, problems
 
 
 def raise_if(problems: Sequence[Problem]) -> None:

@@ -20,25 +20,21 @@ import torch.distributed as dist
 from torch.utils.checkpoint import noop_context_fn
 
 from sac.checkpointing import run_with
-from sac.compat.keywords import NO_DEBUG, Keyword, only, options_of, raise_if, same
+from sac.compat.keywords import NO_DEBUG, only, raise_if, read_keywords
 from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
 from sac.engine.fp8 import check_fp8
 from sac.full import RngTracker
-
-# -- TransformerEngine's ``checkpoint``, implemented with ``sac.checkpoint``
 
 __all__ = ["CudaRNGStatesTracker", "checkpoint"]
 
 CudaRNGStatesTracker = RngTracker
 
 _NAME = "transformer_engine.checkpoint"
-_SAME = ("use_reentrant", "distribute_saved_activations", "tp_group", "get_rng_state_tracker", "determinism_check")
 _NO_CONTEXTS = only(
     noop_context_fn,
     found="the caller's contexts around forward and recomputation are not entered",
     fix='choose per op with sac.apply(model, "selective"), or put state back with sac.full.FullConfig(state=...)',
 )
-_KEYWORDS = {**same(_SAME), "context_fn": Keyword(read=_NO_CONTEXTS), "debug": NO_DEBUG}
 
 
 def checkpoint(
@@ -74,21 +70,19 @@ def checkpoint(
         args = tuple(rest)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    given = {
-        "use_reentrant": use_reentrant,
-        "distribute_saved_activations": distribute_saved_activations,
-        "tp_group": tp_group,
-        "get_rng_state_tracker": get_rng_state_tracker,
-        "determinism_check": determinism_check,
-        "context_fn": context_fn,
-        "debug": debug,
-    }
-    options, problems = options_of(given, _KEYWORDS, _NAME)
-    raise_if(problems)
+    given = {"context_fn": context_fn, "debug": debug}
+    raise_if(read_keywords(given, {"context_fn": _NO_CONTEXTS, "debug": NO_DEBUG}, _NAME)[1])
     check_fp8(_NAME)
     if distribute_saved_activations is True and tp_group is None and dist.is_available() and dist.is_initialized():
-        options["tp_group"] = dist.group.WORLD
-    return run_with(settings_of(DEFAULT_CONFIG, CallOptions(**options), _NAME), function, args, kwargs)
+        tp_group = dist.group.WORLD
+    options = CallOptions(
+        use_reentrant=use_reentrant,
+        distribute_saved_activations=distribute_saved_activations,
+        tp_group=tp_group,
+        get_rng_state_tracker=get_rng_state_tracker,
+        determinism_check=determinism_check,
+    )
+    return run_with(settings_of(DEFAULT_CONFIG, options, _NAME), function, args, kwargs)
 
 
 def _may_be_group(value: Any) -> bool:
