@@ -45,8 +45,8 @@ def parameters_text(count: int) -> str:
 
 
 def percent_text(part: float, whole: float) -> str:
-    """Return a share of a whole in brackets, three digits wide: ``( 37 %)``; empty if the whole is 0."""
-    return f"({100 * part / whole:3.0f} %)".replace(" ", _FIXED) if whole > 0 else ""
+    """Return a share of a whole, three digits wide: `` 37 %``; empty if the whole is 0."""
+    return f"{100 * part / whole:3.0f} %".replace(" ", _FIXED) if whole > 0 else ""
 
 
 def count_text(count: int, noun: str) -> str:

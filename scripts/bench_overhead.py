@@ -445,9 +445,9 @@ def cpu_model() -> str:
 
 def print_table(columns: tuple[str, ...], rows: list[list[str]]) -> None:
     """The first column names the row; the others are numbers."""
-    from sac.tools.render import print_rows
+    from sac.tables import Table, screen_width
 
-    print_rows(columns, rows, right=columns[1:])
+    print(Table(tuple(columns), tuple(map(tuple, rows)), tuple(columns[1:])).text(screen_width()))
 
 
 @contextlib.contextmanager

@@ -46,9 +46,9 @@ import sac
 from sac.blocks.find import find_blocks
 from sac.blocks.kv_cache import turn_off_cache
 from sac.memory_timeline import mark, measure_memory
+from sac.tables import Table, screen_width
 from sac.tools.comparison import count_flops, loss_of
 from sac.tools.models import Scale, batches_of, check_batches
-from sac.tools.render import print_rows
 
 GIB = 2**30
 PASSES, NOT_TRAINABLE, CANNOT_BUILD, FAILS = "passes", "not trainable", "cannot be built", "FAILS"
@@ -333,7 +333,7 @@ def print_table(rows: Sequence[Row]) -> None:
     words = {PASSES: "pass", FAILS: "FAIL"}
     order = (PASSES, FAILS, NOT_TRAINABLE, CANNOT_BUILD)
     print(f"{len(rows)} families: " + ", ".join(f"{counts[one]} {words.get(one, one)}" for one in order))
-    print_rows(COLUMNS, [cells(row) for row in rows], right=COLUMNS[2:7])
+    print(Table(COLUMNS, tuple(tuple(cells(row)) for row in rows), right=COLUMNS[2:7]).text(screen_width()))
 
 
 def main() -> int:

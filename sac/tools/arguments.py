@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ def scale_of(arguments: argparse.Namespace) -> Scale:
 
 def training_of(arguments: argparse.Namespace) -> Training:
     """Return how `sac compare` trains."""
-    return Training(arguments.steps, arguments.optimizer, arguments.lr, arguments.seed, arguments.device)
+    return Training(arguments.steps, arguments.optimizer, device=arguments.device)
 
 
 def modes_of(arguments: argparse.Namespace) -> list[str]:
@@ -39,18 +38,13 @@ def modes_of(arguments: argparse.Namespace) -> list[str]:
 
 def check_trace(arguments: argparse.Namespace) -> None:
     """Raise ``ConfigError`` with all problems in the arguments of `sac trace`."""
-    refuse(
-        [
-            *_of_model(arguments),
-            lambda: check_device(arguments.device),
-            lambda: check_value(arguments.policy, "--policy"),
-        ]
-    )
+    of_device, of_policy = lambda: check_device(arguments.device), lambda: check_value(arguments.policy, "--policy")
+    refuse([*_of_model(arguments), of_device, of_policy])
 
 
 def check_compare(arguments: argparse.Namespace) -> None:
     """Raise ``ConfigError`` with all problems in the arguments of `sac compare`."""
-    checks = [*_of_model(arguments), lambda: training_of(arguments), lambda: _check_rate(arguments.lr)]
+    checks = [*_of_model(arguments), lambda: training_of(arguments)]
     checks += [partial(check_value, mode, "--modes") for mode in modes_of(arguments) if mode != NONE]
     refuse([*checks, *([lambda: _check_picture(arguments.picture)] if arguments.picture else [])])
 
@@ -91,19 +85,9 @@ def _of_model(arguments: argparse.Namespace) -> list[Check]:
             scale = scale_of(arguments)
         except SacError:
             scale = Scale()  # the problems of the sizes are reported elsewhere
-        check_spec(arguments.model, scale, text_path=arguments.text)
+        check_spec(arguments.model, scale, text_path=getattr(arguments, "text", None))
 
-    return [lambda: scale_of(arguments), lambda: _check_seed(arguments.seed), check_model, check_trace_target]
-
-
-def _check_rate(rate: float) -> None:
-    if not (isfinite(rate) and rate >= 0):
-        raise ConfigError(Problem("--lr", f"{rate} is not a learning rate", "a number of 0 or more"))
-
-
-def _check_seed(seed: int) -> None:
-    if not -(2**63) <= seed < 2**64 - 1_000_000:  # later steps add their number
-        raise ConfigError(Problem("--seed", f"{seed} is not a seed", "a whole number of at most 64 bits"))
+    return [lambda: scale_of(arguments), check_model, check_trace_target]
 
 
 def _check_picture(path: str) -> None:

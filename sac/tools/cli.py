@@ -115,12 +115,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     check_compare(arguments)
     with progress_bar() as progress:
         progress(0, 0, "building the model")
-        comparison = compare(
-            lambda: _build(arguments),
-            modes_of(arguments),
-            training_of(arguments),
-            progress=progress,
-        )
+        training = training_of(arguments)
+        comparison = compare(lambda: _build(arguments), modes_of(arguments), training, progress=progress)
     if arguments.json:
         _print_json(comparison.to_dict())
     else:
@@ -173,7 +169,7 @@ def _comparison(arguments: argparse.Namespace) -> str:
     if arguments.fsdp is not None:
         return f"on each rank that is sharded so (--fsdp {arguments.fsdp}), give sac.apply this file"
     words = ["sac", "compare"]
-    for name in ("model", "layers", "seq", "batch", "vocab", "dtype", "text", "seed"):
+    for name in ("model", "layers", "seq", "batch", "vocab", "dtype"):
         value = getattr(arguments, name)
         if value is not None:
             words += [f"--{name}", str(value)]
@@ -187,7 +183,7 @@ def _build(arguments: argparse.Namespace, build: Build | None = None) -> BuiltMo
     from sac.tools.arguments import scale_of
     from sac.tools.models import load_model
 
-    return load_model(arguments.model, scale_of(arguments), text_path=arguments.text, seed=arguments.seed, build=build)
+    return load_model(arguments.model, scale_of(arguments), text_path=getattr(arguments, "text", None), build=build)
 
 
 def _print_json(value: Any) -> None:

@@ -56,11 +56,6 @@ class ModeResult:
         """The median step time."""
         return median(self.step_ms) if self.step_ms else 0.0
 
-    @property
-    def typical_region_bytes(self) -> int | None:
-        """The median of what the regions kept, or None if no blocks were found."""
-        return int(median(self.region_kept_bytes.values())) if self.region_kept_bytes else None
-
     def curve(self) -> list[tuple[float, float]]:
         """Return live bytes over the step: forward from 0 to 1, backward from 1 to 2, so that modes line up."""
         if self.memory is None:
@@ -112,20 +107,19 @@ class Comparison:
     def table(self) -> Table:
         """Return a row per mode."""
         baseline = next((row for row in self.rows if not row.error), None)
-        rows = [(row.mode, *(_cells(row, baseline) if not row.error else ("failed", *[""] * 6))) for row in self.rows]
-        return Table(("mode", *_NUMBERS), tuple(rows), right=_NUMBERS, optional=("kept per block",))
+        rows = [
+            (row.mode, *(_cells(row, baseline or row) if not row.error else ("failed", *[""] * 4))) for row in self.rows
+        ]
+        return Table(("mode", *_NUMBERS), tuple(rows), right=_NUMBERS)
 
     def footnote(self) -> str:
         """Return how it was measured, and what the columns mean."""
-        on_cpu = self.device == "cpu"
-        source = "the profiler's memory events" if on_cpu else "the profiler's memory events and the allocator"
+        source = "the profiler's memory events" + ("" if self.device == "cpu" else " and the allocator")
         return (
-            f"{self.model}, {parameters_text(self.parameters)} parameters, on {self.device}, "
-            f"torch {self.torch_version}.\n"
-            "kept: alive at the end of forward; peak: of forward and backward; both on top of weights and gradients, "
-            f"from {source}.\n"
-            f"step: median of {self.steps - 1} interleaved steps; loss: after step {self.steps}; "
-            "gradient difference: largest absolute one to none after the first backward."
+            f"{self.model}, {parameters_text(self.parameters)} parameters\n"
+            f"on {self.device}, torch {self.torch_version}, without weights and gradients, from\n{source}\n"
+            "kept: alive at the end of forward; peak: of forward and backward\n"
+            f"step: median of {self.steps - 1} interleaved steps; grads: gradients, compared with none"
         )
 
     def errors(self) -> str:
@@ -142,20 +136,17 @@ class Comparison:
         return f"<Comparison of {self.model}: peaks {', '.join(peaks)}; print() shows all>"
 
 
-_NUMBERS = ("kept", "kept per block", "peak", "recomputed", "step", "loss", "gradient difference")
+_NUMBERS = ("kept", "peak", "recomputed", "step", "grads")
 
 
-def _cells(row: ModeResult, baseline: ModeResult | None) -> tuple[str, ...]:
-    region_bytes = row.typical_region_bytes
-    baseline = baseline or row
+def _cells(row: ModeResult, baseline: ModeResult) -> tuple[str, ...]:
+    difference = row.max_gradient_difference
     return (
         f"{bytes_text(row.kept_bytes)} {percent_text(row.kept_bytes, baseline.kept_bytes)}",
-        "–" if region_bytes is None else bytes_text(region_bytes),
-        f"{bytes_text(row.peak_bytes)} {percent_text(row.peak_bytes, baseline.peak_bytes)}",
+        bytes_text(row.peak_bytes),
         "?" if row.recompute_flops is None else flops_text(row.recompute_flops),
         f"{time_text(row.median_step_ms)} ×{row.median_step_ms / baseline.median_step_ms:.2f}",
-        f"{row.losses[-1]:.6f}",
-        "?" if row.max_gradient_difference is None else f"{row.max_gradient_difference:.3g}",
+        "?" if difference is None else f"off {difference:.0e}" if difference else "equal",
     )
 
 

@@ -126,11 +126,7 @@ def _add_model_options(parser: argparse.ArgumentParser, devices: str = "cpu or c
     parser.add_argument("--batch", type=size, default=1, metavar=metavar, help=f"rows (default: %(default)s){more}")
     parser.add_argument("--vocab", type=int, metavar="N", help="tokens in the vocabulary (default: as the config says)")
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16, … (default: %(default)s)")
-    parser.add_argument(
-        "--text", type=file_path, metavar="FILE", help="train on the bytes of this file (default: random tokens)"
-    )
     parser.add_argument("--device", default="cpu", help=f"{devices} (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="for weights, data and dropout")
 
 
 def _add_training_options(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +136,9 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="training steps (default: %(default)s)")
     parser.add_argument("--optimizer", default="sgd", metavar="NAME", help="sgd, adamw (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=1e-2, metavar="RATE", help="learning rate (default: %(default)s)")
+    parser.add_argument(
+        "--text", type=file_path, metavar="FILE", help="train on the bytes of this file (default: random tokens)"
+    )
     parser.add_argument(
         "--picture", type=file_path, metavar="FILE", help="save memory over the step per mode (png, svg, pdf)"
     )

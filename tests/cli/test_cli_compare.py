@@ -88,7 +88,15 @@ def test_recompute_is_what_a_step_costs_more_than_none(comparison):
 def test_less_is_kept_the_more_is_recomputed(comparison):
     none, full, selective = comparison.rows
     assert full.kept_bytes < selective.kept_bytes < none.kept_bytes
-    assert full.typical_region_bytes < selective.typical_region_bytes < none.typical_region_bytes
+    for block in none.region_kept_bytes:
+        assert full.region_kept_bytes[block] < selective.region_kept_bytes[block] < none.region_kept_bytes[block]
+
+
+def test_the_table_has_at_most_80_columns_and_says_what_each_mode_costs(comparison):
+    lines = comparison.table().text().splitlines()
+    assert lines[0].split() == ["mode", "kept", "peak", "recomputed", "step", "grads"]
+    assert max(map(len, str(comparison).splitlines())) <= 80
+    assert [line.split()[-1] for line in lines[2:]] == ["equal"] * 3
 
 
 def test_full_keeps_one_hidden_state_per_block(comparison):
