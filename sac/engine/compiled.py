@@ -77,7 +77,7 @@ run_in_eager = kept_out_of_graphs(
 #
 # No module code runs when a module's ops are traced. Dynamo has inlined it, and each node of its graph carries the
 # stack of modules that the node came from, outermost first: id, access path from Dynamo's root, class (torch 2.13, see
-# tests/stacks/test_compile_modules.py). If the region's block is known, the ids tell which module of the region this
+# tests/stacks/test_compile.py). If the region's block is known, the ids tell which module of the region this
 # is. Otherwise the access paths do: torch calls the context function before it traces the first op of a region, while
 # the current node is the call of the region itself, so the innermost module is the block. There is no current module if
 # the block itself is compiled (`block.compile()`); access paths then begin at our own forward (`L['self'].module.mlp`).

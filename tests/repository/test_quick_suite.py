@@ -32,7 +32,7 @@ def test_it_has_every_promise_and_one_of_each_stack() -> None:
 
 def test_what_uses_ranks_is_known_from_its_imports() -> None:
     assert uses_ranks("tests/promises/test_09_same_on_every_rank.py")
-    assert uses_ranks("tests/stacks/test_fsdp2.py")  # by tests/stacks/composes.py
+    assert uses_ranks("tests/stacks/test_data_parallel.py")  # by tests/stacks/composes.py
     assert not uses_ranks("tests/promises/test_01_exact.py")
     assert "tests/support/training.py" in imported_by("tests/promises/test_01_exact.py")
     assert "tests/support/custom_ops.py" in imported_by(

@@ -1,4 +1,6 @@
-"""What a training stack gives with and without us: losses, gradients, and measured FLOPs, bytes and collectives."""
+"""The oracle of the stacks: what a training gives (losses, gradients, parameters, buffers, random state), and what it
+costs: FLOPs, kept bytes and collectives, measured.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +38,19 @@ class Outcome:
     flops: int
     kept_bytes: int
     collectives: dict[str, int]
+    state: dict[str, Tensor] = field(default_factory=dict)  # after the steps: parameters, buffers, the random state
+
+
+def train(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], **options: Any) -> Outcome:
+    """Steps of a model whose loss is `loss_of(model)`."""
+
+    def step() -> Tensor:
+        loss = loss_of(model)
+        forward_done()
+        loss.backward()
+        return loss
+
+    return outcome(step, model, **options)
 
 
 def outcome(
@@ -54,6 +69,7 @@ def outcome(
         loss = step()
         losses += [float(loss.detach())] if loss is not None else []
         gradients |= {f"step {index} {name}": value for name, value in gradients_of(model).items()}
+    state = _state_of(model)
     model.zero_grad()
     with _buffers_freed_here():
         memory = measure_memory(step)
@@ -64,7 +80,7 @@ def outcome(
     flops = sum(_product_flops(name, shapes) for name, shapes in events) if compiled else counted[0]
     sent = Counter(name for name, _ in events if name.startswith(SENT))
     kept = memory.at(FORWARD_DONE) if FORWARD_DONE in memory.marks else memory.peak_bytes
-    return Outcome(losses, gradients, flops, kept, dict(sent))
+    return Outcome(losses, gradients, flops, kept, dict(sent), state)
 
 
 def forward_done() -> None:
@@ -109,19 +125,55 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
             continue
         if hasattr(gradient, "full_tensor"):
             gradient = gradient.full_tensor()
-        for wrapped in WRAPPED_NAMES:
-            name = name.replace(wrapped, "")
-        found[name] = gradient.detach().clone()
+        found[unwrapped(name)] = gradient.detach().clone()
     return found
 
 
+def unwrapped(name: str) -> str:
+    for wrapped in WRAPPED_NAMES:
+        name = name.replace(wrapped, "")
+    return name
+
+
+def _state_of(model: nn.Module) -> dict[str, Tensor]:
+    """What this rank holds of parameters and buffers, and the random state."""
+    found = {unwrapped(name): value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}
+    found = {name: getattr(value, "_local_tensor", value).clone() for name, value in found.items()}
+    return {**found, "random state": torch.get_rng_state()}
+
+
 def differences(ours: Outcome, reference: Outcome) -> list[str]:
-    """Names of the gradients that differ in any bit, or that only one of the two has; `losses` where those differ."""
-    names = sorted(set(ours.gradients) | set(reference.gradients))
-    both = set(ours.gradients) & set(reference.gradients)
-    differ = [n for n in names if n not in both or not same_bits(ours.gradients[n], reference.gradients[n])]
+    """Names of the tensors that differ in any bit, or that only one of the two has; `losses` where those differ."""
     assert reference.gradients, "the reference has no gradient: nothing was compared"
-    return (["losses"] if ours.losses != reference.losses else []) + differ
+    return (["losses"] if ours.losses != reference.losses else []) + [
+        name
+        for mine, other in ((ours.gradients, reference.gradients), (ours.state, reference.state))
+        for name in sorted(mine.keys() | other.keys())
+        if name not in mine or name not in other or not same_bits(mine[name], other[name])
+    ]
+
+
+def assert_recomputed(train: Callable[[Any], Outcome], *modes: Any) -> list[Outcome]:
+    """Each mode gives what "none" gives, runs more FLOPs and keeps fewer bytes; return their outcomes, "none" first."""
+    plain = train("none")
+    found = [train(mode) for mode in modes]
+    for mode, ours in zip(modes, found, strict=True):
+        assert differences(ours, plain) == [], mode
+        assert ours.flops > plain.flops, mode
+        assert ours.kept_bytes < plain.kept_bytes, mode
+    return [plain, *found]
+
+
+def assert_full_and_selective(train: Callable[[Any], Outcome], selective: Any = "selective") -> None:
+    """Both give what "none" gives and keep less, selective between the two.
+
+    Full runs more FLOPs, selective fewer than that: none, where what it keeps spares all products.
+    """
+    plain, full, kept = train("none"), train("full"), train(selective)
+    assert differences(full, plain) == []
+    assert differences(kept, plain) == []
+    assert plain.flops <= kept.flops < full.flops
+    assert full.kept_bytes < kept.kept_bytes < plain.kept_bytes
 
 
 def _events(step: Callable[[], Any], *, shapes: bool) -> list[tuple[str, list[list[int]]]]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import sac
-from tests.stacks.composition import Outcome, differences, forward_done, outcome
+from tests.stacks.composition import Outcome, train
 from tests.stacks.stand_ins import import_timm, import_titan
 
 SEED = 0
@@ -26,32 +26,7 @@ SEED = 0
 
 def measured(model: nn.Module, mode: Any, loss: Callable[[nn.Module], Tensor], **options: Any) -> Outcome:
     """Put `mode` on the model, and train on `loss(model)`."""
-    sac.apply(model, mode)
-    return measured_as_it_is(model, loss, **options)
-
-
-def measured_as_it_is(model: nn.Module, loss: Callable[[nn.Module], Tensor], **options: Any) -> Outcome:
-    """Train a model that has its checkpointing."""
-
-    def step() -> Tensor:
-        value = loss(model)
-        forward_done()
-        value.backward()
-        return value
-
-    return outcome(step, model, **options)
-
-
-def assert_composes(train: Callable[[Any], Outcome], selective: Any = "selective") -> None:
-    """Gradients under full and selective are those without; both keep less, selective between the two.
-
-    Full runs more FLOPs, selective fewer than that: none, where what it keeps spares all products.
-    """
-    plain, full, kept = train("none"), train("full"), train(selective)
-    assert differences(full, plain) == []
-    assert differences(kept, plain) == []
-    assert plain.flops <= kept.flops < full.flops
-    assert full.kept_bytes < kept.kept_bytes < plain.kept_bytes
+    return train(sac.apply(model, mode), loss, **options)
 
 
 def diffusion(mode: Any, *, model: str = "flux") -> Outcome:
@@ -153,7 +128,7 @@ def low_precision(
     given = models.inputs(model, length)
     sac.apply(model, mode)
     called = torch.compile(model, backend=backend, fullgraph=True) if backend else model
-    return measured_as_it_is(model, lambda _: models.loss(given, called), compiled=bool(backend))
+    return train(model, lambda _: models.loss(given, called), compiled=bool(backend))
 
 
 def qlora(mode: Any, *, length: int = 16, **adapter: Any) -> Outcome:

@@ -12,8 +12,8 @@ from torch import nn
 
 import sac
 from sac.blocks.find import find_blocks
-from tests.stacks.composition import differences
-from tests.stacks.other_trainers import assert_composes, diffusion, measured_as_it_is
+from tests.stacks.composition import assert_full_and_selective, differences, train
+from tests.stacks.other_trainers import diffusion
 
 pytest.importorskip("diffusers", reason="diffusers is in the extra `stacks`")
 
@@ -35,7 +35,7 @@ def built(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", [*BLOCKS, "unet"])
 def test_gradients_are_equal_and_kept_bytes_fall(name: str) -> None:
-    assert_composes(partial(diffusion, model=name))
+    assert_full_and_selective(partial(diffusion, model=name))
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -57,7 +57,7 @@ def test_full_does_what_its_own_checkpointing_does() -> None:
     loss = partial(_loss, inputs)
     theirs = copy.deepcopy(model)
     theirs.enable_gradient_checkpointing()
-    own, ours = measured_as_it_is(theirs, loss), measured_as_it_is(sac.apply(model, "full"), loss)
+    own, ours = train(theirs, loss), train(sac.apply(model, "full"), loss)
     assert differences(ours, own) == []
     assert ours.flops == own.flops
     spare = sum(one.nbytes for one in inputs.values() if not one.is_floating_point())  # small: each block has a copy

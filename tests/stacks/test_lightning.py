@@ -13,9 +13,8 @@ import torch
 import sac
 from sac.blocks.install import regions_of
 from sac.errors import ConfigError
-from tests.stacks.composes import least_kept
-from tests.stacks.composition import Outcome, differences
-from tests.stacks.other_trainers import assert_composes, lightning, lightning_ddp, lightning_fsdp2
+from tests.stacks.composition import Outcome, assert_full_and_selective, differences
+from tests.stacks.other_trainers import lightning, lightning_ddp, lightning_fsdp2
 from tests.support.ranks import run_ranks
 
 lightning_package = pytest.importorskip("lightning", reason="lightning is in the extra `stacks`")
@@ -33,7 +32,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("way", ["configure_model", "apply", "callback", "callback and configure_model"])
 def test_gradients_are_equal_and_kept_bytes_fall(way: str) -> None:
-    assert_composes(functools.partial(lightning, way=way))
+    assert_full_and_selective(functools.partial(lightning, way=way))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +41,12 @@ def test_gradients_are_equal_and_kept_bytes_fall(way: str) -> None:
     ids=["bf16-mixed", "bf16-true", "accumulate"],
 )
 def test_options_of_the_trainer(options: dict[str, Any]) -> None:
-    assert_composes(functools.partial(lightning, **options))
+    assert_full_and_selective(functools.partial(lightning, **options))
+
+
+def least(found: list[Outcome]) -> int:
+    """Of the rank that saw the fewest bytes: some buffers are freed by gloo's threads, unseen."""
+    return min(one.kept_bytes for one in found)
 
 
 def on_ranks(function: Any, mode: str) -> list[Outcome]:
@@ -57,7 +61,7 @@ def test_strategies_over_two_processes(function: Any) -> None:
         assert [differences(one, reference) for one, reference in zip(ours, plain, strict=True)] == [[], []]
         assert ours[0].collectives.get("gloo:all_reduce") == plain[0].collectives.get("gloo:all_reduce")
     assert plain[0].flops < selective[0].flops < full[0].flops
-    assert least_kept(full) < least_kept(selective) < least_kept(plain)
+    assert least(full) < least(selective) < least(plain)
 
 
 def trained(value: str, steps: int, ckpt_path: str | None = None, **options: Any) -> tuple[dict[str, Any], Any]:

@@ -1,4 +1,7 @@
-"""Models without data: on the meta device first and made real later, run there, and run on fake tensors."""
+"""Models without data: on the meta device first and made real later, run there, and run on fake tensors.
+
+Sharded ones are in test_sharded_programs.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sac
 from sac.tools.comparison import count_flops
 from tests.stacks.composition import gradients_of
-from tests.support.blocks import FULL, LlamaLikeBlock, Stack, alternate, llama_stack, policy, save, selective
-from tests.support.ranks import run_ranks
+from tests.support.blocks import FULL, Stack, alternate, llama_stack, policy, save, selective
 from tests.support.training import assert_same
 
 VALUES: dict[str, Any] = {"full": FULL, "selective": selective(policy(save("attention"), alternate("matmul")))}
@@ -97,41 +98,3 @@ def test_steps_on_fake_tensors_cost_what_real_ones_cost(value: Any) -> None:
             step(model)
         assert count_flops(lambda: step(model)) == expected
         assert all(one.grad.shape == one.shape for one in model.parameters())
-
-
-def sharded_from_meta(value: Any, apply_first: bool) -> tuple[list[str], int, int]:
-    """FSDP2's way: build on meta, shard, give memory, initialise. Compares with the same run without us."""
-    from torch.distributed.fsdp import fully_shard
-
-    runs = []
-    for on in (False, True):
-        model = on_meta()
-        if on and apply_first:
-            sac.apply(model, value)
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
-        if on and not apply_first:
-            sac.apply(model, value)
-        model.to_empty(device="cpu")
-        source = LlamaLikeBlock()
-        torch.manual_seed(7)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_(torch.full_like(parameter, 0.1) + torch.ones_like(parameter) * len(parameter.shape))
-            for block in model.blocks:
-                block.self_attn.cos.copy_(source.self_attn.cos)
-                block.self_attn.sin.copy_(source.self_attn.sin)
-        seen = trained(model)
-        runs.append((seen, count_flops(lambda model=model: step(model))))
-    (plain, plain_flops), (ours, our_flops) = runs
-    dist.barrier()
-    return [name for name in plain if not torch.equal(plain[name], ours[name])], plain_flops, our_flops
-
-
-@pytest.mark.parametrize("apply_first", [True, False], ids=["apply first", "shard first"])
-@ON_EACH_VALUE
-def test_sharded_while_on_meta(value: Any, apply_first: bool) -> None:
-    for differ, plain_flops, our_flops in run_ranks(2, sharded_from_meta, value, apply_first):
-        assert differ == []
-        assert our_flops > plain_flops

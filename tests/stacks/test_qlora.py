@@ -9,7 +9,8 @@ import pytest
 
 import sac
 from tests.stacks import qlora_models as models
-from tests.stacks.other_trainers import assert_composes, qlora
+from tests.stacks.composition import assert_full_and_selective
+from tests.stacks.other_trainers import qlora
 from tests.support.recording import Recorder
 
 PRODUCT, DEQUANTISE = "bitsandbytes.gemm_4bit", "bitsandbytes.dequantize_4bit"
@@ -25,7 +26,7 @@ PRODUCT, DEQUANTISE = "bitsandbytes.gemm_4bit", "bitsandbytes.dequantize_4bit"
     ids=["lora", "dropout", "dora"],
 )
 def test_gradients_are_equal_and_kept_bytes_fall(adapter: dict[str, Any]) -> None:
-    assert_composes(functools.partial(qlora, **adapter))
+    assert_full_and_selective(functools.partial(qlora, **adapter))
 
 
 def ran(value: Any) -> Recorder:

@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 
 import sac
-from tests.stacks.composition import differences
-from tests.stacks.other_trainers import TIMM, assert_composes, measured_as_it_is, timm_model, vision
+from tests.stacks.composition import assert_full_and_selective, differences, train
+from tests.stacks.other_trainers import TIMM, timm_model, vision
 
 
 @pytest.mark.parametrize("name", TIMM)
 def test_gradients_are_equal_and_kept_bytes_fall(name: str) -> None:
-    assert_composes(partial(vision, model=name))
+    assert_full_and_selective(partial(vision, model=name))
 
 
 @pytest.mark.filterwarnings("error::sac.errors.SacWarning")
@@ -29,8 +29,8 @@ def test_a_model_of_convolutions_has_no_other_matmul_and_that_is_no_warning() ->
 def test_full_does_what_its_own_checkpointing_does(name: str) -> None:
     (model, images), (theirs, _) = timm_model(name), timm_model(name)
     theirs.set_grad_checkpointing()
-    own = measured_as_it_is(theirs, lambda trained: trained(images).square().mean())
-    ours = measured_as_it_is(sac.apply(model, "full"), lambda trained: trained(images).square().mean())
+    own = train(theirs, lambda trained: trained(images).square().mean())
+    ours = train(sac.apply(model, "full"), lambda trained: trained(images).square().mean())
     assert differences(ours, own) == []
     assert ours.flops == own.flops
     assert ours.kept_bytes <= own.kept_bytes

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import sac
-from tests.stacks.other_trainers import assert_composes, low_precision
+from tests.stacks.composition import assert_full_and_selective
+from tests.stacks.other_trainers import low_precision
 from tests.support.blocks import llama_stack, policy, save, tokens
 from tests.support.recording import kept_bytes
 
@@ -27,14 +28,16 @@ SCALES = {"mode": "selective", "policy": policy(save("scaling"))}
 )
 def test_gradients_are_equal_and_kept_bytes_fall(conversion: str) -> None:
     blocks = 1 if conversion == "mxfp8" else 2  # emulated: thousands of ops in each
-    assert_composes(functools.partial(low_precision, conversion=conversion, blocks=blocks))
+    assert_full_and_selective(functools.partial(low_precision, conversion=conversion, blocks=blocks))
 
 
 @pytest.mark.slow
 def test_compiled_as_a_whole() -> None:
     """With `aot_eager`, which runs the same kernels: bit for bit the compiled model without checkpointing."""
     torch._dynamo.reset()
-    assert_composes(functools.partial(low_precision, conversion="float8 rowwise", backend="aot_eager", blocks=1))
+    assert_full_and_selective(
+        functools.partial(low_precision, conversion="float8 rowwise", backend="aot_eager", blocks=1)
+    )
 
 
 @pytest.mark.parametrize("conversion", FLOAT8)

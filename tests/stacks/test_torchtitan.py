@@ -21,8 +21,8 @@ import pytest
 from torch import nn
 
 import sac
-from tests.stacks.composition import differences
-from tests.stacks.other_trainers import assert_composes, torchtitan
+from tests.stacks.composition import assert_full_and_selective, differences
+from tests.stacks.other_trainers import torchtitan
 from tests.stacks.stand_ins import import_titan
 
 import_titan("torchtitan.distributed.activation_checkpoint")
@@ -54,7 +54,7 @@ LAST_MATMUL_BYTES = titan.LAYERS * titan.BATCH * titan.TOKENS * titan.WIDTH * 4
 
 
 def test_gradients_are_equal_and_kept_bytes_fall() -> None:
-    assert_composes(torchtitan)
+    assert_full_and_selective(torchtitan)
 
 
 def test_the_table_says_what_is_true() -> None:

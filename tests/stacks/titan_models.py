@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.stacks.composition import Outcome
-from tests.stacks.other_trainers import measured_as_it_is
+from tests.stacks.composition import Outcome, train
 from tests.stacks.stand_ins import import_titan
 
 llama3 = import_titan("torchtitan.models.llama3")
@@ -73,4 +72,4 @@ def trained(mode: Any) -> Outcome:
     policy = TITANS[mode].Config() if isinstance(mode, str) and mode in TITANS else SacAC.Config(value=mode)
     model = build()
     policy.build(dump_folder="").apply(model)
-    return measured_as_it_is(model, loss)
+    return train(model, loss)
