@@ -35,7 +35,8 @@ def test_on_a_narrow_screen_optional_columns_go_and_the_widest_cells_wrap_but_no
         "  none            153.5 MiB   1.96 s ×1.00\n"
         "                      100 %\n"
         "  ./some/long      12.4 MiB   2.80 s ×1.43\n"
-        "  /policy.yaml          8 %"
+        "  /policy.yam           8 %\n"
+        "  l"
     )
 
 
