@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+import sac
 from sac.blocks.kv_cache import turn_off_cache
-from tests.stacks.composition import WRAPPED_NAMES, Outcome, forward_done, outcome
+from tests.stacks.composition import Outcome, unwrapped
+from tests.stacks.composition import train as stepped
 from tests.support.model_zoo import tiny
-from tests.support.training import same_bits
 
 STEPS = 3
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Logged losses and final weights of a training, and one step of the model that came out, measured."""
-
-    losses: list[float]
-    weights: dict[str, Tensor]
-    step: Outcome
-
-    def differs(self, other: Trained) -> list[str]:
-        """Names of the weights that differ in any bit; `losses` where those differ."""
-        assert len(self.losses) == len(other.losses) > 0
-        names = sorted(set(self.weights) | set(other.weights))
-        both = set(self.weights) & set(other.weights)
-        wrong = [n for n in names if n not in both or not same_bits(self.weights[n], other.weights[n])]
-        return (["losses"] if self.losses != other.losses else []) + wrong
+Prepare = Callable[[nn.Module], nn.Module]
 
 
 def arguments(folder: Path, kind: type | None = None, **changes: Any) -> Any:
@@ -62,26 +49,19 @@ def rows(batch: dict[str, Tensor], copies: int = 4) -> list[dict[str, Tensor]]:
 
 def train(
     folder: Path,
-    prepare: Callable[[nn.Module], nn.Module],
+    prepare: Prepare,
     *,
     callbacks: list[Any] | None = None,
     model_init: bool = False,
     resume: str | None = None,
     **changes: Any,
-) -> Trained:
+) -> Outcome:
     """Train a tiny Llama that `prepare` has been called on, or that it makes in `model_init`."""
     from transformers import Trainer
 
     _, batch = tiny("llama")
-
-    def build() -> nn.Module:
-        model, _ = tiny("llama", dropout=0.1)
-        turn_off_cache(model)
-        return prepare(model)
-
-    made = {"model_init": build} if model_init else {"model": build()}
-    changes = {"eval_dataset": rows(batch, 1)} | changes if "eval_strategy" in changes else changes
-    data = changes.pop("eval_dataset", None)
+    made = {"model_init": lambda: llama(prepare)} if model_init else {"model": llama(prepare)}
+    data = rows(batch, 1) if "eval_strategy" in changes else None
     trainer = Trainer(
         args=arguments(folder, **changes), train_dataset=rows(batch), eval_dataset=data, callbacks=callbacks, **made
     )
@@ -89,37 +69,38 @@ def train(
     return told(trainer, batch)
 
 
-def told(trainer: Any, batch: dict[str, Tensor]) -> Trained:
-    """What a trainer that has trained tells, and a step of its model on `batch`."""
+def llama(prepare: Prepare) -> nn.Module:
+    """A tiny Llama with dropout, prepared."""
+    model, _ = tiny("llama", dropout=0.1)
+    turn_off_cache(model)
+    return prepare(model)
+
+
+def told(trainer: Any, batch: dict[str, Tensor]) -> Outcome:
+    """The losses and the weights of a trainer that has trained, and a step of its model on `batch`, measured."""
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    model = trainer.model
-    weights = {}
-    for name, value in model.state_dict().items():
-        for wrapped in WRAPPED_NAMES:
-            name = name.replace(wrapped, "")
-        weights[name] = value.detach().clone()
-    return Trained(losses, weights, measured(model, batch))
+    assert losses
+    weights = {unwrapped(name): value.detach().clone() for name, value in trainer.model.state_dict().items()}
+    return replace(measured(trainer.model, batch), losses=losses, state=weights)
 
 
-def measured(model: nn.Module, batch: dict[str, Tensor]) -> Outcome:
+def measured(model: nn.Module, batch: dict[str, Tensor], **options: Any) -> Outcome:
     """Forward and backward of a model in training."""
-    model.train()
-
-    def step() -> Tensor:
-        loss: Tensor = model(**batch).loss
-        forward_done()
-        loss.backward()
-        return loss
-
-    return outcome(step, model, steps=1)
+    return stepped(model.train(), lambda model: model(**batch, **options).loss, steps=1)
 
 
-def saved_memory(ours: Trained, reference: Trained) -> bool:
-    """Whether checkpointing was on: something was run again, and less was kept."""
-    return ours.step.flops > reference.step.flops and ours.step.kept_bytes < reference.step.kept_bytes
+def applied(value: Any) -> Prepare:
+    return lambda model: sac.apply(model, value)
 
 
 def untouched(model: nn.Module) -> nn.Module:
     """Prepare nothing."""
     torch.manual_seed(0)
     return model
+
+
+def trainer(mode: Any) -> Outcome:
+    """One row of the matrix of stacks."""
+    pytest.importorskip("transformers")
+    with tempfile.TemporaryDirectory() as folder:
+        return train(Path(folder), applied(mode))

@@ -14,7 +14,7 @@ import sac
 from sac.blocks.install import regions_of
 from sac.blocks.kv_cache import turn_off_cache
 from sac.errors import ModelError
-from tests.stacks.composition import Outcome, differences, forward_done, outcome
+from tests.stacks.composition import Outcome, assert_recomputed, differences, train
 from tests.stacks.hf_training import measured
 from tests.support.model_zoo import tiny
 from tests.support.training import same_bits
@@ -53,6 +53,10 @@ def adapted(kind: str, value: Any = "none", *, first: str = "sac", family: str =
     return model.train(), batch
 
 
+def lora(value: Any, kind: str = "lora", first: str = "peft") -> Outcome:
+    return measured(*adapted(kind, value, first=first))
+
+
 def draw(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -71,17 +75,11 @@ def trained_names(model: nn.Module) -> list[str]:
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_gradients_of_adapters(kind: str) -> None:
     """No `enable_input_require_grads` is needed: what a frozen block hands on is run again all the same."""
-    model, batch = adapted(kind)
-    plain = measured(model, batch)
-    assert len(plain.gradients) == len(trained_names(model)) > 0
-    for value in ("full", "selective"):
-        for first in ("sac", "peft"):
-            model, batch = adapted(kind, value, first=first)
-            ours = measured(model, batch)
-            assert differences(ours, plain) == []
-            assert ours.flops > plain.flops
-            assert ours.kept_bytes < plain.kept_bytes
-            assert not any(name.endswith("forward") for name in model.state_dict())
+    names = trained_names(adapted(kind)[0])
+    for first in ("sac", "peft"):
+        found = assert_recomputed(lambda value: lora(value, kind, first), "full", "selective")  # noqa: B023
+        assert all(len(one.gradients) == len(names) > 0 for one in found)
+        assert not any(name.endswith("forward") for name in adapted(kind, "full", first=first)[0].state_dict())
 
 
 @pytest.mark.parametrize("first", ["sac", "peft"])
@@ -128,13 +126,8 @@ def test_a_frozen_tower_is_not_run_again(first: str) -> None:
 
 
 def test_blocks_below_the_first_adapter_are_not_run_again() -> None:
-    found = {}
-    for value in ("none", "full"):
-        model, batch = adapted("lora in the last layer", value, first="peft")
-        found[value] = measured(model, batch)
-    both, batch = adapted("lora", "full", first="peft")
-    one_block = measured(both, batch).flops - measured(*adapted("lora")).flops
-    assert found["full"].flops - found["none"].flops <= one_block / 2
+    last, both = (lora("full", kind).flops - lora("none", kind).flops for kind in ("lora in the last layer", "lora"))
+    assert last <= both / 2
 
 
 # --- what users do with adapters
@@ -164,26 +157,18 @@ def test_switching_adapters() -> None:
 def two_forwards(model: Any, batch: dict[str, Any]) -> Outcome:
     """As in preference training: two forwards in one loss, the reference being the model without its adapter."""
 
-    def step() -> Tensor:
+    def loss(model: Any) -> Tensor:
         chosen = model(**batch).loss
         rejected = model(input_ids=batch["labels"], labels=batch["input_ids"]).loss
         with torch.no_grad(), model.disable_adapter():
             reference = model(**batch).loss
-        loss: Tensor = chosen - 0.5 * rejected + reference
-        forward_done()
-        loss.backward()
-        return loss
+        return chosen - 0.5 * rejected + reference
 
-    return outcome(step, model)
+    return train(model, loss)
 
 
-@pytest.mark.parametrize("value", ["full", "selective"])
-def test_a_reference_without_the_adapter(value: str) -> None:
-    plain = two_forwards(*adapted("lora"))
-    ours = two_forwards(*adapted("lora", value))
-    assert differences(ours, plain) == []
-    assert ours.flops > plain.flops
-    assert ours.kept_bytes < plain.kept_bytes
+def test_a_reference_without_the_adapter() -> None:
+    assert_recomputed(lambda value: two_forwards(*adapted("lora", value)), "full", "selective")
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
@@ -233,15 +218,8 @@ def loaded_in_8_bit() -> nn.Module:
 
 def test_preparing_a_quantized_model_turns_nothing_on_beside_us() -> None:
     model = sac.apply(loaded_in_8_bit(), "selective")
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, match=r"gradient_checkpointing_enable was called, and sac\.apply has been"):
         peft.prepare_model_for_kbit_training(model)
-    assert str(caught.value) == (
-        "LlamaForCausalLM: gradient_checkpointing_enable was called, and sac.apply has been called on this model "
-        "before: two at once would run every block three times\n"
-        "    fix: leave the model's own checkpointing off: activation_checkpointing=False and "
-        "gradient_checkpointing=False for a Trainer (TRL has it on by default), use_gradient_checkpointing=False for "
-        "PEFT; or call sac.remove(model) first"
-    )
     model = sac.apply(loaded_in_8_bit(), "selective")
     prepared = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     assert not prepared.is_activation_checkpointing

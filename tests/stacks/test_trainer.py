@@ -15,7 +15,8 @@ from torch import nn
 import sac
 from sac.blocks.install import regions_of
 from sac.errors import ConfigError, ModelError, RegionError
-from tests.stacks.hf_training import Trained, arguments, rows, saved_memory, train, untouched
+from tests.stacks.composition import Outcome, assert_recomputed, differences
+from tests.stacks.hf_training import applied, arguments, rows, train, untouched
 from tests.support.model_zoo import tiny
 
 transformers = pytest.importorskip("transformers", reason="tests/stacks needs transformers")
@@ -23,18 +24,12 @@ pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 
 from sac.compat.huggingface import ReportCallback, SacCallback, take_over  # noqa: E402  (needs transformers)
 
-ENABLED = (
-    "LlamaForCausalLM: activation_checkpointing_enable was called, and sac.apply has been called on this model before: "
-    "two at once would run every block three times\n"
-    "    fix: leave the model's own checkpointing off: activation_checkpointing=False and gradient_checkpointing=False "
-    "for a Trainer (TRL has it on by default), use_gradient_checkpointing=False for PEFT; or call sac.remove(model) "
-    "first"
-)
 SELECTIVE = {"mode": "selective", "policy": "llama"}
+LOGGER = "sac.compat.huggingface"
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return train(tmp_path_factory.mktemp("plain"), untouched)
 
 
@@ -42,46 +37,37 @@ def region_paths(model: nn.Module) -> list[str]:
     return [one.region.path for one in regions_of(model)]
 
 
+def assert_as(ours: Outcome, plain: Outcome) -> None:
+    """The training is the same, and checkpointing was on."""
+    assert_recomputed(lambda mode: plain if mode == "none" else ours, "ours")
+
+
 # --- sac.apply, the Trainer's own switch off
 
 
-@pytest.mark.parametrize("value", ["full", "selective"])
-def test_losses_and_weights_are_those_without_checkpointing(value: str, plain: Trained, tmp_path: Path) -> None:
-    ours = train(tmp_path, lambda model: sac.apply(model, value))
-    assert ours.differs(plain) == []
-    assert saved_memory(ours, plain)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_steps": 2, "bf16": True, "eval_strategy": "steps", "eval_steps": 1},
+        {"use_cache": True},  # the Trainer turns on again what `sac.apply` has turned off
+    ],
+    ids=["plain", "accumulation, bfloat16, evaluation", "cache"],
+)
+def test_losses_and_weights_are_those_without_checkpointing(options: dict[str, Any], tmp_path: Path) -> None:
+    def trained(mode: str) -> Outcome:
+        return train(tmp_path, untouched if mode == "none" else applied(mode), **options)
+
+    if "use_cache" in options:
+        assert differences(trained("selective"), trained("none")) == []
+    else:
+        assert_recomputed(trained, "full", "selective")
 
 
-def test_accumulation_half_precision_and_evaluation(tmp_path: Path) -> None:
-    options: dict[str, Any] = {
-        "gradient_accumulation_steps": 2,
-        "bf16": True,
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-    }
-    plain = train(tmp_path, untouched, **options)
-    ours = train(tmp_path, lambda model: sac.apply(model, "selective"), **options)
-    assert ours.differs(plain) == []
-    assert saved_memory(ours, plain)
-
-
-def test_a_training_that_is_saved_and_taken_up_again(plain: Trained, tmp_path: Path) -> None:
-    def prepare(model: nn.Module) -> nn.Module:
-        return sac.apply(model, "selective")
-
-    train(tmp_path, prepare, save_strategy="steps", save_steps=2)
-    again = train(tmp_path, prepare, resume=str(tmp_path / "checkpoint-2"))
-    assert again.differs(plain) == []
-
-
-def test_keys_and_values_in_a_cache(tmp_path: Path) -> None:
-    """With `use_cache=True` the Trainer turns on again what `sac.apply` has turned off."""
-    plain = train(tmp_path, untouched, use_cache=True)
-    ours = train(tmp_path, lambda model: sac.apply(model, "selective"), use_cache=True)
-    assert ours.differs(plain) == []
-
-
-# --- both on
+def test_a_training_that_is_saved_and_taken_up_again(plain: Outcome, tmp_path: Path) -> None:
+    train(tmp_path, applied("selective"), save_strategy="steps", save_steps=2)
+    again = train(tmp_path, applied("selective"), resume=str(tmp_path / "checkpoint-2"))
+    assert differences(again, plain) == []
 
 
 @pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
@@ -89,9 +75,8 @@ def test_the_trainers_own_switch_after_apply(name: str, tmp_path: Path) -> None:
     model, batch = tiny("llama")
     sac.apply(model, "selective")
     trainer = transformers.Trainer(model, arguments(tmp_path, **{name: True}), train_dataset=rows(batch))
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, match=r"activation_checkpointing_enable was called, and sac\.apply has been"):
         trainer.train()
-    assert str(caught.value) == ENABLED
     assert not model.is_activation_checkpointing
 
 
@@ -99,47 +84,33 @@ def test_the_trainers_own_switch_after_apply(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_init", [False, True])
-def test_callback(model_init: bool, plain: Trained, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="sac.compat.huggingface"):
+def test_callback(model_init: bool, plain: Outcome, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger=LOGGER):
         ours = train(tmp_path, untouched, callbacks=[SacCallback("selective")], model_init=model_init)
-    plain = train(tmp_path, untouched, model_init=True) if model_init else plain  # it sets the seed once more
-    assert ours.differs(plain) == []
-    assert saved_memory(ours, plain)
-    told = [record.getMessage() for record in caplog.records if record.name == "sac.compat.huggingface"]
-    assert len(told) == 1
-    assert told[0].startswith("activation checkpointing: selective, 2 regions\nmodel.layers.0-1 (x2): keeps ")
+    assert_as(ours, train(tmp_path, untouched, model_init=True) if model_init else plain)
+    (told,) = [record.getMessage() for record in caplog.records if record.name == LOGGER]
+    assert told.startswith("activation checkpointing: selective, 2 regions\nmodel.layers.0-1 (x2): keeps ")
 
 
-def test_callback_that_does_nothing(plain: Trained, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="sac.compat.huggingface"):
+def test_callback_that_does_nothing(plain: Outcome, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger=LOGGER):
         ours = train(tmp_path, untouched, callbacks=[SacCallback("none")])
-    assert ours.differs(plain) == []
-    assert ours.step.flops == plain.step.flops
-    assert not [record for record in caplog.records if record.name == "sac.compat.huggingface"]
+    assert differences(ours, plain) == []
+    assert ours.flops == plain.flops
+    assert not [record for record in caplog.records if record.name == LOGGER]
 
 
 def test_callback_beside_the_trainers_own_switch(tmp_path: Path) -> None:
     model, batch = tiny("llama")
-    with pytest.raises(ConfigError) as caught:
-        transformers.Trainer(
-            model,
-            arguments(tmp_path, activation_checkpointing=True),
-            train_dataset=rows(batch),
-            callbacks=[SacCallback("full")],
-        )
-    assert str(caught.value) == (
-        "SacCallback: activation_checkpointing is on in the TrainingArguments too: two at once would run every block "
-        "three times\n"
-        "    fix: set activation_checkpointing=False and gradient_checkpointing=False (TRL has it on by default); or "
-        "leave the callback out, and call take_over(model)"
-    )
+    given = arguments(tmp_path, activation_checkpointing=True)
+    with pytest.raises(ConfigError, match="SacCallback: activation_checkpointing is on in the TrainingArguments too"):
+        transformers.Trainer(model, given, train_dataset=rows(batch), callbacks=[SacCallback("full")])
     assert region_paths(model) == []
 
 
 def test_the_figures_of_the_report_reach_the_trainers_loggers(tmp_path: Path) -> None:
     class Logger(transformers.TrainerCallback):
-        def __init__(self) -> None:
-            self.steps: list[int] = []
+        steps: list[int] = []  # noqa: RUF012
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if "sac/kept_bytes" in logs:
@@ -155,13 +126,9 @@ def test_the_figures_of_the_report_reach_the_trainers_loggers(tmp_path: Path) ->
     assert {name: logged[name] for name in sac.report(model).scalars()} == sac.report(model).scalars()
 
 
-def test_a_number_of_steps_that_is_none() -> None:
-    with pytest.raises(ConfigError) as error:
+def test_callbacks_with_values_that_mean_nothing() -> None:
+    with pytest.raises(ConfigError, match="ReportCallback: 0 is not a number of steps"):
         ReportCallback(None, every=0)
-    assert str(error.value) == "ReportCallback: 0 is not a number of steps\n    legal: 1, 2, 3, …"
-
-
-def test_callback_with_a_value_that_means_nothing() -> None:
     with pytest.raises(ConfigError, match="selectiv"):
         SacCallback("selectiv")
 
@@ -169,25 +136,24 @@ def test_callback_with_a_value_that_means_nothing() -> None:
 # --- take_over
 
 
-def test_arguments_in_json(plain: Trained, tmp_path: Path) -> None:
+def test_arguments_in_json(plain: Outcome, tmp_path: Path) -> None:
     """The whole config in a file, as `HfArgumentParser` reads it."""
     written = json.loads(arguments(tmp_path).to_json_string())
     config = {name: written[name] for name in ("output_dir", "max_steps", "learning_rate", "use_cpu", "disable_tqdm")}
-    config |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": SELECTIVE, "save_strategy": "no"}
-    config |= {"per_device_train_batch_size": 2, "report_to": [], "logging_steps": 1}
+    config |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": SELECTIVE}
     (tmp_path / "config.json").write_text(json.dumps(config))
     parser = transformers.HfArgumentParser(transformers.TrainingArguments)
     (args,) = parser.parse_json_file(str(tmp_path / "config.json"))
     assert json.loads(args.to_json_string())["activation_checkpointing_kwargs"] == SELECTIVE
-    ours = train(tmp_path, take_over, activation_checkpointing=True, activation_checkpointing_kwargs=SELECTIVE)
-    assert ours.differs(plain) == []
-    assert saved_memory(ours, plain)
+    assert_as(
+        train(tmp_path, take_over, activation_checkpointing=True, activation_checkpointing_kwargs=SELECTIVE), plain
+    )
 
 
-def test_nothing_is_on_before_the_switch_is(plain: Trained, tmp_path: Path) -> None:
+def test_nothing_is_on_before_the_switch_is(plain: Outcome, tmp_path: Path) -> None:
     ours = train(tmp_path, take_over)
-    assert ours.differs(plain) == []
-    assert ours.step.flops == plain.step.flops
+    assert differences(ours, plain) == []
+    assert ours.flops == plain.flops
 
 
 @pytest.mark.parametrize(
@@ -239,8 +205,7 @@ def test_on_twice_and_off_and_on() -> None:
     assert region_paths(model) == []
     assert model.config.use_cache is True
     model.model.activation_checkpointing_enable()
-    assert len(region_paths(model)) == 2
-    assert region_paths(model)[0] == "model.layers.0"
+    assert region_paths(model) == ["model.layers.0", "model.layers.1"]
     model(**batch).loss.backward()
     take_over(sac.remove(model), "full")
     take_over(model, "selective").activation_checkpointing_enable()
@@ -261,21 +226,13 @@ def test_a_copy_is_taken_over_by_itself(copied: Any) -> None:
 
 def test_what_cannot_be_taken_over() -> None:
     model, _ = tiny("llama")
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, match=r"Linear: this model has no activation_checkpointing_enable\(\)"):
         take_over(nn.Linear(2, 2))
-    assert str(caught.value) == (
-        "Linear: this model has no activation_checkpointing_enable(), so there is nothing to take over\n"
-        "    fix: call sac.apply(model, value)"
-    )
     with pytest.raises(ConfigError, match='"selectiv" is not known'):
         take_over(model, "selectiv")
     sac.apply(model, "full")
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM: sac\.apply has been called on this model before"):
         take_over(model)
-    assert str(caught.value) == (
-        "LlamaForCausalLM: sac.apply has been called on this model before\n"
-        "    fix: call sac.remove(model) first, or leave take_over out"
-    )
     sac.remove(model).activation_checkpointing_enable()
     with pytest.raises(ModelError, match="the model's own checkpointing is on"):
         take_over(model)
@@ -283,18 +240,15 @@ def test_what_cannot_be_taken_over() -> None:
 
 def test_arguments_that_mean_nothing_to_us() -> None:
     model, batch = tiny("llama")
-    take_over(model)
-    with pytest.raises(ConfigError) as caught:
-        model.activation_checkpointing_enable({"layers": "all"}, every_n_layers=2)
-    assert str(caught.value) == (
-        "activation_checkpointing_kwargs.layers: every_n_layers=2 sets it too\n    fix: leave one of the two out"
-    )
+    enable = take_over(model).activation_checkpointing_enable
+    with pytest.raises(ConfigError, match=r"activation_checkpointing_kwargs\.layers: every_n_layers=2 sets it too"):
+        enable({"layers": "all"}, every_n_layers=2)
     with pytest.raises(ConfigError, match="unknown key 'context_fn'"):
-        model.activation_checkpointing_enable({"context_fn": print})
+        enable({"context_fn": print})
     with pytest.raises(ConfigError, match="mode selective has no reentrant form"):
-        model.activation_checkpointing_enable({"use_reentrant": True})
+        enable({"use_reentrant": True})
     assert region_paths(model) == []
-    model.activation_checkpointing_enable()
+    enable()
     model.model.layers[0].gradient_checkpointing = True
     with pytest.raises(RegionError, match="gradient_checkpointing is on in this block"):
         model(**batch)

@@ -5,7 +5,7 @@ TRL turns gradient checkpointing on by default: refused together with `sac.apply
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from torch import nn
 
 import sac
 from sac.blocks.install import ours_on, regions_of
-from sac.blocks.kv_cache import turn_off_cache
 from sac.errors import ConfigError, ModelError
-from tests.stacks.hf_training import Trained, arguments, saved_memory, told, untouched
+from tests.stacks.composition import Outcome, assert_recomputed
+from tests.stacks.hf_training import Prepare, applied, arguments, llama, told, untouched
 from tests.support.model_zoo import tiny
 
 trl = pytest.importorskip("trl", reason="tests of TRL need trl")
@@ -48,115 +48,90 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, **names)
 
 
-def language_model(prepare: Callable[[nn.Module], nn.Module]) -> tuple[nn.Module, dict[str, Any]]:
-    model, batch = tiny("llama", dropout=0.1)
-    turn_off_cache(model)
-    return prepare(model), batch
-
-
-def fine_tune(folder: Path, prepare: Callable[[nn.Module], nn.Module], **changes: Any) -> Trained:
+def fine_tune(folder: Path, prepare: Prepare, **changes: Any) -> Outcome:
     from datasets import Dataset
 
-    model, batch = language_model(prepare)
     given = {name: changes.pop(name) for name in ("peft_config", "callbacks") if name in changes}
     args = arguments(folder, trl.SFTConfig, **({"bf16": False, "max_length": 16} | changes))
     texts = Dataset.from_list([{"text": text} for text in TEXTS * 2])
     torch.manual_seed(0)  # for adapters
-    trainer = trl.SFTTrainer(model, args=args, train_dataset=texts, processing_class=tokenizer(), **given)
+    trainer = trl.SFTTrainer(llama(prepare), args=args, train_dataset=texts, processing_class=tokenizer(), **given)
     trainer.train()
-    return told(trainer, batch)
+    return told(trainer, tiny("llama")[1])
 
 
-def prefer(folder: Path, prepare: Callable[[nn.Module], nn.Module], *, peft_config: Any = None) -> Trained:
+def prefer(folder: Path, prepare: Prepare, *, peft_config: Any = None) -> Outcome:
     from datasets import Dataset
 
-    model, batch = language_model(prepare)
     reference = None if peft_config is not None else tiny("llama")[0]  # with an adapter: the model without it
     args = arguments(folder, trl.DPOConfig, bf16=False, max_length=16, **OFF)
     names = ("prompt", "chosen", "rejected")
     pairs = Dataset.from_list([dict(zip(names, pair, strict=True)) for pair in PAIRS * 3])
     torch.manual_seed(0)
     trainer = trl.DPOTrainer(
-        model, reference, args=args, train_dataset=pairs, processing_class=tokenizer(), peft_config=peft_config
+        llama(prepare), reference, args=args, train_dataset=pairs, processing_class=tokenizer(), peft_config=peft_config
     )
     trainer.train()
-    return told(trainer, batch)
+    return told(trainer, tiny("llama")[1])
 
 
 def lora() -> Any:
     return peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "down_proj"])
 
 
-def applied(value: Any) -> Callable[[nn.Module], nn.Module]:
-    return lambda model: sac.apply(model, value)
+def sft(mode: Any) -> Outcome:
+    """One row of the matrix of stacks."""
+    with tempfile.TemporaryDirectory() as folder:
+        return fine_tune(Path(folder), untouched if mode == "none" else applied(mode), **OFF)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return fine_tune(tmp_path_factory.mktemp("plain"), untouched, **OFF)
+def plain() -> Outcome:
+    return sft("none")
+
+
+def assert_as(ours: Outcome, plain: Outcome) -> None:
+    """The training is the same, and checkpointing was on."""
+    assert_recomputed(lambda mode: plain if mode == "none" else ours, "ours")
 
 
 @pytest.mark.parametrize("value", ["full", "selective"])
-def test_fine_tuning(value: str, plain: Trained, tmp_path: Path) -> None:
-    ours = fine_tune(tmp_path, applied(value), **OFF)
-    assert ours.differs(plain) == []
-    assert saved_memory(ours, plain)
+def test_fine_tuning(value: str, plain: Outcome) -> None:
+    assert_as(sft(value), plain)
 
 
 def test_fine_tuning_an_adapter_that_the_trainer_puts_on(tmp_path: Path) -> None:
     plain = fine_tune(tmp_path, untouched, peft_config=lora(), **OFF)
-    for given in (
-        {"prepare": applied("selective")},
-        {"prepare": untouched, "callbacks": [SacCallback("selective")]},
-    ):
-        ours = fine_tune(tmp_path, peft_config=lora(), **OFF, **given)
-        assert ours.differs(plain) == []
-        assert saved_memory(ours, plain)
-        assert any("lora_A" in name for name in ours.weights)
+    ours = fine_tune(tmp_path, applied("selective"), peft_config=lora(), **OFF)
+    by_callback = fine_tune(tmp_path, untouched, peft_config=lora(), callbacks=[SacCallback("selective")], **OFF)
+    taken_over = fine_tune(tmp_path, take_over, peft_config=lora())
+    for one in (ours, by_callback, taken_over):
+        assert_as(one, plain)
+        assert any("lora_A" in name for name in one.state)
 
 
-def test_gradient_checkpointing_that_trl_turns_on_by_itself(tmp_path: Path) -> None:
-    with pytest.raises(ModelError) as caught:
-        fine_tune(tmp_path, applied("selective"))
-    assert str(caught.value) == (
-        "LlamaForCausalLM: activation_checkpointing_enable was called, and sac.apply has been called on this model "
-        "before: two at once would run every block three times\n"
-        "    fix: leave the model's own checkpointing off: activation_checkpointing=False and "
-        "gradient_checkpointing=False for a Trainer (TRL has it on by default), use_gradient_checkpointing=False for "
-        "PEFT; or call sac.remove(model) first"
-    )
+@pytest.mark.parametrize("kwargs", [None, {"selective": True}], ids=["by default", "selective"])
+def test_gradient_checkpointing_that_trl_turns_on_by_itself(kwargs: Any, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"activation_checkpointing_enable was called, and sac\.apply has been"):
+        fine_tune(tmp_path, applied("selective"), gradient_checkpointing_kwargs=kwargs)
     with pytest.raises(ConfigError, match="activation_checkpointing is on in the SFTConfig too"):
         fine_tune(tmp_path, untouched, callbacks=[SacCallback("selective")])
 
 
 @pytest.mark.parametrize("kwargs", [None, {"mode": "full"}])
-def test_gradient_checkpointing_that_is_taken_over(kwargs: Any, plain: Trained, tmp_path: Path) -> None:
-    ours = fine_tune(tmp_path, take_over, gradient_checkpointing_kwargs=kwargs)
-    assert ours.differs(plain) == []
-    assert saved_memory(ours, plain)
-
-
-def test_an_adapter_on_a_model_that_is_taken_over(tmp_path: Path) -> None:
-    plain = fine_tune(tmp_path, untouched, peft_config=lora(), **OFF)
-    ours = fine_tune(tmp_path, take_over, peft_config=lora())
-    assert ours.differs(plain) == []
-    assert saved_memory(ours, plain)
-
-
-def test_trls_own_selective_checkpointing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="activation_checkpointing_enable was called"):
-        fine_tune(tmp_path, applied("selective"), gradient_checkpointing_kwargs={"selective": True})
+def test_gradient_checkpointing_that_is_taken_over(kwargs: Any, plain: Outcome, tmp_path: Path) -> None:
+    assert_as(fine_tune(tmp_path, take_over, gradient_checkpointing_kwargs=kwargs), plain)
 
 
 @pytest.mark.parametrize("adapter", [False, True])
 def test_preferences(adapter: bool, tmp_path: Path) -> None:
     """Two forwards in each step, and two more of the reference; with an adapter that is the model without it."""
-    config = lora() if adapter else None
-    plain = prefer(tmp_path, untouched, peft_config=config)
-    for value in ("full", "selective"):
-        ours = prefer(tmp_path, applied(value), peft_config=config)
-        assert ours.differs(plain) == []
-        assert saved_memory(ours, plain)
+
+    def trained(mode: str) -> Outcome:
+        prepare = untouched if mode == "none" else applied(mode)
+        return prefer(tmp_path, prepare, peft_config=lora() if adapter else None)
+
+    assert_recomputed(trained, "full", "selective")
 
 
 def test_a_trained_model_can_be_given_back(tmp_path: Path) -> None:
