@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from sac.blocks.checkpoint_context import context_fn
     from sac.blocks.install import remove
     from sac.checkpointing import checkpoint
+    from sac.engine.functions import unit
     from sac.engine.recomputing import is_recomputing
     from sac.errors import SacError
     from sac.planner.applying import apply
@@ -31,11 +32,12 @@ _HOMES = {
     "remove": "sac.blocks.install",
     "report": "sac.reporting",
     "trace": "sac.tools.measuring",
+    "unit": "sac.engine.functions",
 }
 
 __all__ = [
     "SacError", "apply", "checkpoint", "compare", "context_fn", "is_recomputing", "load_policy", "plan", "remove",
-    "report", "trace",
+    "report", "trace", "unit",
 ]  # fmt: skip
 
 

@@ -1,14 +1,18 @@
-"""Calls of Python autograd functions as entries of the tape: replay repeats kernels that the dispatcher does not see.
+"""Units: calls of Python autograd Functions, and of pieces named by ``sac.unit``, as entries of the tape.
 
-The ops that run inside of a call are entries as always. At its end each tensor that it returned or saved is *explained*
-(the ops that were seen give it again) or not; all that are not become results of one more entry, the *unit*, whose
-replay is another ``apply``. A call of which everything is explained has no unit: rules for ops apply inside.
+The ops that run inside of a call are entries as always. At the end of a Function's call each tensor that it returned or
+saved is *explained* (the ops that were seen give it again) or not; all that are not become results of one more entry,
+the *unit*, whose replay is another call. A call of which everything is explained has no unit: rules for ops apply
+inside. Of a named piece nothing counts as explained.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
+import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,14 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_dynamo_compiling
 
 from sac.checksums import checksum, find_different
 from sac.engine.handles import Handle
-from sac.engine.objects import NotLeaf
+from sac.engine.objects import NotLeaf, copied, is_own_object
 from sac.engine.rng import GeneratorStates, advanced, default_generators, set_states, states_of
-from sac.engine.table import NO_RULE, DecisionTable, decide
+from sac.engine.table import NO_RULE, decide, site_name
 from sac.engine.tape import DiffersError, Tape, as_refs, from_refs
 from sac.engine.tracker import active_mode, without_mode
+from sac.engine.whole import tensors_in
+from sac.errors import Problem, RegionError
+from sac.ops.facts import OpTraits
 from sac.outer_hooks import fetch
 from sac.policy.model import Decision
 from sac.tensors import copy_of, detached, is_wrapper, storage_address, tensors_of
@@ -34,7 +42,8 @@ from sac.torch_private import (
     apply_function,
     compiler_is_tracing,
     transform_is_active,
-    tree_leaves,
+    tree_flatten,
+    tree_unflatten,
 )
 
 
@@ -48,14 +57,105 @@ def install() -> None:
 
 
 def _called(cls: Any, *args: Any) -> Any:
+    mode = _recorder()
+    if mode is None or cls.__module__.startswith("torch.distributed."):  # only ops, and wrappers around their results
+        return apply_function(cls, *args)
+    site = mode.sites.get(id(cls))
+    if site is None or site.op is not cls:
+        rules = mode.table.rules_of_unit(mode.path, function=f"{cls.__module__}.{cls.__qualname__}")
+        site = mode.sites[id(cls)] = UnitSite(cls, f"function {cls.__qualname__}", mode.path, rules)
+    call = functools.partial(apply_function, cls)
+    return UnitCall(mode, site, (mode.path, cls), call, args).run(lambda: call(*args))
+
+
+def _recorder() -> Any:
+    """Return the mode that records calls of units now, if there is one; of nested units the outer one counts."""
     mode = active_mode()
-    if cls.__module__.startswith("torch.distributed."):  # only ops, and wrappers around their results
-        return apply_function(cls, *args)
-    if mode is None or not mode.takes_functions or mode.paused or mode.tape.scope is not None or transform_is_active():
-        return apply_function(cls, *args)
-    if compiler_is_tracing():  # on fake tensors, for a graph that runs later
-        return apply_function(cls, *args)
-    return FunctionCall(mode, cls, args).run()
+    if mode is None or not mode.takes_functions or mode.paused or mode.tape.scope is not None:
+        return None
+    if transform_is_active() or compiler_is_tracing():  # the compiler runs fake tensors, for a graph that runs later
+        return None
+    return mode
+
+
+def unit(name: str, function: Callable[..., Any] | None = None) -> Any:
+    """Return ``function`` as one unit of a policy, which a rule names as ``unit: name``; without it, a decorator.
+
+    Inside a region, a call of it is saved, recomputed or offloaded as a whole: its results, and what autograd saves in
+    it. A recomputation calls it again, so it has to repeat itself. Arguments and results are any structures of tensors.
+    Tensors that the region has computed must be arguments, or ``RegionError`` is raised. Outside of regions, without
+    gradients and under ``torch.compile`` it is ``function`` itself. Of nested units, the outer one counts.
+    """
+    if not (isinstance(name, str) and name):
+        raise TypeError(f'sac.unit takes a name and a function, as in sac.unit("rope", rotate), not {name!r} first')
+    if function is None:
+        return functools.partial(unit, name)
+    if not callable(function):
+        raise TypeError(f"sac.unit({name!r}, ...) takes a callable, not {function!r}")
+    return NamedUnit(name, function)
+
+
+class NamedUnit:
+    """A function that is called as a unit; see ``unit``."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self.name, self.function = name, function
+
+    def __get__(self, owner: Any, cls: Any = None) -> Any:
+        """Bind a decorated method."""
+        return self if owner is None else types.MethodType(self, owner)
+
+    def __reduce__(self) -> Any:
+        function = self.function
+        where: Any = sys.modules.get(getattr(function, "__module__", ""))
+        for part in getattr(function, "__qualname__", "<none>").split("."):
+            where = getattr(where, part, None)
+        return function.__qualname__ if where is self else (NamedUnit, (self.name, function))  # decorated, or not
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        if is_dynamo_compiling() or not torch.is_grad_enabled() or (mode := _recorder()) is None:
+            return self.function(*args, **kwargs)
+        label = f"unit {self.name}"
+        site = mode.sites.get(label)
+        if site is None:
+            site = mode.sites[label] = UnitSite(label, label, mode.path, mode.table.rules_of_unit(mode.path, self.name))
+        inner = self.function
+        while isinstance(inner, functools.partial):
+            inner = inner.func
+        key = mode.path, label, getattr(inner, "__code__", type(inner))
+        leaves, spec = _flattened(args, kwargs)
+        again = functools.partial(_call_again, self.function, spec)
+        return UnitCall(mode, site, key, again, leaves).run(lambda: self.function(*args, **kwargs))
+
+
+def _flattened(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of arguments, with the tensors in objects at their end; an object becomes a copy with holes."""
+    leaves, spec = tree_flatten((args, kwargs))
+    count, objects = len(leaves), {}
+    for index in range(count):
+        if is_own_object(leaves[index]):
+            tensors = list({id(tensor): tensor for tensor in tensors_in(leaves[index])}.values())
+            holes = [_Hole() for _ in tensors]
+            objects[index] = holes
+            leaves[index] = copied(leaves[index], {id(one): hole for one, hole in zip(tensors, holes, strict=True)})
+            leaves += tensors
+    return leaves, (spec, count, objects)
+
+
+class _Hole:
+    """Stands for a tensor in the copy of an object."""
+
+
+def _call_again(function: Callable[..., Any], spec: Any, *leaves: Any) -> Any:
+    """Call a named piece with the arguments that ``_flattened`` has returned as ``leaves``."""
+    spec, count, objects = spec
+    arguments, tensors = [*leaves[:count]], iter(leaves[count:])
+    for index, holes in objects.items():
+        arguments[index] = copied(arguments[index], {id(hole): next(tensors) for hole in holes})
+    args, kwargs = tree_unflatten(arguments, spec)
+    return function(*args, **kwargs)
 
 
 @dataclass(slots=True)
@@ -75,29 +175,30 @@ class Facts:
     aliased: set[int] = field(default_factory=set)
 
 
-class FunctionSite:
-    """Stands for a call site in the tape."""
+class UnitSite:
+    """Stands for a call site in the tape. ``op``: the class of a Function, or the label of a named piece."""
 
     is_flat = is_view = is_inplace_view = is_custom_op = is_collective = may_save = has_decision = writes = False
-    must_save, savable_if = False, None
+    must_save, savable_if, traits = False, None, OpTraits()
     final_decision, final_rule = Decision.RECOMPUTE, None
 
-    def __init__(self, cls: Any, path: str, table: DecisionTable) -> None:
-        self.op, self.path = cls, path
-        self.conditional_rules = table.rules_of_function(f"{cls.__module__}.{cls.__qualname__}", path)
-        self.is_compiled = cls.__name__ == "CompiledFunction" and hasattr(cls, "compiled_fw")
+    def __init__(self, op: Any, name: str, path: str, rules: Any) -> None:
+        self.op, self.name, self.path, self.conditional_rules = op, name, path, rules
+        self.is_named = isinstance(op, str)
+        self.is_compiled = name == "function CompiledFunction" and hasattr(op, "compiled_fw")
 
 
 @dataclass(slots=True)
 class Unit:
-    """How to repeat a call.
+    """How to repeat a call: ``call``, with the arguments of the entry.
 
     ``results``: per result whether it is returned, and its number among these. ``needs``: argument -> (whether it
     requires grad, whether it is a parameter). ``dirty``: arguments that the function returned. ``key``: of its facts.
     ``served``: (op, n-th call of it) -> the entry whose results are kept.
     """
 
-    cls: Any
+    name: str
+    call: Any
     results: list[tuple[bool, int]]
     needs: dict[int, tuple[bool, bool]]
     dirty: set[int]
@@ -152,25 +253,21 @@ class _Result:
     value: int
 
 
-class FunctionCall:
-    """One call of an autograd function under the recorder."""
+class UnitCall:
+    """One call of an autograd Function or of a named piece under the recorder. ``key``: of its facts."""
 
-    def __init__(self, mode: Any, cls: Any, args: Any) -> None:
-        self.mode, self.cls, self.args = mode, cls, args
-        self.tape = tape = mode.tape
-        self.key = mode.path, cls
-        site = mode.sites.get(id(cls))
-        if site is None or site.op is not cls:
-            site = mode.sites[id(cls)] = FunctionSite(cls, mode.path, mode.table)
-        self.site = site
+    def __init__(self, mode: Any, site: Any, key: Any, call: Any, args: Any) -> None:
+        self.mode, self.site, self.key, self.call, self.args = mode, site, key, call, args
+        self.tape: Tape = mode.tape
+        tape = self.tape
         self.reads: list[int] = []
         self.template = as_refs(args, tape.find, self.reads)
         self.arguments = tensors_of(args)
         self.facts: Facts | None = mode.facts.get(self.key)
         self.copies: dict[int, Any] = {}  # root -> an argument, its contents before the call
 
-    def run(self) -> Any:
-        """Run the function; add a unit to the tape if there are results that its ops do not explain."""
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Run ``function``, the call itself; add a unit if there are results that the ops inside do not explain."""
         mode, tape = self.mode, self.tape
         examines = mode.probes and (self.facts is None or mode.verifies) and not self.site.is_compiled
         self.scope = scope = Scope(len(tape.sites), {} if examines else None)
@@ -187,12 +284,16 @@ class FunctionCall:
             value: (tensor.requires_grad, value in tape.leaves and tape.leaves[value].is_parameter)
             for value, tensor in zip(self.reads, self.arguments, strict=True)
         }
-        tape.scope = scope
+        tape.scope, whole = scope, mode.whole
+        if whole is not None:  # no rule saves a module inside of a unit
+            was_inside, whole.is_inside = whole.is_inside, True
         try:
-            out = apply_function(self.cls, *self.args)
+            out = function()
             self._end(out)
         finally:
             tape.scope = None
+            if whole is not None:
+                whole.is_inside = was_inside
         if examines and self.facts is None:
             mode.facts.setdefault(self.key, Facts())
         return out
@@ -210,8 +311,8 @@ class FunctionCall:
                 self.scope.note([tensor], is_fresh=root in tape.fresh or tape.is_in_flight(root))
 
     def _why_strict(self, examines: bool) -> str:
-        if self.site.is_compiled:
-            return "compiled"
+        if self.site.is_compiled or self.site.is_named:
+            return "compiled, or named"
         if self.facts is None:
             return "" if examines else "not examined"
         return "a kernel writes to what an op made" if self.facts.strict else ""
@@ -229,7 +330,7 @@ class FunctionCall:
         writing = (entry for entry in inside if tape.sites[entry].writes)
         op_written = {root for entry in writing for root in tape.writes_of(entry) if makers[root] < scope.first}
         op_written -= scope.opaque
-        self.decision, self.rule = Decision.RECOMPUTE, NO_RULE
+        self.decision, self.rule, rule = Decision.RECOMPUTE, NO_RULE, None
         if self.site.conditional_rules:
             self.decision, rule = decide(mode, self.site, self.args, {}, out)
             if rule is not None:
@@ -248,6 +349,10 @@ class FunctionCall:
         if is_unit:
             last, served = self._add_unit(results, handles, wanted, written, op_written, positions, aliased, inner)
             inner = [value for value in inner if makers[value] not in served]
+            if mode.op_trace is not None:
+                mode.op_trace.add_unit(
+                    self.site, rule, self.decision, [one.tensor for one in results if one.is_returned]
+                )
         tape.fresh.difference_update([root for root in tape.fresh if root >= self.first_value])
         tape.constants = {root: entry for root, entry in tape.constants.items() if root < self.first_value}
         for value in range(self.first_value, last):  # tensors that live on and that nothing can give again
@@ -265,7 +370,7 @@ class FunctionCall:
 
     def _results(self, out: Any, handles: dict[int, Handle]) -> list[_Result]:
         results = []
-        for number, tensor in enumerate(_returned(out)):
+        for number, tensor in enumerate(tensors_in(out)):
             value = self.tape.known(tensor)
             results.append(_Result(True, number, tensor, self.mode.same_as(tensor) if value is None else value))
         return results + [_Result(False, number, one.value, one.position[0]) for number, one in handles.items()]
@@ -287,8 +392,9 @@ class FunctionCall:
         for position in written:
             root = tape.roots[self.reads[position]]
             if tape.makers[root] < 0 and root not in tape.before and root not in tape.writers:
-                name = self.cls.__name__
-                tape.why_not = tape.why_not or f"{name} writes to a tensor from outside where no op is seen to"
+                tape.why_not = (
+                    tape.why_not or f"{self.site.name} writes to a tensor from outside where no op is seen to"
+                )
         return written
 
     def _examined(self, results: list[_Result], positions: dict[int, int], aliased: set[int]) -> set[int]:
@@ -335,7 +441,10 @@ class FunctionCall:
         for result in results:
             root = roots[result.value]
             if root not in wanted:
-                if not result.is_returned and root in positions and positions[root] in written:
+                if not result.is_returned and (
+                    (root in positions and positions[root] in written)
+                    or (root in op_written and handles[result.number].position[1] > self._first_write(root))
+                ):
                     handles[result.number].position = result.value, unit + 1
                 continue
             if result.value not in new_values:
@@ -355,12 +464,17 @@ class FunctionCall:
             tape.states[unit] = moved
         returned = [one.tensor for one in results if one.is_returned] if aliased else []
         dirty = {
-            self.reads[position]
-            for position, tensor in enumerate(self.arguments)
-            if any(tensor is other for other in returned)
+            value
+            for value, tensor in zip(self.reads, self.arguments, strict=True)
+            if roots[value] in op_written or any(tensor is other for other in returned)
         }
-        tape.units[unit] = Unit(self.cls, described, self.needs, dirty, self.grad, self.autocast, self.key, served)
+        tape.units[unit] = Unit(
+            self.site.name, self.call, described, self.needs, dirty, self.grad, self.autocast, self.key, served
+        )
         return tape.firsts[unit], set(served.values())
+
+    def _first_write(self, root: int) -> int:
+        return min(entry for entry in self.tape.writers[root] if entry >= self.scope.first)
 
     def _read_inside(self, unit: int) -> list[int]:
         """Return the values from outside that ops of the call read and that are no arguments."""
@@ -372,7 +486,24 @@ class FunctionCall:
             if (value < first_value and tape.makers[tape.roots[value]] < first)
             or (value in tape.leaves and value >= first_value)
         }
-        return sorted(value for value in outside.difference(self.reads) if tape.roots[value] not in self.scope.opaque)
+        others = sorted(value for value in outside.difference(self.reads) if tape.roots[value] not in self.scope.opaque)
+        if self.site.is_named:  # it would hold the graph that leads to its region
+            self._refuse_made([value for value in others if tape.makers[tape.roots[value]] >= 0])
+        return others
+
+    def _refuse_made(self, values: list[int]) -> None:
+        """Raise if a named piece reads what the region has computed, and not a cast of a parameter by autocast."""
+        tape = self.tape
+        arguments = {tape.roots[value] for value in self.reads}
+        for value in values:
+            maker = tape.makers[tape.roots[value]]
+            is_cast = tape.sites[maker].op is torch.ops.aten._to_copy.default and tape.reads[maker][0] in tape.leaves
+            if not is_cast and tape.roots[value] not in arguments:
+                found = (
+                    f"{self.site.name} reads a tensor that {site_name(tape.sites[maker])} has computed in the region"
+                )
+                fix = "pass it to the unit as an argument"
+                raise RegionError(Problem(self.mode.where, f"{found} and that is not among its arguments", fix=fix))
 
     def _what_to_keep(
         self, unit: int, inner: list[int], results: list[tuple[Tensor, int]], wanted: set[int]
@@ -434,12 +565,6 @@ def _copied(tensor: Tensor) -> Any:
         return copy_of(tensor.untyped_storage())
     finally:
         del guard
-
-
-def _returned(out: Any) -> list[Tensor]:
-    if isinstance(out, Tensor):
-        return [out]
-    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
 
 
 def _unexplained(tape: Tape, scope: Scope, results: list[_Result]) -> set[int]:
@@ -545,7 +670,7 @@ class _Serving(TorchDispatchMode):
 
 
 def run_unit(tape: Tape, entry: int, values: dict[int, Any]) -> None:
-    """Run ``apply`` again and take its results; its graph is dropped at once."""
+    """Call a unit again and take its results; its graph is dropped at once."""
     unit: Unit = tape.units[entry]
     wanted = {number for is_returned, number in unit.results if not is_returned}
     saved: dict[int, Tensor] = {}
@@ -568,11 +693,11 @@ def run_unit(tape: Tape, entry: int, values: dict[int, Any]) -> None:
         stack.enter_context(saved_tensors_hooks(pack, lambda held: held))
         arguments = from_refs(tape.args[entry], _arguments(unit, values))
         stack.enter_context(_Serving(tape, unit) if unit.served else nullcontext())
-        returned = dict(enumerate(_returned(apply_function(unit.cls, *arguments))))
+        returned = dict(enumerate(tensors_in(unit.call(*arguments))))
     for value, (is_returned, number) in zip(tape.results(entry), unit.results, strict=True):
         results = returned if is_returned else saved
         if number not in results:
-            raise DiffersError(f"{unit.cls.__name__} returns or saves fewer tensors than in forward")
+            raise DiffersError(f"{unit.name} returns or saves fewer tensors than in forward")
         values[value] = detached(results[number])
 
 

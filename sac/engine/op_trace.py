@@ -21,7 +21,7 @@ from sac.ops.flops import flops_of
 from sac.ops.names import op_name
 from sac.policy.model import Decision, PlannedRegion
 from sac.stores.offload import OffloadUse
-from sac.tensors import storage_bytes, tensors_of
+from sac.tensors import storage_address, storage_bytes, tensors_of
 from sac.torch_private import tree_leaves
 
 # -- Rows of the op trace: the decision on each op of one region call
@@ -88,6 +88,13 @@ class OpTraceRecorder:
         called = call_key[0], f"module {type(module).__name__}", call_key[1]
         self._append(called, rule.decision, rule, f"rule {rule.rule.id}", kept_bytes, flops, tensor)
 
+    def add_unit(self, site: Any, rule: ResolvedRule | None, decision: Decision, returned: Sequence[Any]) -> None:
+        """Append a call of an autograd Function or of a named piece, whose ops have rows of their own."""
+        key = site.path, site.name
+        count = self._calls[key] = self._calls.get(key, -1) + 1
+        size = sum({storage_address(tensor): storage_bytes(tensor) for tensor in returned}.values())
+        self._append((*key, count), decision, rule, _reason(site, rule, decision), size, 0, first_tensor(returned))
+
     def _append(
         self,
         called: tuple[str, str, int],
@@ -106,7 +113,9 @@ class OpTraceRecorder:
 
 def signature(rows: Iterable[OpTraceRow]) -> str:
     """Return a hash of a sequence of ops, independent of sizes and without views: sixteen hex digits."""
-    text = "\n".join(f"{row.module} {row.op}" for row in rows if row.bytes)
+    text = "\n".join(
+        f"{row.module} {row.op}" for row in rows if row.bytes and not row.op.startswith(("function ", "unit "))
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

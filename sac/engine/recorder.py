@@ -36,6 +36,7 @@ class TapeMode(RegionMode):
     """
 
     takes_functions = True
+    where = ""  # the region's name in messages
 
     def __init__(self, table: DecisionTable, tape: Tape, op_trace: OpTraceRecorder | None) -> None:
         super().__init__(table)

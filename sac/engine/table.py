@@ -261,14 +261,13 @@ class DecisionTable:
             self.default.keeps or any(_matches_every_call(resolved.rule) for resolved in self.rules)
         )
 
-    def rules_of_function(self, function: str, path: str) -> tuple[ConditionalRule, ...]:
-        """Return the rules that may match calls of an autograd Function, by its qualified name, in a module."""
+    def rules_of_unit(self, path: str, unit: str = "", function: str = "") -> tuple[ConditionalRule, ...]:
+        """Return the rules that may match calls in a module of a unit: a named one, or an autograd Function."""
         return tuple(
             ConditionalRule(resolved, resolved.rule.do == ALTERNATE, resolved.decision, None)
             for resolved in self.rules
-            if not resolved.rule.matches_module
-            and "*" not in resolved.rule.ops
-            and resolved.matches_unit(function)
+            if not (path.endswith(_INSIDE) or resolved.rule.matches_module)
+            and resolved.matches_unit(function, unit)
             and (resolved.rule.module is None or resolved.rule.module.matches(path))
         )
 

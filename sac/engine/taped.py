@@ -67,7 +67,7 @@ class TapedFrame(Frame):
         is_new = verify != NEVER and not group.verified
         verifies = verify == ALWAYS or is_new
         self.mode: TapeMode | None = self._new_mode()
-        self.mode.verifies = verifies
+        self.mode.verifies, self.mode.where = verifies, self.where
         self.mode.facts, self.mode.probes = group.functions, verify != NEVER
         self.mode.takes_functions = self._replays
         self._sums: dict[int, Any] = {}  # checksums of what autograd saved, by handle
@@ -467,7 +467,7 @@ class TapedFrame(Frame):
             return False
         for unit in units:
             self.group.functions[tape.units[unit].key].unsteady = True
-        names = ", ".join(sorted({tape.units[unit].cls.__name__ for unit in units}))
+        names = ", ".join(sorted({tape.units[unit].name for unit in units}))
         found = f"{names} gives other values when it runs again"
         fix = "none is needed for later steps, its results are kept from now on"
         if self.tape.has_collectives:

@@ -79,7 +79,7 @@ class WholeModules:
             if trace is not None:
                 mode.op_trace = trace
         if is_recorded:
-            size = keep(tape, [*_tensors_in(out)], [*_tensors_in((args, kwargs))], first, rule.index)
+            size = keep(tape, [*tensors_in(out)], [*tensors_in((args, kwargs))], first, rule.index)
             if trace is not None:
                 module = getattr(function, "__self__", None)
                 flops = sum(row.flops for row in inside.rows)
@@ -108,7 +108,8 @@ def keep(tape: Any, results: list[Tensor], arguments: list[Tensor], first: tuple
     return sum(sizes.values())
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in containers, and in the attributes of objects in them."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
