@@ -1,11 +1,11 @@
-"""Stack by mode: whether gradients are those without sac, and what else a step runs, keeps and sends."""
+"""Stack by mode: whether training is that without sac, and what else a step runs, keeps and sends."""
 
 from __future__ import annotations
 
 import re
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ class Line:
 
     stack: str
     world: int
-    cells: tuple[Cell, ...] = field(default_factory=tuple)
+    cells: tuple[Cell, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -59,41 +59,34 @@ def line_of(stack: Stack, advance: Callable[[str], None] = lambda label: None) -
     for mode in stack.modes:
         advance(f"{stack.name}: {mode}")
         options = stack.mode_options.get(mode, {})
-        key = repr(sorted(options.items()))
         try:
-            if key not in references:
-                references[key] = trained(stack, NONE, options)
-            cells.append(compared(mode, trained(stack, mode, options), references[key], rounded=stack.rounded))
+            if str(options) not in references:
+                references[str(options)] = trained(stack, NONE, options)
+            cells.append(compared(mode, trained(stack, mode, options), references[str(options)], rounded=stack.rounded))
         except (Exception, pytest.skip.Exception) as error:
-            missing = missing_in(error)
-            cells.append(Cell(mode, missing=missing) if missing else Cell(mode, error=_last_line(error)))
+            cells.append(_failed(mode, error))
     return Line(stack.name, stack.world, tuple(cells))
 
 
 def compared(mode: str, ours: list[Outcome], plain: list[Outcome], *, rounded: bool) -> Cell:
     """Hold the outcomes of a mode against those without us, rank by rank."""
-    names = [name for mine, other in zip(ours, plain, strict=True) for name in differences(mine, other)]
-    different = tuple(dict.fromkeys(names))
-    gradients = EQUAL
-    if different:
-        near = rounded and all(are_close(mine, other) for mine, other in zip(ours, plain, strict=True))
-        gradients = CLOSE if near else DIFFER
-    return Cell(
-        mode,
-        gradients,
-        different if gradients == DIFFER else (),
-        flops=_ratio(sum(one.flops for one in ours), sum(one.flops for one in plain)),
-        kept=_ratio(sum(one.kept_bytes for one in ours), sum(one.kept_bytes for one in plain)),
-        sent=_ratio(_sent(ours), _sent(plain)),
-    )
+    pairs = list(zip(ours, plain, strict=True))
+    different = tuple(dict.fromkeys(name for mine, other in pairs for name in differences(mine, other)))
+    near = rounded and all(_are_close(mine, other) for mine, other in pairs)
+    ratios = []
+    for size in (lambda one: one.flops, lambda one: one.kept_bytes, lambda one: sum(one.collectives.values())):
+        mine, other = (sum(map(size, outcomes)) for outcomes in (ours, plain))
+        ratios.append(mine / other if other else None)
+    verdict = EQUAL if not different else CLOSE if near else DIFFER
+    return Cell(mode, verdict, different if verdict == DIFFER else (), *ratios)
 
 
-def are_close(ours: Outcome, plain: Outcome) -> bool:
+def _are_close(ours: Outcome, plain: Outcome) -> bool:
     """Whether two outcomes have the same gradients up to rounding; losses too."""
     if ours.gradients.keys() != plain.gradients.keys() or len(ours.losses) != len(plain.losses):
         return False
     pairs = [(ours.gradients[name], gradient) for name, gradient in plain.gradients.items()]
-    pairs += [(torch.tensor(mine), torch.tensor(other)) for mine, other in zip(ours.losses, plain.losses, strict=True)]
+    pairs += [(torch.tensor(ours.losses), torch.tensor(plain.losses))] if plain.losses else []
     return all(
         torch.allclose(mine, other, rtol=0, atol=ABSOLUTE + RELATIVE * float(other.abs().max()))
         for mine, other in pairs
@@ -101,27 +94,11 @@ def are_close(ours: Outcome, plain: Outcome) -> bool:
     )
 
 
-def missing_in(error: BaseException) -> str:
-    """What this machine lacks, if that is why something could not run: a package, or what a skip says; else empty."""
-    if isinstance(error, pytest.skip.Exception):
-        return str(error)
-    if isinstance(error, ModuleNotFoundError):
-        return f"the package {error.name} is not installed"
-    if isinstance(error, RankError):
-        told = re.search(r"^(?:Skipped|_pytest\.outcomes\.Skipped): (.+)$", str(error), re.MULTILINE)
-        absent = re.search(r"^ModuleNotFoundError: No module named '([^']+)'$", str(error), re.MULTILINE)
-        return told[1] if told else f"the package {absent[1]} is not installed" if absent else ""
-    return ""
-
-
-def _last_line(error: BaseException) -> str:
+def _failed(mode: str, error: BaseException) -> Cell:
+    """What was raised, or what this machine lacks: a package, or what a skip says."""
     text = str(error) if isinstance(error, RankError) else "".join(traceback.format_exception_only(error))
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), type(error).__name__)
-
-
-def _sent(outcomes: list[Outcome]) -> int:
-    return sum(sum(one.collectives.values()) for one in outcomes)
-
-
-def _ratio(ours: int, plain: int) -> float | None:
-    return ours / plain if plain else None
+    told = re.search(r"^(?:_pytest\.outcomes\.)?Skipped: (.+)$", text, re.MULTILINE)
+    absent = re.search(r"^ModuleNotFoundError: No module named '([^']+)'$", text, re.MULTILINE)
+    if told or absent:
+        return Cell(mode, missing=told[1] if told else f"the package {absent[1]} is not installed")
+    return Cell(mode, error=next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "?"))
