@@ -135,15 +135,17 @@ def with_tensor(value: Any) -> Any:
 
 def is_own_object(value: Any) -> bool:
     """Return whether a value is an object of a user's class that holds attributes."""
-    return _is_own_class(_class_of(value)) and not isinstance(value, (Tensor, nn.Module, type))
+    return is_own_class(class_of(value)) and not isinstance(value, (Tensor, nn.Module, type))
 
 
-def _class_of(value: Any) -> type:
+def class_of(value: Any) -> type:
+    """Return the class of a value, as one that can be hashed."""
     return type(value)
 
 
 @cache
-def _is_own_class(cls: type) -> bool:
+def is_own_class(cls: type) -> bool:
+    """Return whether objects of a class count as those of a user's class."""
     if cls in _NAMESPACES:
         return True
     if cls.__module__.partition(".")[0] in _LIBRARIES or any("__call__" in vars(base) for base in cls.__mro__):
@@ -165,7 +167,7 @@ def _slots(cls: type) -> tuple[str, ...]:
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, those in slots too."""
     attributes = dict(getattr(value, "__dict__", ()))
-    for name in _slots(_class_of(value)):
+    for name in _slots(class_of(value)):
         if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
             attributes[name] = getattr(value, name)
     return attributes

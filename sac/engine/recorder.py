@@ -305,14 +305,22 @@ class TapeMode(RegionMode):
             handle.hold(tensor, EXTERNAL)
         elif root in tape.kept_roots:
             handle.hold(tensor, KEPT)
-        elif self.sums is not None and not (tape.is_in_flight(root) or is_in_flight(tensor) or self._is_seed(handle)):
+        elif self.sums is not None and not (self._may_be_in_flight(root, tensor) or self._is_seed(handle)):
             self.sums[handle.index] = checksum(tensor)
+
+    def _may_be_in_flight(self, root: int, tensor: Tensor) -> bool:
+        tape = self.tape
+        return (tape.has_collectives and tape.is_in_flight(root)) or (
+            type(tensor) is not Tensor and is_in_flight(tensor)
+        )
 
     def _is_seed(self, handle: Handle) -> bool:
         """Return whether a handle is that of a seed or offset, which an attention without dropout leaves undefined."""
-        maker, dtype = self.tape.makers[handle.position[0]], handle.metadata[1]
-        is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
-        return is_integer and maker >= 0 and "attention" in str(self.tape.sites[maker].op)
+        dtype = handle.metadata[1]
+        if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+            return False
+        maker = self.tape.makers[handle.position[0]]
+        return maker >= 0 and "attention" in str(self.tape.sites[maker].op)
 
     def same_as(self, tensor: Tensor) -> int:
         """Return the value of a tensor that autograd has made of one on the tape."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from operator import is_
 from typing import Any
 
@@ -13,7 +14,17 @@ from torch import Tensor, nn
 
 from sac.engine.flags import BackendFlags
 from sac.engine.fp8 import FP8_METAS
-from sac.engine.objects import PLAIN, StandIn, attributes_of, is_own_object, is_stale, with_tensor, without_graph
+from sac.engine.objects import (
+    PLAIN,
+    StandIn,
+    attributes_of,
+    class_of,
+    is_own_class,
+    is_own_object,
+    is_stale,
+    with_tensor,
+    without_graph,
+)
 from sac.engine.recomputing import recomputing
 from sac.engine.rng import GeneratorStates, RngSnapshot, advanced, python_random, set_python_random
 from sac.engine.settings import Settings
@@ -41,6 +52,15 @@ def _is_random(value: Any) -> bool:
         return True
     cls = type(value)
     return cls not in PLAIN and hasattr(cls, "get_states") and hasattr(cls, "set_states")
+
+
+@cache
+def _may_hold(cls: type) -> bool:
+    """Return whether a rerun may need more of an attribute of this class than its binding."""
+    is_tracker = hasattr(cls, "get_states") and hasattr(cls, "set_states")
+    is_object = (is_tracker or is_own_class(cls)) and not issubclass(cls, (nn.Module, type))
+    holders = (Tensor, *_CONTAINERS, tuple, deque, partial, torch.Generator)
+    return is_object or (cls is not torch.Size and issubclass(cls, holders))
 
 
 def modules_in(owners: Sequence[nn.Module]) -> list[nn.Module]:
@@ -111,48 +131,46 @@ class ForwardState:
     def _note_module(self, module: nn.Module) -> None:
         """Note attributes, parameters and buffers of a module, and what its attributes hold."""
         table = module.__dict__
-        held = table.copy()
         self._children.append((module._modules, len(module._modules)))
         if "training" not in table:  # a scripted module has it elsewhere
             self._flags.append((module, module.training))
-        has_own = len(table) > len(_NOT_OURS) and FP8_METAS.isdisjoint(table)  # TransformerEngine restores its own
-        if has_own or len(table) <= len(_NOT_OURS):
+        if FP8_METAS.isdisjoint(table):  # TransformerEngine restores its own
+            held = table.copy()
             self._tables.append((table, held))
+            for name in table.keys() - _NOT_OURS:
+                if _may_hold(class_of(value := table[name])):
+                    held[name] = self._note_value(value)
         for name in ("_parameters", "_buffers") if FSDP_MANAGED not in table else ("_buffers",):
             if (tensors := table[name]) and isinstance(tensors, dict):  # not so in what TorchScript compiles
                 self._tables.append((tensors, tensors.copy()))
-                there = (tensor for tensor in tensors.values() if tensor is not None)
-                self._tensors += [(tensor, version_of(tensor), tensor.requires_grad) for tensor in there]
-        if has_own:
-            self._note_values(table, held, table.keys() - _NOT_OURS)
+                for tensor in tensors.values():
+                    if tensor is not None:
+                        self._tensors.append((tensor, version_of(tensor), tensor.requires_grad))
 
-    def _note_values(self, table: dict[str, Any], held: dict[str, Any], names: Iterable[str]) -> None:
-        """Note containers with their items, objects with their attributes, generators and trackers.
+    def _note_value(self, value: Any) -> Any:
+        """Note a container with its items, an object with its attributes, generators and trackers.
 
-        What holds tensors with a graph is replaced in ``held``, the copy of ``table``.
+        Return what to hold of the value: what holds tensors with a graph is replaced.
         """
-        for name in names:
-            value = table[name]
-            if type(value) in PLAIN or isinstance(value, nn.Module):
-                continue
-            held[name] = without_graph(value)
-            if isinstance(value, Tensor):
-                continue
-            if isinstance(value, (list, tuple, dict)):
-                items = value.values() if isinstance(value, dict) else value
-                self._held += [item for item in items if _is_random(item)]
-            elif _is_random(value):
-                self._held.append(value)
-            elif isinstance(value, partial):
-                self._held += [item for item in bound_in(value) if _is_random(item)]
-            if held[name] is not value:
-                continue
-            if isinstance(value, _CONTAINERS) and hasattr(value, "copy"):
-                self._containers.append((value, value.copy()))
-            elif id(value) not in self._seen and is_own_object(value) and hasattr(value, "__dict__"):
-                self._seen.add(id(value))
-                self._tables.append((vars(value), vars(value).copy()))
-                self._held += [item for item in vars(value).values() if _is_random(item)]
+        held = without_graph(value)
+        if isinstance(value, Tensor):
+            return held
+        if isinstance(value, (list, tuple, dict)):
+            items = value.values() if isinstance(value, dict) else value
+            self._held += [item for item in items if _is_random(item)]
+        elif _is_random(value):
+            self._held.append(value)
+        elif isinstance(value, partial):
+            self._held += [item for item in bound_in(value) if _is_random(item)]
+        if held is not value:
+            return held
+        if isinstance(value, _CONTAINERS) and hasattr(value, "copy"):
+            self._containers.append((value, value.copy()))
+        elif id(value) not in self._seen and is_own_object(value) and hasattr(value, "__dict__"):
+            self._seen.add(id(value))
+            self._tables.append((vars(value), vars(value).copy()))
+            self._held += [item for item in vars(value).values() if _is_random(item)]
+        return value
 
     def end(self) -> list[Tensor]:
         """Note the versions that parameters and buffers have at the end of the forward; return what it wrote to.
@@ -281,8 +299,8 @@ def _swap(stack: UndoStack, target: Any, then: Any, put: Callable[[Any, Any], No
 
 
 def _set_items(table: dict[Any, Any], then: dict[Any, Any]) -> None:
-    if table.keys() == then.keys() and all(map(is_, table.values(), then.values())):  # the usual case
-        return
+    if len(table) == len(then) and all(map(is_, table.values(), then.values())) and table.keys() == then.keys():
+        return  # the usual case
     if FSDP_MANAGED in then:  # FSDP1 moves parameters between the tables of a module
         then = {name: value for name, value in then.items() if not isinstance(value, (Tensor, StandIn))}
         then |= {name: value for name, value in table.items() if isinstance(value, Tensor)}

@@ -116,6 +116,7 @@ class Tape:
         self.units: dict[int, Any] = {}  # entry -> how to repeat a call of an autograd function
         self.scope: Any = None  # the call of an autograd function that is running
         self._adopted: dict[int, tuple[Tensor, int]] = {}
+        self.module_tensors: set[int] = set()  # ids of parameters and buffers
         self._first_node = next_node_number()
         self._reachable: tuple[set[int], set[int]] | None = None
 
@@ -307,7 +308,7 @@ class Tape:
     def _is_reachable(self, tensor: Tensor) -> bool:
         """Return whether a tensor shares the storage of a leaf, or of a buffer or an attribute of the modules."""
         address = storage_address(tensor)
-        if address in self.leaf_roots:
+        if address in self.leaf_roots or id(tensor) in self.module_tensors:
             return True
         if self._reachable is None:
             tensors = [one for owner in self._owners for module in owner.modules() for one in _tensors_on(module)]

@@ -87,6 +87,7 @@ class TapedFrame(Frame):
 
     def _begin(self, inputs: Inputs) -> None:
         self._input_leaves = {index: self.tape.find_input(tensor) for index, tensor in inputs.tensors}
+        self.tape.module_tensors = set(map(id, self.state.tensors))
         if self.is_dual:  # ops read tangents, which are no arguments
             tangents = (unpack_dual(tensor).tangent for _, tensor in inputs.tensors)
             for tangent in tangents:
