@@ -388,8 +388,8 @@ _OWN = (
         "verify",
         _TIMES,
         "not a time to verify at",
-        "when replayed values are compared with those of the forward",
-        default="always",
+        "when recomputed values are compared with those of the forward",
+        default="first",
     ),
     Key(
         "blocks",

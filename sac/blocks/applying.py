@@ -68,7 +68,7 @@ def apply(
         return model
     options = replace(config.options, tp_group=tp_group, get_rng_state_tracker=get_rng_state_tracker)
     settings = settings_of(config.full, options, "sac.apply", compared=set())
-    settings = replace(settings, engine=config.engine, verify=config.verify)
+    settings = replace(settings, engine=config.engine, verify=config.verify, strict=config.strict)
     refuse_existing_checkpointing(model)
     policy = FULL if config.mode == "full" else (config.policy or family_policy(model))
     resolved = usable_policy(policy)

@@ -29,7 +29,9 @@ from sac.engine.rng import GeneratorStates, advanced, default_generators, set_st
 from sac.engine.table import NO_RULE, decide, site_name
 from sac.engine.tape import DiffersError, Tape, as_refs, from_refs
 from sac.engine.tracker import active_mode, without_mode
+from sac.engine.verify import may_differ
 from sac.engine.whole import tensors_in
+from sac.engine.wrappers import is_in_flight
 from sac.errors import Problem, RegionError
 from sac.ops.facts import OpTraits
 from sac.outer_hooks import fetch
@@ -58,6 +60,11 @@ def install() -> None:
 
 def _called(cls: Any, *args: Any) -> Any:
     mode = _recorder()
+    if mode is None and (active := active_mode()) is not None and active.spans is not None:
+        first = len(active.tape.sites)
+        out = apply_function(cls, *args)
+        active.spans.append((range(first, len(active.tape.sites)), f"function {cls.__qualname__}", active.path))
+        return out
     if mode is None or cls.__module__.startswith("torch.distributed."):  # only ops, and wrappers around their results
         return apply_function(cls, *args)
     site = mode.sites.get(id(cls))
@@ -194,7 +201,8 @@ class Unit:
 
     ``results``: per result whether it is returned, and its number among these. ``needs``: argument -> (whether it
     requires grad, whether it is a parameter). ``dirty``: arguments that the function returned. ``key``: of its facts.
-    ``served``: (op, n-th call of it) -> the entry whose results are kept.
+    ``served``: (op, n-th call of it) -> the entry whose results are kept. ``then``, if the first replay compares:
+    values that the call made or wrote to, with metadata and checksum. ``spare``: results that are used if these differ.
     """
 
     name: str
@@ -206,6 +214,8 @@ class Unit:
     autocast: dict[str, dict[str, Any]]
     key: Any
     served: dict[tuple[int, int], int] = field(default_factory=dict)
+    then: list[tuple[int, Any, Any]] = field(default_factory=list)
+    spare: dict[int, Any] = field(default_factory=dict)
 
 
 class Scope:
@@ -340,8 +350,7 @@ class UnitCall:
                 scope.strict = scope.strict or "a rule saves it"
         wanted = _unexplained(tape, scope, results)
         is_unit = bool(wanted or written)
-        sends = bool(tape.collectives) and tape.collectives[-1] >= scope.first
-        if is_unit and (op_written or written or sends) and not scope.strict:
+        if is_unit and (op_written or written or self._sends()) and not scope.strict:
             scope.strict = "writes to arguments, or communicates"  # and must do so once
             wanted = _unexplained(tape, scope, results)
         inner = [value for value in range(self.first_value, len(roots)) if value in tape.kept]
@@ -471,7 +480,19 @@ class UnitCall:
         tape.units[unit] = Unit(
             self.site.name, self.call, described, self.needs, dirty, self.grad, self.autocast, self.key, served
         )
+        if (self.mode.verifies or (self.facts is None and self.mode.probes)) and not self._sends():
+            made = [(new_values[one.value], one.tensor) for one in results if one.value in new_values]
+            made += [(self.reads[position], self.arguments[position]) for position in written]
+            for value, tensor in made:
+                if value not in tape.kept and not is_in_flight(tensor):
+                    tape.units[unit].then.append((value, (tensor.shape, tensor.dtype), checksum(tensor)))
+                    if self.mode.keeps_units and tape.makers[value] == unit:
+                        tape.units[unit].spare[value] = detached(tensor)
         return tape.firsts[unit], set(served.values())
+
+    def _sends(self) -> bool:
+        """Return whether the call communicates with other ranks."""
+        return bool(self.tape.collectives) and self.tape.collectives[-1] >= self.scope.first
 
     def _first_write(self, root: int) -> int:
         return min(entry for entry in self.tape.writers[root] if entry >= self.scope.first)
@@ -499,11 +520,9 @@ class UnitCall:
             maker = tape.makers[tape.roots[value]]
             is_cast = tape.sites[maker].op is torch.ops.aten._to_copy.default and tape.reads[maker][0] in tape.leaves
             if not is_cast and tape.roots[value] not in arguments:
-                found = (
-                    f"{self.site.name} reads a tensor that {site_name(tape.sites[maker])} has computed in the region"
-                )
-                fix = "pass it to the unit as an argument"
-                raise RegionError(Problem(self.mode.where, f"{found} and that is not among its arguments", fix=fix))
+                name, op = self.site.name, site_name(tape.sites[maker])
+                found = f"{name} reads a tensor that is not among its arguments and that {op} has computed"
+                raise RegionError(Problem(self.mode.where, found, fix="pass it to the unit as an argument"))
 
     def _what_to_keep(
         self, unit: int, inner: list[int], results: list[tuple[Tensor, int]], wanted: set[int]
@@ -699,6 +718,20 @@ def run_unit(tape: Tape, entry: int, values: dict[int, Any]) -> None:
         if number not in results:
             raise DiffersError(f"{unit.name} returns or saves fewer tensors than in forward")
         values[value] = detached(results[number])
+
+
+def differs(tape: Tape, entry: int, values: dict[int, Any], unneeded: set[int]) -> bool:
+    """Return whether a unit has given other values than in the forward; use those of the forward if they are there."""
+    unit: Unit = tape.units[entry]
+    compared = [one for one in unit.then if one[0] not in unneeded]
+    again = [values[value] for value, _, _ in compared]
+    pairs = [(one[2], checksum(tensor)) for one, tensor in zip(compared, again, strict=True)]
+    others = any(one[1] != (tensor.shape, tensor.dtype) for one, tensor in zip(compared, again, strict=True))
+    is_other = (others or bool(find_different(pairs))) and not may_differ(tape, tape.reads[entry], again[0].device)
+    for value, tensor in unit.spare.items() if is_other else ():
+        if not tape.is_written(value):
+            values[value] = tensor
+    return is_other
 
 
 def _arguments(unit: Unit, values: dict[int, Any]) -> dict[int, Any]:

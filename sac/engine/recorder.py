@@ -45,6 +45,7 @@ class TapeMode(RegionMode):
         self.calls: MutableMapping[CallSite, int] = defaultdict(int)
         self.alternations: MutableMapping[int, int] = defaultdict(int)
         self.hits: dict[int, int] = {}
+        self.keeps_units = False  # until they are verified
         self.verifies = False  # whether checksums of what is kept are taken
         self.compares_arguments = False  # whether those of the arguments of calls whose results are kept are taken too
         self.facts: dict[Any, Any] = {}  # (path, autograd function) -> what its calls have shown

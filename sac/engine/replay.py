@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sac.engine.autocast import as_then
-from sac.engine.functions import run_unit
+from sac.engine.functions import differs, run_unit
 from sac.engine.rng import set_states, states_of
 from sac.engine.schedule import Schedule, UnobtainableError, schedule_replay
 from sac.engine.tape import HOLE, CannotReplayError, DiffersError, Tape, from_refs
@@ -43,6 +43,9 @@ def replay(tape: Tape, schedule: Schedule, wanted: list[tuple[int, int, int]]) -
                 if entry in tape.units:
                     guards.close()  # it runs as in forward: with autograd and autocast
                     run_unit(tape, entry, values)
+                    if not tape.differing:  # what reads its results differs, too
+                        unneeded = {*drops} - {value for _, value, _ in fills}
+                        tape.differing = [entry] if differs(tape, entry, values, unneeded) else []
                     guards = _below_autograd()
                 else:
                     out = _run(tape, entry, values)

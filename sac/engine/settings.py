@@ -28,7 +28,8 @@ class Settings:
     it. ``trackers``: functions that return a tracker of named RNG states. ``checks_metadata``: compare shape, dtype
     and device of the tensors that recomputation saves with those that forward saved. ``engine`` and ``verify``: how
     regions are recomputed, and when replayed and served values are compared with those of the forward; see
-    ``sac.engine.verify``. ``add_note``: to out-of-memory errors in a region. ``transfers``: copy what rules offload.
+    ``sac.engine.verify``; ``strict``: a difference is an error. ``add_note``: to out-of-memory errors in a region.
+    ``transfers``: copy what rules offload.
     """
 
     input_storing: InputStoring | None = None
@@ -40,8 +41,14 @@ class Settings:
     use_reentrant: bool = DEFAULTS["use_reentrant"]
     engine: str = DEFAULTS["engine"]
     verify: str = DEFAULTS["verify"]
+    strict: bool = False
     add_note: Callable[[BaseException], None] = no_note
     transfers: TransfersByDevice = field(default_factory=TransfersByDevice, compare=False)
+
+    @property
+    def refuses_differences(self) -> bool:
+        """Whether recomputed values that differ are an error, and not a warning."""
+        return self.strict or self.verify == ALWAYS
 
     @property
     def needs_frame(self) -> bool:

@@ -268,6 +268,7 @@ class DecisionTable:
             for resolved in self.rules
             if not (path.endswith(_INSIDE) or resolved.rule.matches_module)
             and resolved.matches_unit(function, unit)
+            and not (resolved.rule.do == ALTERNATE and "*" in resolved.rule.ops)  # "every second op" is about ops
             and (resolved.rule.module is None or resolved.rule.module.matches(path))
         )
 

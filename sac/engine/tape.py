@@ -114,6 +114,7 @@ class Tape:
         self.of_unknown_origin: set[int] = set()  # leaves, held weakly until the forward ends
         self.joined: set[int] = set()  # roots of wrappers that the region has made of other values, and of these
         self.units: dict[int, Any] = {}  # entry -> how to repeat a call of an autograd function
+        self.differing: list[int] = []  # the unit that a replay has shown not to repeat itself
         self.scope: Any = None  # the call of an autograd function that is running
         self._adopted: dict[int, tuple[Tensor, int]] = {}
         self.module_tensors: set[int] = set()  # ids of parameters and buffers

@@ -23,7 +23,7 @@ from sac.engine.replay import ChangedError, replay
 from sac.engine.rng import python_random, same_python_random
 from sac.engine.schedule import Schedule, UnobtainableError, key_of, schedule_replay
 from sac.engine.serve import Served
-from sac.engine.settings import ALWAYS, NEVER
+from sac.engine.settings import ALWAYS, NEVER, REPLAY
 from sac.engine.table import site_name
 from sac.engine.tape import CannotReplayError, DiffersError, Tape
 from sac.engine.untraced import never_compiled
@@ -65,15 +65,20 @@ class TapedFrame(Frame):
         self._is_full = not (table.decides_on_ops or table.saves_everything or table.matches_modules)
         verify = self.settings.verify
         is_new = verify != NEVER and not group.verified
-        verifies = verify == ALWAYS or is_new
+        # What a rerun is served is compared in every call: only a replay has learned what writes to it unseen.
+        verifies = verify == ALWAYS or is_new or (verify != NEVER and not self._replays)
         self.mode: TapeMode | None = self._new_mode()
         self.mode.verifies, self.mode.where = verifies, self.where
         self.mode.facts, self.mode.probes = group.functions, verify != NEVER
         self.mode.takes_functions = self._replays
+        self.mode.keeps_units = self.settings.engine == REPLAY and is_new
+        self._spans: list[tuple[range, str, str]] = []
         self._sums: dict[int, Any] = {}  # checksums of what autograd saved, by handle
         self.mode.compares_arguments = is_new
         if is_new or (verifies and self._replays):
             self.mode.sums = self._sums
+        if is_new and not self._replays:
+            self.mode.spans = self._spans
         self._schedule: Schedule | None = None
         self._wanted: list[tuple[int, int, int]] = []
         self.figures: SavedFigures | None = None
@@ -393,7 +398,9 @@ class TapedFrame(Frame):
             raise RegionError(self._of_change(change.value)) from None
         except UnobtainableError:
             raise CannotReplayError(_EARLIER) from None
-        if self._sums:
+        if tape.differing:
+            self._save_from_now_on(tape.differing.pop(), filled, waiting)
+        elif self._sums:
             self._verify(filled, waiting)
         for index, tensor in filled:
             waiting[index].fill(tensor, self.where, checks=self.settings.checks_metadata)
@@ -424,10 +431,6 @@ class TapedFrame(Frame):
             self.group.verified = True
             return
         self._sums = {}
-        if self._are_of_units(different):
-            if self.tape.has_collectives:
-                return  # the warning says that this step's gradients may differ
-            raise UnsteadyError
         index, tensor = next(pair for pair in compared if pair[0] in different)
         found = f"saved tensor {index} ({describe(tensor)}) is replayed with other values than forward had"
         raise DiffersError(found)
@@ -444,7 +447,7 @@ class TapedFrame(Frame):
         handle = waiting[different[0]]
         found = f"saved tensor {handle.index} ({describe(handle.value)}{self._maker(handle)}) has other values in "
         found += f"recomputation than in forward: {OTHER}"
-        if self.settings.verify == ALWAYS:
+        if self.settings.refuses_differences:
             raise RegionError(Problem(self.where, found, fix=OTHER_FIX))
         fix = f"{OTHER_FIX}. The gradients of this step may differ"
         warnings.warn(str(Problem(self.where, found, fix=fix)), SacWarning, stacklevel=2)
@@ -453,25 +456,41 @@ class TapedFrame(Frame):
         return may_differ(self.tape, handle.position[:1], handle.metadata[2])
 
     def _maker(self, handle: Handle) -> str:
-        maker = self.tape.makers[handle.position[0]]
-        if maker < 0:
+        """Return what has computed a saved tensor, and the last Function on which it depends."""
+        tape, entry = self.tape, self.tape.makers[handle.position[0]]
+        if entry < 0:
             return ""
-        site = self.tape.sites[maker]
-        return f", of {site_name(site)} in {f'module {site.path}' if site.path else 'the region itself'}"
+        site = tape.sites[entry]
+        text = f", of {site_name(site)} in {_module(site.path)}"
+        depends = {entry}
+        for earlier in range(entry, -1, -1):  # entries read what earlier ones have made
+            if earlier in depends:
+                if span := next((span for span in self._spans if earlier in span[0]), None):
+                    return f"{text}, which depends on {span[1]} in {_module(span[2])}"
+                depends.update(tape.makers[value] for value in tape.reads[earlier])
+        return text
 
-    def _are_of_units(self, different: set[int]) -> bool:
-        """Return whether units have given one of the ``different`` handles; save their results from now on."""
-        tape = self.tape
-        values = {index: value for index, value, _ in self._wanted} if not self.is_open else {}
-        units = {tape.makers[values[index]] for index in different if index in values} & tape.units.keys()
-        if not units:
-            return False
-        for unit in units:
-            self.group.functions[tape.units[unit].key].unsteady = True
-        names = ", ".join(sorted({tape.units[unit].name for unit in units}))
-        found = f"{names} gives other values when it runs again"
-        fix = "none is needed for later steps, its results are kept from now on"
-        if self.tape.has_collectives:
-            fix += ". The gradients of this step may differ"
-        warnings.warn(str(Problem(self.where, found, fix=fix)), SacWarning, stacklevel=2)
-        return True
+    def _save_from_now_on(self, entry: int, filled: list[tuple[int, Tensor]], waiting: dict[int, Handle]) -> None:
+        """Have later calls save the results of a unit that has not repeated itself; warn once, or raise if strict."""
+        unit, self._sums = self.tape.units[entry], {}
+        path, facts = self.tape.sites[entry].path, self.group.functions[unit.key]
+        found = (
+            f"{unit.name} in {f'module {path}' if path else 'the region itself'} gives other values when it runs again"
+        )
+        rule = f"save it: a rule with `{unit.name.replace(' ', ': ')}` and `do: save`"
+        if self.settings.refuses_differences:
+            raise RegionError(Problem(self.where, found, fix=rule))
+        if not facts.unsteady:
+            fix = "none is needed for later steps, its results are kept from now on"
+            if not unit.spare:
+                fix += f". The gradients of this step may differ; {rule} avoids that"
+            warnings.warn(str(Problem(self.where, found, fix=fix)), SacWarning, stacklevel=2)
+        facts.unsteady = True
+        if any((one.shape, one.dtype, one.device) != waiting[index].metadata for index, one in filled):
+            if self.tape.has_collectives:
+                raise RegionError(Problem(self.where, found, fix=rule))
+            raise UnsteadyError  # the region runs again as Python
+
+
+def _module(path: str) -> str:
+    return f"module {path}" if path else "the region itself"

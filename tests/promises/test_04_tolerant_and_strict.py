@@ -379,7 +379,7 @@ def parts_in_another_order(block: FunctionBlock, x: Tensor) -> Tensor:
 )
 def test_two_parts_of_one_value_are_told_apart(value: dict[str, Any]) -> None:
     """Autograd saves both; their shapes are equal, and so are their storages."""
-    model = sac.apply(built(lambda: Stack(FunctionBlock(parts_in_another_order))), value)
+    model = sac.apply(built(lambda: Stack(FunctionBlock(parts_in_another_order))), {**value, "verify": "always"})
     loss = model(*square()).sum()
     with pytest.raises(RegionError) as error:
         loss.backward()

@@ -131,7 +131,7 @@ def test_a_recomputation_that_conjugates_is_refused(way: str, monkeypatch: pytes
         return ((value.conj() if "CONJUGATES" in os.environ else value) @ self.small).abs().tanh() @ self.other.real
 
     model = nn.ModuleList([Block(branches)])
-    sac.apply(model, {**WAYS[way], "blocks": ["*"]})
+    sac.apply(model, {**WAYS[way], "blocks": ["*"], "verify": "always"})
     loss = model[0](torch.randn(8, 8, dtype=COMPLEX)).sum()
     monkeypatch.setenv("CONJUGATES", "1")
     with pytest.raises(RegionError) as raised:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import sac
 from sac.engine.rng import _accelerator_generators, default_generator
-from sac.errors import RegionError
+from sac.errors import SacWarning
 from sac.full import FullConfig, RngTracker
 from tests.support.blocks import FunctionBlock, Stack, policy, save, selective
 from tests.support.runs import Noted
@@ -126,7 +126,7 @@ def test_a_generator_that_the_region_holds_needs_no_request():
 def test_a_global_generator_that_no_op_is_given_is_missed_in_the_first_recomputation():
     held = Noted(torch.Generator().manual_seed(3))
     out = sac.checkpoint(lambda x: (x * unseen_draw(held[0], x)).sin(), leaf())
-    with pytest.raises(RegionError, match="other values"):
+    with pytest.warns(SacWarning, match="other values"):
         out.sum().backward()
 
 
