@@ -512,6 +512,17 @@ def scoped_library(namespace: str) -> AbstractContextManager[torch.library.Libra
 # The planner puts a fake tensor into a given storage in it; without it, torch computes. 2.11 to 2.13.
 in_kernel: Any = getattr(_fake_tensor, "in_kernel_invocation_manager", None)
 
+# -- Ops with effects: registered ones, and those that take an object of TorchScript (torch 2.11 to 2.13)
+
+try:
+    from torch._higher_order_ops.effects import has_effects as has_effects
+except ImportError:
+
+    def has_effects(op: Any) -> bool:
+        """Return False: this torch knows no effects of ops."""
+        return False
+
+
 # -- Calls of autograd functions
 
 # `Function.apply` ends in `super().apply(...)`: an `apply` on this base class sees every

@@ -93,7 +93,8 @@ class OpTraceRecorder:
         key = site.path, site.name
         count = self._calls[key] = self._calls.get(key, -1) + 1
         size = sum({storage_address(tensor): storage_bytes(tensor) for tensor in returned}.values())
-        self._append((*key, count), decision, rule, _reason(site, rule, decision), size, 0, first_tensor(returned))
+        reason = "must-save" if rule is None and decision.keeps else _reason(site, rule, decision)  # it communicates
+        self._append((*key, count), decision, rule, reason, size, 0, first_tensor(returned))
 
     def _append(
         self,

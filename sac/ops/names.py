@@ -12,6 +12,7 @@ from sac.ops.facts import traits_of
 from sac.ops.registry import NamePattern, Registry, dotted, find_op, find_ops, is_glob, op_name, read_registry
 from sac.ops.save_sets import BACKWARD_MARKS, SAVE_SETS
 from sac.policy.patterns import fits_name
+from sac.torch_private import OpOverload, has_effects
 
 # -- Problems of op names
 
@@ -298,4 +299,6 @@ def _must_save_matcher() -> OpMatcher:
 def is_must_save(op: Any) -> tuple[bool, str]:
     """Return whether ``op`` is saved in every mode (promise 10), and the condition on its calls."""
     matcher = _must_save_matcher()
-    return (True, matcher.conditional(op)) if matcher.matches(op) else (False, "")
+    if matcher.matches(op):
+        return True, matcher.conditional(op)
+    return isinstance(op, OpOverload) and op.namespace != "c10d" and bool(has_effects(op)), ""
