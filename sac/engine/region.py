@@ -196,7 +196,7 @@ class Region:
             return Frame(function, owners, settings, where, group)
         # Hooks around the region must be passed the same tensors if they run it again.
         is_alone = outer is None or settings.engine == REPLAY
-        replays = is_asked and is_alone and settings.engine != RERUN
+        replays = (is_asked or bool(group.careful)) and is_alone and settings.engine != RERUN
         trace = OpTraceRecorder() if group.lists_ops and not group.op_trace else None
         return TapedFrame(function, owners, settings, where, group, trace=trace, replays=replays)
 
