@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -34,7 +34,6 @@ from sac.compat.fsdp import policy_of_contexts
 from sac.config import family_policy
 from sac.engine.flags import BackendFlags, attention_choice
 from sac.engine.region import FULL
-from sac.engine.undo import UndoStack
 from sac.errors import ConfigError, ModelError, Problem, SacWarning
 from sac.policy.model import Policy
 from sac.torch_private import WRAPPED_MODULE, checkpoint_wrapper_class, ignored_ops
@@ -82,10 +81,10 @@ class _AsInForward(AbstractContextManager[None]):
 
     def __init__(self, inner: AbstractContextManager[Any] | None = None) -> None:
         self._flags, self._inner = BackendFlags(), inner
-        self._entered: list[UndoStack] = []
+        self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
-        with UndoStack() as stack:
+        with ExitStack() as stack:
             self._flags.enter_on(stack)
             if self._inner is not None:
                 stack.enter_context(self._inner)

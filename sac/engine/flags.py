@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from operator import is_
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from sac.engine.undo import UndoStack
 from sac.torch_private import (
     HAS_PRECISIONS,
     get_precision,
@@ -121,7 +120,7 @@ class BackendFlags:
     def __init__(self) -> None:
         self._then = [read() for read, _ in _FLAGS]
 
-    def enter_on(self, stack: UndoStack) -> None:
+    def enter_on(self, stack: ExitStack) -> None:
         """Set the flags to these values, until ``stack`` is left."""
         for (read, put), then in zip(_FLAGS, self._then, strict=True):
             now = read()
@@ -132,6 +131,6 @@ class BackendFlags:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Run the body with the flags at these values."""
-        with UndoStack() as stack:
+        with ExitStack() as stack:
             self.enter_on(stack)
             yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from sac.engine.settings import Settings
-from sac.engine.undo import UndoStack
 from sac.errors import ConfigError, Problem, RegionError
 from sac.tensors import cloned, equal, tell_of
 from sac.torch_private import UnseenByModes, mps_generator
@@ -190,28 +189,16 @@ class RngSnapshot:
         """The states of the default generators and those in ``also``; not of trackers."""
         return self._states
 
-    def put_back(self) -> None:
-        """Restore the captured states of all generators permanently."""
-        with UndoStack() as stack:
-            self.enter_on(stack)
-            stack.pop_all()
-
-    def enter_on(self, stack: UndoStack, *, with_default: bool = True) -> None:
-        """Restore the captured states; restore the current ones when ``stack`` is left.
-
-        ``with_default``: also that of the CPU's default generator.
-        """
-        own = self._states if with_default else self._states[1:]
-        if not own and not self._trackers:
-            return
+    def enter_on(self, stack: ExitStack) -> None:
+        """Restore the captured states; restore the current ones when ``stack`` is left."""
         try:
-            stack.callback(set_states, states_of([generator for generator, _ in own]))
+            stack.callback(set_states, states_of([generator for generator, _ in self._states]))
             for getter, states in self._trackers:
                 tracker = tracker_of(getter)
                 stack.callback(set_states, states_of([generator for generator, _ in states.generators]))
                 stack.callback(NamedStates(tracker, states.defaults).put_on, tracker)
                 states.put_on(tracker)
-            set_states(own)
+            set_states(self._states)
         except RuntimeError as error:
             _blame_capture(error)
             raise

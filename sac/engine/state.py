@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from operator import is_
 from typing import Any
@@ -30,7 +30,6 @@ from sac.engine.rng import GeneratorStates, RngSnapshot, advanced, python_random
 from sac.engine.settings import Settings
 from sac.engine.tape import Tape
 from sac.engine.thread_state import Autocast, FunctionModes, leave_function_modes
-from sac.engine.undo import UndoStack
 from sac.errors import Problem, RegionError
 from sac.tensors import copy_of, describe, is_wrapper, overwrite, storage_address, version_of
 from sac.torch_private import FSDP_MANAGED, keep_graphs_in_order_of_making, set_version_counters
@@ -247,12 +246,10 @@ class ForwardState:
 
         There are no torch-function modes yet: the body enters ``modes`` around the region's function.
         """
-        with recomputing(), UndoStack() as stack:
+        with recomputing(), ExitStack() as stack:
             leave_function_modes(stack)
-            for table, then in self._tables:
-                _swap(stack, table, then, _set_items)
-            for container, then in self._containers:
-                _swap(stack, container, then, _set_contents)
+            _swap(stack, self._tables, _set_items)
+            _swap(stack, self._containers, _set_contents)
             for module, training in self._flags:
                 stack.callback(setattr, module, "training", module.training)
                 module.training = training
@@ -270,7 +267,7 @@ class ForwardState:
                     overwrite(storage, contents)
             yield
 
-    def _restore_random(self, stack: UndoStack, tape: Tape | None) -> None:
+    def _restore_random(self, stack: ExitStack, tape: Tape | None) -> None:
         for generator, state in tape.generators.values() if tape is not None else ():
             stack.callback(generator.set_state, generator.get_state())
             generator.set_state(state)
@@ -293,9 +290,14 @@ def put_back(tensor: Tensor, contents: Any, version: int) -> None:
         set_version_counters((tensor,), (version,))
 
 
-def _swap(stack: UndoStack, target: Any, then: Any, put: Callable[[Any, Any], None]) -> None:
-    stack.callback(put, target, target.copy())
-    put(target, then)
+def _swap(stack: ExitStack, pairs: list[tuple[Any, Any]], put: Callable[[Any, Any], None]) -> None:
+    stack.callback(_put_all, [(target, target.copy()) for target, _ in pairs], put)
+    _put_all(pairs, put)
+
+
+def _put_all(pairs: list[tuple[Any, Any]], put: Callable[[Any, Any], None]) -> None:
+    for target, then in pairs:
+        put(target, then)
 
 
 def _set_items(table: dict[Any, Any], then: dict[Any, Any]) -> None:

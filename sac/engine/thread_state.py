@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from operator import is_
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sac.engine.undo import UndoStack
 from sac.torch_private import (
     FUNCTIONS_ON,
     HAS_FUNCTION_MODES,
@@ -39,7 +38,7 @@ class Autocast:
         states = [(name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in self._devices]
         return states, torch.is_autocast_cache_enabled()
 
-    def enter_on(self, stack: UndoStack) -> None:
+    def enter_on(self, stack: ExitStack) -> None:
         """Set this state, until ``stack`` is left."""
         now = self._now()
         if now != self._then:
@@ -93,17 +92,17 @@ class FunctionModes:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Run the body under these modes, and only these."""
-        with UndoStack() as stack:
+        with ExitStack() as stack:
             _put_on(stack, self._modes, self._state)
             yield
 
 
-def leave_function_modes(stack: UndoStack) -> None:
+def leave_function_modes(stack: ExitStack) -> None:
     """Run what follows under no mode, with subclasses on, until ``stack`` is left."""
     _put_on(stack, (), None)
 
 
-def _put_on(stack: UndoStack, modes: Sequence[Any], state: Any) -> None:
+def _put_on(stack: ExitStack, modes: Sequence[Any], state: Any) -> None:
     modes_now, state_now = _modes_now(), _state_now()
     if len(modes_now) != len(modes) or not all(map(is_, modes_now, modes)):
         stack.callback(_set_modes, modes_now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +11,6 @@ from torch import Tensor
 
 import sac
 from sac.engine.thread_state import Autocast
-from sac.engine.undo import UndoStack
 from tests.support.blocks import FunctionBlock
 from tests.support.pairs import in_pairs
 from tests.support.runs import Noted
@@ -107,7 +106,7 @@ def test_a_device_type_that_only_the_inputs_have_is_seen() -> None:
     autocast = Autocast([torch.ones(2), meta, _Elsewhere()])  # type: ignore[list-item]
     torch.set_autocast_dtype("xpu", BF16)
     try:
-        with UndoStack() as stack:
+        with ExitStack() as stack:
             autocast.enter_on(stack)
             assert torch.get_autocast_dtype("xpu") == FP16
         assert torch.get_autocast_dtype("xpu") == BF16
@@ -125,7 +124,7 @@ class _Elsewhere:
 def test_nothing_is_entered_where_autocast_is_the_same() -> None:
     """Neither off nor on: the cache of the surrounding autocast stays in use."""
     for surrounding in ("off", "bf16"):
-        with SURROUNDINGS[surrounding](), UndoStack() as stack:
+        with SURROUNDINGS[surrounding](), ExitStack() as stack:
             Autocast([torch.ones(2)]).enter_on(stack)
             assert torch.autocast_increment_nesting() == 1 + (surrounding == "bf16")
             torch.autocast_decrement_nesting()

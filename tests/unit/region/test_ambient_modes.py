@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ import sac
 from sac import torch_private
 from sac.engine import thread_state
 from sac.engine.thread_state import FunctionModes, leave_function_modes
-from sac.engine.undo import UndoStack
 from tests.support.blocks import FunctionBlock
 from tests.support.pairs import in_pairs
 from tests.support.runs import Noted
@@ -179,7 +178,7 @@ def test_where_modes_are_the_same_nothing_is_moved(monkeypatch: pytest.MonkeyPat
         with surrounding, FunctionModes().entered():
             pass
     assert moved == []
-    with CosineForSine() as other, UndoStack() as stack:
+    with CosineForSine() as other, ExitStack() as stack:
         leave_function_modes(stack)
     assert moved == [[], [other]]
 

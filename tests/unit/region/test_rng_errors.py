@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ from torch import Tensor
 
 import sac
 from sac.engine import rng
-from sac.engine.undo import UndoStack
 from sac.errors import ConfigError, RegionError
 from sac.full import RngTracker
 from tests.support.runs import Noted
@@ -143,10 +143,10 @@ def test_entering_that_fails_half_way_undoes_what_it_did():
             torch.rand(3)
     before = (states_of(first), states_of(second), generator.get_state().tolist())
     second.refusals = (1,)
-    with pytest.raises(Failure), UndoStack() as stack:
+    with pytest.raises(Failure), ExitStack() as stack:
         snapshot.enter_on(stack)
     assert (states_of(first), states_of(second), generator.get_state().tolist()) == before
-    with UndoStack() as stack:
+    with ExitStack() as stack:
         snapshot.enter_on(stack)
     assert (states_of(first), states_of(second), generator.get_state().tolist()) == before
 
@@ -167,7 +167,7 @@ def test_a_generator_that_takes_no_state_leaves_the_others_as_they_were():
     with tracker.fork():
         torch.rand(3)
     before, Refusing.refuses = states_of(tracker), True
-    with pytest.raises(Failure), UndoStack() as stack:
+    with pytest.raises(Failure), ExitStack() as stack:
         snapshot.enter_on(stack)
     assert states_of(tracker) == before
 
@@ -180,7 +180,7 @@ def test_leaving_goes_on_after_an_error_of_one_tracker():
         torch.rand(3)
     before = states_of(first)
     second.refusals = (2,)
-    stack = UndoStack()
+    stack = ExitStack()
     snapshot.enter_on(stack)
     assert states_of(first) != before
     with pytest.raises(Failure):
