@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import types
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
@@ -111,7 +110,7 @@ class NamedUnit:
 
     def __get__(self, owner: Any, cls: Any = None) -> Any:
         """Bind a decorated method."""
-        return self if owner is None else types.MethodType(self, owner)
+        return self if owner is None else functools.partial(self, owner)
 
     def __reduce__(self) -> Any:
         function = self.function

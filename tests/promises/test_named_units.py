@@ -167,3 +167,19 @@ def test_of_nested_units_the_outer_one_counts() -> None:
 def test_wrong_arguments_are_errors(arguments: Any) -> None:
     with pytest.raises(TypeError, match=r"sac\.unit"):
         sac.unit(*arguments)
+
+
+def test_a_graph_of_torch_compile_has_what_is_in_units() -> None:
+    expected = trained(None, steps=1, make=Compiled)
+    value = {"policy": policy({"ops": "aten.addmm", "do": "save", "optional": True})}
+    compiled = trained(value, 1, Compiled, lambda model: torch.compile(model, backend="aot_eager", fullgraph=True))
+    assert all(map(torch.equal, expected, compiled))
+
+
+class Compiled(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scaled(sac.unit("inner", self.inner)(x), factor=2.0)
+
+    @sac.unit("scaled")
+    def scaled(self, x: Tensor, *, factor: float) -> Tensor:
+        return x.sin() * factor
