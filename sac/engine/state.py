@@ -153,6 +153,8 @@ class ForwardState:
         """
         held = without_graph(value)
         if isinstance(value, Tensor):
+            if held is value and not (value.requires_grad or value._is_view()):  # FSDP1 leaves views of its own
+                self._tensors.append((value, version_of(value), False))
             return held
         if isinstance(value, (list, tuple, dict)):
             items = value.values() if isinstance(value, dict) else value
