@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -26,28 +26,23 @@ from sac.torch_private import SAVED_TENSOR_PREFIX, SHOWS_SAVED_TENSORS, tree_lea
 # The ops after a region usually save the region's output for their own backward, although the region can recompute it.
 # Releasing it takes three steps:
 #
-# Forward. After the function, inside the region, `OutputAnchor.take` saves the outputs in a node on which nothing else
-# depends. So the region's recomputation has to produce them last, as long as somebody may ask for them.
+# Forward. After the function, inside the region, the outputs are saved in a node on which nothing else depends (the
+# anchor). So the region's recomputation has to produce them last, as long as somebody may ask for them.
 #
 # Discard. The graph between the region and a later tensor is walked. Each saved tensor in the storage of an output gets
 # hooks (autograd's own, as in `saved_tensors_hooks`, but added afterwards): its data is released, and its position in
 # the storage is kept. No storage is resized. What the walk does not see (a consumer that does not lead to that tensor,
 # a saved tensor with hooks, an attribute) holds the output as before; gradients are right either way.
 #
-# Backward. The first consumer that unpacks its tensor reads what `OutputAnchor.take` saved. This reruns the region,
-# once for all consumers and for the region's own backward, and the consumer's tensor is built on the recomputed
-# storage.
+# Backward. The first consumer that unpacks its tensor reads what the anchor saved. This reruns the region, once for all
+# consumers and for the region's own backward, and the consumer's tensor is built on the recomputed storage.
 #
 # Regions that take such an output as their input hold it themselves, not through autograd. `lent_inputs` puts hooks
 # around them, to which they pass their inputs: a chain of regions then holds none of the outputs between them.
 
-OTHER_LAYOUT = "let the region make its results in the same way in both passes: look for a branch that decides how"
 WRITTEN_LATER = "do not write to the region's result, nor to what it is a view of, before backward"
 
 _open: weakref.WeakValueDictionary[int | None, Discardable] = weakref.WeakValueDictionary()  # by storage address
-
-
-# -- Anchors from which a region's outputs can be computed again
 
 
 @dataclass
@@ -61,32 +56,20 @@ class OutputAnchor:
     tensors: tuple[torch.Tensor, ...] = ()
     node: torch.Tensor | None = None
 
-    def take(self, output: Any, inputs: Any) -> None:
-        """Save the tensors of ``output`` for backward; in recomputation save the same ones again."""
-        leaves = tree_leaves(output)
-        is_first = self.chosen is None
-        if self.chosen is None:
-            taken = {None, *map(plain_address, tree_leaves(inputs))}
-            self.chosen = tuple(index for index, leaf in enumerate(leaves) if plain_address(leaf) not in taken)
-        if not self.chosen or not torch.is_grad_enabled():
-            return
-        tensors = tuple(leaves[index] for index in self.chosen if isinstance(leaves[index], torch.Tensor))
-        anchor = torch.empty(0, requires_grad=True)
-        node = _Anchor.apply(anchor, *(tensor.detach() for tensor in tensors))  # type: ignore[no-untyped-call]
-        if is_first:
-            self.tensors, self.node = tensors, node
 
-
-def anchored(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``function`` and passes the result to the ``anchor`` that it is given."""
-    noting = partial(_call_and_note, function)
-    noting.__qualname__ = getattr(function, "__qualname__", type(function).__name__)  # type: ignore[attr-defined]
-    return noting  # not a closure: calls of the same function are recognized by its parts
-
-
-def _call_and_note(function: Callable[..., Any], *args: Any, anchor: OutputAnchor) -> Any:
+def _call_and_save(function: Callable[..., Any], *args: Any, anchor: OutputAnchor) -> Any:
+    """Call ``function`` and save the tensors that it returns; in recomputation save the same ones again."""
     output = function(*args)
-    anchor.take(output, args)
+    leaves, is_first = tree_leaves(output), anchor.chosen is None
+    if anchor.chosen is None:
+        taken = {None, *map(plain_address, tree_leaves(args))}
+        anchor.chosen = tuple(index for index, leaf in enumerate(leaves) if plain_address(leaf) not in taken)
+    if anchor.chosen and torch.is_grad_enabled():
+        tensors = tuple(leaves[index] for index in anchor.chosen if isinstance(leaves[index], torch.Tensor))
+        saved = (tensor.detach() for tensor in tensors)
+        node = _Anchor.apply(torch.empty(0, requires_grad=True), *saved)  # type: ignore[no-untyped-call]
+        if is_first:
+            anchor.tensors, anchor.node = tensors, node
     return output
 
 
@@ -103,20 +86,15 @@ class _Anchor(torch.autograd.Function):
         raise AssertionError("nothing depends on this node")
 
 
-# -- The outputs that can be discarded
-
-
 class Discardable:
     """The tensors that one region call returned: the forward's until ``discard``, recomputed ones after it.
 
-    ``anchor``: what the forward left behind; see Note [Discarded outputs]. These are not saved tensors: until
-    ``discard`` their user holds them; after it nothing does, and a ``Lent`` stands for memory that is filled later.
+    See Note [Discarded outputs]. These are not saved tensors: until ``discard`` their user holds them; after it nothing
+    does. ``nodes``: the graph nodes that produced them.
     """
 
-    __slots__ = ("__weakref__", "_forward", "_remembered", "_tensors", "nodes")
-
     def __init__(self, anchor: OutputAnchor) -> None:
-        self._remembered: Any = anchor.node
+        self._anchor: Any = anchor.node
         self._tensors = dict(enumerate(anchor.tensors))
         self._forward = [
             (_layout_of(one), StorageWeakRef(one.untyped_storage()), version_of(one)) for one in anchor.tensors
@@ -125,30 +103,24 @@ class Discardable:
         for tensor in anchor.tensors:
             _open.setdefault(plain_address(tensor), self)
 
-    @property
     def unchanged(self) -> dict[int | None, int]:
-        """Addresses and indices of the forward's outputs that are still held and were not written to since."""
+        """Return the addresses and indices of outputs that are still held and were not written to since."""
         held = reversed(self._tensors.items())
-        return {plain_address(tensor): index for index, tensor in held if self._is_unchanged(index)}
-
-    @property
-    def starts(self) -> set[Any]:
-        """The graph nodes that produced the outputs; that of ``OutputAnchor.take`` if the outputs have none."""
-        return self.nodes or {self._remembered.grad_fn}
+        return {plain_address(one): at for at, one in held if version_of(one) == self._forward[at][2]}
 
     def release(self) -> bool:
         """Release every output that can be recomputed; return whether one has to stay held."""
-        for address in [*self.unchanged]:
+        released = self.unchanged()
+        for address in released:
             if _open.get(address) is self:
                 del _open[address]
-            self._tensors = {at: one for at, one in self._tensors.items() if plain_address(one) != address}
+        self._tensors = {at: one for at, one in self._tensors.items() if plain_address(one) not in released}
         self.nodes = set()
         return bool(self._tensors)
 
-    def lend(self, tensor: torch.Tensor) -> Lent | None:
-        """Return ``tensor``, in the memory of an output, held by its position there; None if it was changed."""
-        index = self.unchanged.get(plain_address(tensor))
-        return None if index is None else Lent(self, index, tensor)
+    def starts(self) -> set[Any]:
+        """Return the graph nodes from which consumers depend on the outputs."""
+        return self.nodes or {self._anchor.grad_fn}
 
     def tensor(self, index: int) -> torch.Tensor:
         """Return an output without its graph.
@@ -156,23 +128,21 @@ class Discardable:
         Raises ``RegionError`` if the recomputed output has another memory layout, or if it is in the same memory, which
         is then not the region's own, and was written to.
         """
+        layout, memory, version = self._forward[index]
         if index in self._tensors:
-            if not self._is_unchanged(index):
+            if version_of(self._tensors[index]) != version:
                 raise _error(index, "was written to after a region had taken it as its input", WRITTEN_LATER)
             return self._tensors[index].detach()
-        found: torch.Tensor = self._remembered.grad_fn.saved_tensors[index]
-        layout, memory, version = self._forward[index]
-        if layout != _layout_of(found):
-            told = f"was {_told(layout)} in forward and is {_told(_layout_of(found))} in recomputation"
-            raise _error(index, told, OTHER_LAYOUT)
+        tensor: torch.Tensor = self._anchor.grad_fn.saved_tensors[index]
+        if layout != _layout_of(tensor):
+            found = f"was {_layout_text(layout)} in forward and is {_layout_text(_layout_of(tensor))} in recomputation"
+            fix = "let the region make its results in the same way in both passes: look for a branch that decides how"
+            raise _error(index, found, fix)
         # The weak reference prevents the reuse of a storage's address.
-        if plain_address(found) == memory.cdata and version_of(found) != version:
-            told = "lies in memory that is not the region's own and was written to after the forward"
-            raise _error(index, told, WRITTEN_LATER)
-        return found
-
-    def _is_unchanged(self, index: int) -> bool:
-        return version_of(self._tensors[index]) == self._forward[index][2]
+        if plain_address(tensor) == memory.cdata and version_of(tensor) != version:
+            found = "lies in memory that is not the region's own and was written to after the forward"
+            raise _error(index, found, WRITTEN_LATER)
+        return tensor
 
 
 class Lent:
@@ -200,38 +170,36 @@ def run_discardable(
     own memory. ``settings`` must be those of a non-reentrant region.
     """
     anchor = OutputAnchor()
+    region = partial(_call_and_save, function)  # not a closure: calls of the same function are recognized by its parts
+    region.__qualname__ = getattr(function, "__qualname__", type(function).__name__)  # type: ignore[attr-defined]
     with lent_inputs(args):
-        output = run_with(settings, anchored(function), args, {"anchor": anchor})
+        output = run_with(settings, region, args, {"anchor": anchor})
     discardable = Discardable(anchor) if anchor.node is not None else None
     anchor.tensors, anchor.node = (), None  # the region holds the anchor, which must not hold the region
     return output, discardable
 
 
-def discard(outputs: Sequence[Discardable], *further_on: torch.Tensor) -> int:
+def discard(outputs: Sequence[Discardable], *further_on: torch.Tensor) -> None:
     """Release the outputs of regions, and what was saved of them between the regions and ``further_on``.
 
-    Returns the number of released saved tensors. The memory is freed with its last other holder. Warns, and keeps what
-    backward needs, if an output was written to since its region returned it, or if no ``further_on`` depends on it.
-    What was already discarded is skipped.
+    The memory is freed with its last other holder. Warns, and keeps what backward needs, if an output was written to
+    since its region returned it, or if no ``further_on`` depends on it. What was already discarded is skipped.
     """
-    lenders = {address: (one, index) for one in reversed(outputs) for address, index in one.unchanged.items()}
-    held = [one for one in outputs if one.unchanged]
-    missed = [one.starts for one in held if one.nodes]
-    count = 0
-    for node in _nodes_between(further_on, [start for one in held for start in one.starts]):
-        missed = [starts for starts in missed if node not in starts]
+    lenders = {address: (one, index) for one in reversed(outputs) for address, index in one.unchanged().items()}
+    held = [one for one in outputs if one.unchanged()]
+    missed = [one.nodes for one in held if one.nodes]
+    for node in _nodes_between(further_on, set().union(*(one.starts() for one in held))):
+        missed = [nodes for nodes in missed if node not in nodes]
         for saved in _saved_without_hooks(node):
             lender = lenders.get(plain_address(saved.data))
             if lender is not None:
                 saved.register_hooks(partial(Lent, *lender), Lent.fetch)
-                count += 1
     if lenders and not SHOWS_SAVED_TENSORS:
         _warn("this version of torch does not show what its graph has saved: the output is kept until backward")
     if missed:
         _warn("the tensor given does not depend on the region's output, which is therefore kept until backward")
     if [one for one in outputs if one.release()]:
         _warn("the region's output was changed in place after the region: it is kept until backward")
-    return count
 
 
 def lent_inputs(inputs: Any) -> AbstractContextManager[Any]:
@@ -243,8 +211,8 @@ def lent_inputs(inputs: Any) -> AbstractContextManager[Any]:
 
 def _lend(outer: PackHooks | None, tensor: torch.Tensor) -> Any:
     lender = _open.get(plain_address(tensor))
-    lent = lender.lend(tensor) if lender is not None else None
-    return pack_with_outer_hooks(tensor, outer) if lent is None else lent
+    index = None if lender is None else lender.unchanged().get(plain_address(tensor))
+    return pack_with_outer_hooks(tensor, outer) if lender is None or index is None else Lent(lender, index, tensor)
 
 
 def _take_back(held: torch.Tensor | OuterPacked | Lent) -> torch.Tensor:
@@ -256,11 +224,10 @@ def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), storage.nbytes()
 
 
-def _told(layout: tuple[Any, ...]) -> str:
+def _layout_text(layout: tuple[Any, ...]) -> str:
     dtype, shape, stride, offset, size = layout
-    return (
-        f"{str(dtype).removeprefix('torch.')}{list(shape)} with strides {stride}, {offset} elements into {size} bytes"
-    )
+    name = str(dtype).removeprefix("torch.")
+    return f"{name}{list(shape)} with strides {stride}, {offset} elements into {size} bytes"
 
 
 def _error(index: int, found: str, fix: str) -> RegionError:
@@ -271,10 +238,7 @@ def _warn(text: str) -> None:
     warnings.warn(text, SacWarning, stacklevel=4)
 
 
-# -- Saved tensors of autograd nodes
-
-
-def _nodes_between(ends: Iterable[torch.Tensor], starts: Iterable[Any]) -> Iterator[Any]:
+def _nodes_between(ends: Sequence[torch.Tensor], starts: set[Any]) -> Iterator[Any]:
     """Yield the graph nodes that ``ends`` depend on, except those made before the first of ``starts``.
 
     Each thread numbers nodes in the order in which it makes them; without numbers the whole graph is walked.
