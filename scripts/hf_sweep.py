@@ -160,7 +160,7 @@ def build(family: str, row: Row) -> tuple[nn.Module, dict[str, Any]]:
             torch.manual_seed(0)
             model = made_by(config).float().train()
             turn_off_cache(model)
-            inputs = dict(batches_of(model, SCALE, text_path=None, seed=0)(0))
+            inputs = dict(batches_of(model, SCALE, text_path=None)(0))
             loss = loss_of(copy.deepcopy(model)(**inputs))
         except Exception as error:
             attempts.append(f"{name}: {one_line(error)}")

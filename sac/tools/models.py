@@ -67,16 +67,14 @@ class BuiltModel:
 # -- The inputs of each training step for a Hugging Face model: bytes of a text, or seeded random numbers
 
 
-def batches_of(
-    model: nn.Module, scale: Scale, *, text_path: str | None, seed: int
-) -> Callable[[int], Mapping[str, Any]]:
+def batches_of(model: nn.Module, scale: Scale, *, text_path: str | None) -> Callable[[int], Mapping[str, Any]]:
     """Return a function from step to the keyword inputs of ``model``, including labels if it takes any."""
     name, config, accepted = _main_input(type(model)), model.config, inspect.signature(model.forward).parameters
     text = torch.tensor(list(read_text(text_path, scale)) if text_path else [], dtype=torch.long)
     rows = text[: len(text) // scale.seq * scale.seq].view(-1, scale.seq)
 
     def inputs_of_step(step: int) -> Mapping[str, Any]:
-        random = torch.Generator().manual_seed(seed + step)
+        random = torch.Generator().manual_seed(step)
         if name == "pixel_values":
             main = _pixels(config, scale, random)
         elif text_path:
@@ -165,7 +163,7 @@ _SUB_CONFIGS = ("text_config", "vision_config", "audio_config", "encoder", "deco
 _TOP = "--model"
 
 
-def _from_config(path: str, scale: Scale, *, text_path: str | None, seed: int, build: Build) -> BuiltModel:
+def _from_config(path: str, scale: Scale, *, text_path: str | None, build: Build) -> BuiltModel:
     """Build the model that a config.json describes: its ``architectures`` entry, or a causal language model."""
     model_class, config = class_and_config(path, scale)
     check_batches(model_class, config, scale, text_path=text_path)
@@ -177,8 +175,9 @@ def _from_config(path: str, scale: Scale, *, text_path: str | None, seed: int, b
         found = f"{path}: {model_class.__name__} cannot be built: {type(error).__name__}: {error}"
         raise ConfigError(Problem(_TOP, found, fix=OWN_MODEL)) from error
     turn_off_cache(model)  # training does not read it: no mode should pay for it
-    inputs_of_step = batches_of(model, scale, text_path=text_path, seed=seed)
-    return BuiltModel(model, inputs_of_step, f"{type(model).__name__} ({Path(path).name})")
+    return BuiltModel(
+        model, batches_of(model, scale, text_path=text_path), f"{type(model).__name__} ({Path(path).name})"
+    )
 
 
 def class_and_config(path: str, scale: Scale) -> tuple[Any, Any]:
@@ -202,7 +201,10 @@ def class_and_config(path: str, scale: Scale) -> tuple[Any, Any]:
 
 
 def scale_config(raw: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
-    """Return ``raw`` with fewer layers and tokens, also in sub-configs; lists with one entry per layer are cut."""
+    """Return ``raw`` with fewer layers and tokens, also in sub-configs; lists with one entry per layer are cut.
+
+    A list of two may as well be a range: it is cut if its name says that it is about layers.
+    """
     scaled = {key: value for key, value in raw.items() if key not in ("torch_dtype", "dtype")}
     if scale.layers is not None and isinstance(raw.get("depths"), list):  # one stack per stage
         scaled["depths"] = [scale.layers] * len(raw["depths"])
@@ -211,7 +213,7 @@ def scale_config(raw: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
         for key, value in scaled.items():
             if key in counts:
                 scaled[key] = scale.layers
-            elif isinstance(value, list) and len(value) in counts.values():
+            elif isinstance(value, list) and len(value) in counts.values() and (len(value) > 2 or "layer" in key):
                 scaled[key] = value[: scale.layers]
     if scale.vocab is not None and "vocab_size" in scaled:
         scaled["vocab_size"] = scale.vocab
@@ -265,20 +267,18 @@ def _model_class(transformers: Any, architectures: list[str], config: Any, path:
 # -- A model named on the command line: ``hf:CONFIG.json`` or ``package.module:function``
 
 
-def load_model(
-    spec: str, scale: Scale, *, text_path: str | None = None, seed: int = 0, build: Build | None = None
-) -> BuiltModel:
-    """Build the model that ``spec`` names, with random weights from ``seed``.
+def load_model(spec: str, scale: Scale, *, text_path: str | None = None, build: Build | None = None) -> BuiltModel:
+    """Build the model that ``spec`` names, with random weights.
 
     ``text_path`` is a file whose bytes are the tokens of a language model; without it, tokens are random. ``build``
     makes the model of a config file, given a function that calls the model's class, and a dtype; it may leave out the
     data. Raises ``ConfigError`` if the spec, the file or the function that it names cannot be used.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     found = _parsed(spec)
     if isinstance(found, str):
         with_data: Build = build or (lambda make, dtype: make().to(dtype))
-        return _from_config(found, scale, text_path=text_path, seed=seed, build=with_data)
+        return _from_config(found, scale, text_path=text_path, build=with_data)
     accepted = inspect.signature(found).parameters
     built = found(**{name: value for name, value in asdict(scale).items() if name in accepted and value is not None})
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)

@@ -13,30 +13,21 @@ from sac.tools.comparison import Comparison, ModeResult
 # Eight colours that remain distinct for colour-blind readers and in grey (Okabe and Ito's order, black first for
 # `none`).
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A")
-
-# -- The picture of a comparison: memory over one step, one curve per mode; needs the ``tools`` extra
-
 MIB = 2**20
 
 
 def save_picture(comparison: Comparison, path: str | Path) -> Path:
-    """Draw the memory of each mode over its step and save it in the format of ``path``'s suffix (png, svg, pdf)."""
+    """Draw the memory of each mode over its step and save it in the format of ``path``'s suffix (png, svg, pdf).
+
+    Creates the folder if it is missing. Raises ``ConfigError`` if the suffix is unknown or the file cannot be written.
+    Needs the ``tools`` extra.
+    """
     import_extra("matplotlib", "tools").use("agg")
-    pyplot = import_extra("matplotlib.pyplot", "tools")
-    rows = [row for row in comparison.rows if row.memory is not None]
+    pyplot, path = import_extra("matplotlib.pyplot", "tools"), Path(path)
     figure, axes = pyplot.subplots(figsize=(11, 6), layout="constrained")
-    for index, row in enumerate(rows):
+    for index, row in enumerate(row for row in comparison.rows if row.memory is not None):
         _draw(axes, row, COLOURS[index % len(COLOURS)])
     _describe(axes, comparison)
-    return save_figure(figure, path)
-
-
-def save_figure(figure: Any, path: str | Path) -> Path:
-    """Save a figure in the format of ``path``'s suffix and close it; create the folder if it is missing.
-
-    Raises ``ConfigError`` if the suffix is unknown or the file cannot be written.
-    """
-    path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
@@ -45,7 +36,7 @@ def save_figure(figure: Any, path: str | Path) -> Path:
     except OSError as error:
         raise ConfigError(Problem(str(path), f"the file cannot be written: {error.strerror}")) from error
     finally:
-        import_extra("matplotlib.pyplot", "tools").close(figure)
+        pyplot.close(figure)
     return path
 
 

@@ -117,7 +117,7 @@ def test_every_kind_of_model_is_cut_to_its_layers_and_gives_a_loss(family, confi
 def test_an_infinite_number_as_transformers_writes_it(config_file):
     raw = {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "hidden_size": 32, "num_heads": 8,
            "head_dim": 8, "state_size": 8, "n_groups": 1, "vocab_size": 99, "pad_token_id": 0, "bos_token_id": 1,
-           "eos_token_id": 2, "time_step_limit": [0.0, {"__float__": "Infinity"}]}  # fmt: skip
+           "eos_token_id": 2, "num_hidden_layers": 2, "time_step_limit": [0.0, {"__float__": "Infinity"}]}  # fmt: skip
     assert load_model(config_file(raw), Scale(layers=1, seq=8)).model.config.time_step_limit[1] == float("inf")
 
 
