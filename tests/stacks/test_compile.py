@@ -22,6 +22,8 @@ import sac
 from sac.engine.compiled import checkpoint_contexts
 from sac.errors import SacWarning
 from sac.reporting import decisions_of
+from tests.stacks.compiled import per_block, plain
+from tests.stacks.compiled import whole as whole_llama
 from tests.stacks.composition import differences, forward_done, outcome
 from tests.support.blocks import (
     FULL,
@@ -151,13 +153,13 @@ CASES = [
 def test_gradients_graphs_and_the_report(name: str, way: Way, apply_first: int) -> None:
     value, again = VALUES[name]
     skip_if_results_are_not_told(value)
-    reference, plain = without_us(way)
+    reference, without = without_us(way)
     ours, log, model = compiled(value, way, apply_first=apply_first)
     assert_same(clean(reference), clean(ours))
     if way in AT_ONCE:
-        assert (plain.products(), log.products()) == ([2 * PER_BLOCK], [2 * PER_BLOCK + again])
+        assert (without.products(), log.products()) == ([2 * PER_BLOCK], [2 * PER_BLOCK + again])
     else:
-        assert set(plain.products()) == {PER_BLOCK}
+        assert set(without.products()) == {PER_BLOCK}
         each = {PER_BLOCK, PER_BLOCK + 6} if name == "in the first block" else {PER_BLOCK + again // 2}
         assert set(log.products()) == each
     report = sac.report(model)
@@ -403,6 +405,16 @@ def test_inductor(way: Way, value: Any) -> None:
             for put in (nothing, lambda model: sac.apply(model, value))
         ]
     assert_nearly_same(*runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [plain, whole_llama, per_block], ids=["eager", "whole", "per block"])
+def test_modules_that_are_saved_as_a_whole(run: Callable[..., Any]) -> None:
+    options = {} if run is plain else {"backend": "aot_eager"}
+    parts = {"mode": "selective", "policy": policy({"module": "{self_attn,mlp}", "do": "save"})}
+    reference, full, ours = (run(value, **options) for value in ("none", "full", parts))
+    assert differences(ours, reference) == []
+    assert reference.flops == ours.flops < full.flops
 
 
 # -- Before and after
