@@ -1,4 +1,4 @@
-"""docs/planning.md: its Python runs."""
+"""docs/budget.md: its Python runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sac
 from tests.docs.pages import snippets
 from tests.unit.planner.plan_models import Stack
 
-PAGE = "docs/planning.md"
+PAGE = "docs/budget.md"
 
 
 def test_the_python_for_one_rank_of_two_gives_a_policy_that_loads() -> None:

@@ -1,23 +1,13 @@
-"""docs/troubleshooting.md: each message on it is one of ours, and each of ours that a training can meet is on it."""
+"""docs/troubleshooting.md: each message on it is one of ours."""
 
 from __future__ import annotations
 
 import re
 
-from tests.docs.messages import every_text, problem_texts
+from tests.docs.messages import every_text
 from tests.docs.pages import text_of
 
 PAGE = "docs/troubleshooting.md"
-NOT_MET = {  # about arguments, with what is legal
-    "… is not a torch.nn.Module",
-    "… is not known",
-    "model is a …",
-    # parts of others
-    "recompute_granularity=… is in the config of …",
-    "… and in recomputation with …",
-    "… in … …: …",
-    "…: …",
-}
 
 
 def messages() -> list[str]:
@@ -38,16 +28,10 @@ def is_in(message: str, text: str) -> bool:
 
 
 def test_there_are_messages() -> None:
-    assert len(messages()) > 60
+    assert len(messages()) > 30
     assert len(set(messages())) == len(messages())
 
 
 def test_every_message_is_one_of_ours() -> None:
     texts = every_text()
     assert [message for message in messages() if not any(is_in(message, text) for text in texts)] == []
-
-
-def test_every_message_that_a_training_can_meet_is_on_the_page() -> None:
-    told = [message for message in messages() if parts(message)[0] != "output "]
-    missing = [text for text in problem_texts() - NOT_MET if not any(is_in(message, text) for message in told)]
-    assert sorted(missing) == []

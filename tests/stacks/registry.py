@@ -1,4 +1,4 @@
-"""Every training stack that sac is run inside, by the name that it has in the matrix of docs/stacks.md.
+"""Every training stack that sac is run inside, by the name that it has in the matrix of docs/evidence.md.
 
 `trained(stack, mode)` returns what each process has after some steps in a mode: an `Outcome` per rank. A stack's
 function is named and not imported, so that a package that is missing takes away its own rows alone.
