@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -356,8 +356,15 @@ def _unknown_key(key: Any) -> Problem:
     return Problem(WHERE, f"unknown key {shown(repr(key))}", expected=listing([*CONFIG_KEYS]), nearest=near)
 
 
-def family_policy(model: nn.Module) -> Policy:
-    """Return the shipped policy for ``model``, found by its config's ``model_type`` or its class, else ``general``."""
+def family_policy(model: nn.Module, blocks: Iterable[nn.Module] = ()) -> Policy:
+    """Return the shipped policy for ``model``, found by its config's ``model_type`` or its class, else ``general``.
+
+    It is ``adapters`` where more than half of the parameters of ``blocks`` are frozen, not counting wholly frozen ones.
+    """
+    of_blocks = [[*block.parameters()] for block in blocks]
+    partly = [part for of_block in of_blocks if any(one.requires_grad for one in of_block) for part in of_block]
+    if sum(-one.numel() if one.requires_grad else one.numel() for one in partly) > 0:
+        return load_policy("adapters")
     policies = [load_policy(name) for name in shipped_policies() if name != "general"]
     for name in _family_names(model):
         for policy in policies:

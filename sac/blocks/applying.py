@@ -70,13 +70,17 @@ def apply(
     settings = settings_of(config.full, options, "sac.apply", compared=set())
     settings = replace(settings, engine=config.engine, verify=config.verify, strict=config.strict)
     refuse_existing_checkpointing(model)
-    policy = FULL if config.mode == "full" else (config.policy or family_policy(model))
-    resolved = usable_policy(policy)
-    settings = offloading(settings, config.full, policy)
-    blocks, notes, stage = _choose_blocks(model, config, policy)
+    named = FULL if config.mode == "full" else config.policy
+    resolved = None if named is None else usable_policy(named)
+    blocks, notes, stage = _choose_blocks(model, config, named or FULL)
     if not blocks:
         warnings.warn(notes[0], SacWarning, stacklevel=_USER)
         return model
+    if resolved is None:
+        resolved = usable_policy(family_policy(model, (block.module for block in blocks)))
+    policy = resolved.policy
+    remarks = (_ADAPTERS,) if named is None and policy.name == "adapters" else ()
+    settings = offloading(settings, config.full, policy)
     for problem in rules_without_place(resolved, blocks, strict=config.strict, stage=stage):
         warnings.warn(str(problem), SacWarning, stacklevel=_USER)
     notes += _unplanned(policy, blocks)
@@ -84,7 +88,7 @@ def apply(
     pairs = [] if chains else groups_of(resolved, blocks, config.mode)
     rules = rules_here(policy.rules, blocks) if stage else policy.rules
     watch = UnmatchedRules((block.path for block, _ in pairs), rules, strict=config.strict)
-    applied = Applied(config.mode, (), watch, notes, settings)
+    applied = Applied(config.mode, (), watch, (*notes, *remarks), settings)
     for note in notes:  # before any change: a warning filter may turn a warning into an error
         warnings.warn(note, SacWarning, stacklevel=_USER)
     applied.restores = turn_off_cache(model)
@@ -92,6 +96,9 @@ def apply(
     install_chunks(chains, resolved.table(()), applied)
     enable_guards(model)
     return model
+
+
+_ADAPTERS = "policy adapters, since most parameters of the blocks are frozen; name a policy to use another"
 
 
 def refuse_second(model: nn.Module) -> None:

@@ -168,7 +168,7 @@ def apply_selective_checkpointing_to_layers(
         _tell_of_sharing()
         apply_submodule_checkpointing(layers, has_kv_sharing)
         return
-    put_regions(model, [Chosen(tuple(layers), family_policy(model))])
+    put_regions(model, [Chosen(tuple(layers), family_policy(model, layers))])
 
 
 def apply_full_layer_checkpointing_to_layers(model: nn.Module, layers: list[nn.Module]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sac.blocks.applying import refuse_existing_checkpointing
+from sac.blocks.find import find_blocks
 from sac.blocks.install import ours_on, remove
 from sac.blocks.kv_cache import turn_off_cache
 from sac.config import Config, family_policy
@@ -97,7 +98,7 @@ class Rehearsal:
         self._gathers = mode_of(self.model) if parallelize is not None else None
         self.extra = optimizer_bytes(optimizer, self.model.parameters())
         turn_off_cache(self.model)
-        policy = family_policy(self.model)
+        policy = family_policy(self.model, (block.module for block in find_blocks(self.model)))
         self._regions = BudgetRegions(self.model, Config(mode="selective", verify=NEVER))
         with _quiet():
             self._regions.put_on()

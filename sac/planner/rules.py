@@ -133,14 +133,15 @@ def rules_of(
 def matches_entry(rule: Rule, entry: Entry) -> bool:
     """Return whether a rule on ops matches this entry of a region that it is for."""
     at_module = rule.module is None or rule.module.matches(entry.module)
-    return at_module and (rule.call is None or rule.call.matches(entry.call)) and is_named(rule.ops, entry.op)
+    fits = rule.fits_shape(entry.shape) and (not rule.dtype or entry.dtype in rule.dtype)
+    return at_module and fits and (rule.call is None or rule.call.matches(entry.call)) and is_named(rule.ops, entry.op)
 
 
 @cache
 def is_named(names: tuple[str, ...], op: str) -> bool:
-    """Return whether an op is one of those that a rule names."""
-    found = find_op(op)
-    return op in names if found is None else resolve_ops(names).matches(found)
+    """Return whether an op is one of those that a rule names, in each of its calls."""
+    found, matcher = find_op(op), resolve_ops(names)
+    return op in names or (found is not None and matcher.matches(found) and not matcher.conditional(found))
 
 
 def _sites(layers: Iterable[PlannedLayer]) -> tuple[_Site, ...]:

@@ -91,11 +91,9 @@ _ENDINGS = (".yaml", ".yml")
 
 
 def shipped_directory() -> Path:
-    """Return the directory of the shipped policies: package data, or ``policies/`` of a checkout run in place."""
-    try:
-        return Path(str(resources.files("sac.policies")))
-    except ModuleNotFoundError:
-        return Path(__file__).resolve().parents[2] / "policies"
+    """Return the directory of the shipped policies: ``policies/`` of a checkout run in place, or package data."""
+    beside = Path(__file__).resolve().parents[2] / "policies"
+    return beside if (beside / "general.yaml").exists() else Path(str(resources.files("sac.policies")))
 
 
 def shipped_policies() -> tuple[str, ...]:

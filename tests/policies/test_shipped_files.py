@@ -12,6 +12,7 @@ from sac.policy.load import dump_policy, load_policy, shipped_directory, shipped
 from tests.policies.families import FAMILIES
 
 EXPECTED = (
+    "adapters",
     "bert",
     "deepseek_v3",
     "gemma",
