@@ -29,7 +29,7 @@ from sac.engine.op_trace import (
 )
 from sac.engine.reentrant import can_be_reentrant, run_reentrant
 from sac.engine.schedule import Schedule
-from sac.engine.settings import REPLAY, RERUN, Settings, as_torch_says
+from sac.engine.settings import ALWAYS, REPLAY, RERUN, Settings, as_torch_says
 from sac.engine.table import NO_RULE, DecisionTable, rebuild_table
 from sac.engine.taped import TapedFrame
 from sac.engine.untraced import count_compiled
@@ -192,7 +192,7 @@ class Region:
             function, settings = Fp8Function(function, where), for_fp8(settings)
         is_asked = table.decides_on_ops or table.matches_modules or table.saves_everything
         is_asked = is_asked or settings.engine == REPLAY
-        if not is_asked and group.careful is False:
+        if not is_asked and group.careful is False and settings.verify != ALWAYS:
             return Frame(function, owners, settings, where, group)
         # Hooks around the region must be passed the same tensors if they run it again.
         is_alone = outer is None or settings.engine == REPLAY

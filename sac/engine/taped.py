@@ -75,10 +75,9 @@ class TapedFrame(Frame):
         self._spans: list[tuple[range, str, str]] = []
         self._sums: dict[int, Any] = {}  # checksums of what autograd saved, by handle
         self.mode.compares_arguments = is_new
-        if is_new or (verifies and self._replays):
+        if is_new or verify == ALWAYS:
             self.mode.sums = self._sums
-        if is_new and not self._replays:
-            self.mode.spans = self._spans
+            self.mode.spans = None if self._replays else self._spans
         self._schedule: Schedule | None = None
         self._wanted: list[tuple[int, int, int]] = []
         self.figures: SavedFigures | None = None
@@ -360,7 +359,8 @@ class TapedFrame(Frame):
             for handle in waiting.values():
                 handle.value = None
         self._rerun(waiting, Served(self.tape, self.where))
-        if self._sums and not self.group.verified and self.settings.preserve_rng_state:
+        compares = self.settings.verify == ALWAYS or not self.group.verified
+        if self._sums and compares and self.settings.preserve_rng_state:
             self._verify_rerun(waiting)
 
     def _drop(self) -> None:

@@ -101,6 +101,36 @@ def test_strict_raises(value: dict[str, Any], key: dict[str, Any]) -> None:
         step(model_of({**value, **key}))
 
 
+class Noisy(nn.Module):
+    """A block whose Python depends on a global, which a rerun does not restore."""
+
+    noise = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Noisy.noise *= 2
+        return x + self.out((self.inner(x) * torch.full((4,), 1 + Noisy.noise)).tanh())
+
+
+@pytest.mark.parametrize("value", [{"mode": "full"}, {**SELECTIVE, "engine": "rerun"}], ids=["full", "served"])
+def test_always_compares_later_steps_too(value: dict[str, Any]) -> None:
+    model, x = (
+        sac.apply(nn.Sequential(Noisy(), Noisy()), {**value, "blocks": ["*"], "verify": "always"}),
+        torch.ones(8, 4),
+    )
+    for _ in range(3):
+        model(x).sum().backward()
+    try:
+        Noisy.noise = 1.0
+        with pytest.raises(sac.SacError, match="other values in recomputation"):
+            model(x).sum().backward()
+    finally:
+        Noisy.noise = 0.0
+
+
 class Called(nn.Module):
     def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__()
