@@ -62,8 +62,8 @@ from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 
 _UNSEEN_STATES = 2  # per trained parameter
 _MOST_FORWARDS = 64  # of a step that accumulates gradients; further ones are like them
-_MOST_CHECKS = 3  # steps of plans that are measured
-_WORTH_CHANGING = 0.002  # of the recomputed time
+_MOST_CHECKS = 5  # steps of plans that are measured
+_WORTH_CHANGING = 1e-6  # of the recomputed time: more than rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +361,7 @@ class Controller(BudgetRegions):
         self._put(prediction, prediction.search(allowed), allowed)
         self.use(PLANNED if self._is_known(shapes) else FULL)
 
-    def _put(self, prediction: Prediction, choice: Choice, allowed: int) -> None:
+    def _put(self, prediction: Prediction, choice: Choice, allowed: int, more: str = "") -> None:
         planned = planned_regions(prediction, choice, "planned")
         self.fitted = BudgetPlan(
             planned.policy,
@@ -374,10 +374,11 @@ class Controller(BudgetRegions):
             prediction.in_flight,
             prediction.next_faster(choice),
         )
-        self._choice = choice
-        self.plan(planned)
-        self._tell(str(self.fitted))
-        _say(f"sac: {self.fitted}")
+        self._tell(f"{self.fitted}{more}")
+        if choice != self._choice:
+            self._choice = choice
+            self.plan(planned)
+            _say(f"sac: {self.fitted}")
 
     def _warn_of_full(self, profiles: Sequence[RegionProfile]) -> None:
         """Warn of the regions that cannot be planned, which run under full recomputation."""
@@ -404,10 +405,9 @@ class Controller(BudgetRegions):
             return
         prediction.learn(observed.record, self._choice)
         choice = prediction.search(allowed)
-        if prediction.time_of(choice) < (1 - _WORTH_CHANGING) * prediction.time_of(self._choice):
-            self._put(prediction, choice, allowed)
-        else:
-            self._checks = 0
+        if prediction.time_of(choice) >= (1 - _WORTH_CHANGING) * prediction.time_of(self._choice):
+            choice, self._checks = self._choice, 0
+        self._put(prediction, choice, allowed, f"; {text}" if choice == self._choice else "")
         if not self._checks:
             self._prediction = None
 

@@ -31,23 +31,7 @@ from sac.torch_private import scoped_library
 
 _HALF = (torch.float16, torch.bfloat16)
 _CUDNN_HEADS = {"h100": 256, "h200": 256, "b200": 128}  # devices that prefer cuDNN's attention, up to this head size
-_NEEDED = {
-    "_fused_rms_norm": "RMS norm",
-    "native_dropout": "dropout",
-    "_scaled_dot_product_flash_attention": "attention",
-    "_scaled_dot_product_efficient_attention": "attention",
-    "_scaled_dot_product_cudnn_attention": "attention",
-}
 _RECURRENT = ("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
-
-
-def not_lowered() -> tuple[str, ...]:
-    """Return notes on functions that still run as on the CPU because this torch lacks the GPU's op."""
-    return tuple(
-        f"this torch ({torch.__version__}) has no aten::{op}: {what} is planned as the CPU runs it"
-        for op, what in _NEEDED.items()
-        if not hasattr(torch.ops.aten, op)
-    )
 
 
 @contextmanager
@@ -58,19 +42,16 @@ def lowered_to(device_name: str) -> Iterator[None]:
     device.
     """
     device = device_named(device_name).name
-    lacking = {what for op, what in _NEEDED.items() if not hasattr(torch.ops.aten, op)}
-    kernels: list[tuple[str, str, str, Callable[..., Any]]] = [
-        ("RMS norm", "_fused_rms_norm", "CPU", _rms_norm),
-        ("RMS norm", "_fused_rms_norm_backward", "CPU", _rms_norm_backward),
-        ("dropout", "dropout", "AutogradCPU", _dropout),
-        ("attention", "scaled_dot_product_attention", "AutogradCPU", partial(_attention, device)),
+    kernels: list[tuple[str, str, Callable[..., Any]]] = [
+        ("_fused_rms_norm", "CPU", _rms_norm),
+        ("_fused_rms_norm_backward", "CPU", _rms_norm_backward),
+        ("dropout", "AutogradCPU", _dropout),
+        ("scaled_dot_product_attention", "AutogradCPU", partial(_attention, device)),
+        *((op, "AutogradCPU", partial(_refuse_recurrent, op.partition(".")[0], device)) for op in _RECURRENT),
     ]
     with scoped_library("aten") as library:
-        for what, op, key, kernel in kernels:
-            if device != "cpu" and what not in lacking:
-                library.impl(op, kernel, key)
-        for op in _RECURRENT if device != "cpu" else ():
-            library.impl(op, partial(_refuse_recurrent, op.partition(".")[0], device), "AutogradCPU")
+        for op, key, kernel in kernels if device != "cpu" else ():
+            library.impl(op, kernel, key)
         yield
 
 

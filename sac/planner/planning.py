@@ -23,7 +23,7 @@ from sac.planner.cost import MEMORY, PRIORS
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.explain import Explanation
 from sac.planner.fakes import Inputs, is_on_meta
-from sac.planner.gpu_ops import lowered_to, not_lowered
+from sac.planner.gpu_ops import lowered_to
 from sac.planner.predict import Choice, TooSmallError
 from sac.planner.regions import planned_regions
 from sac.planner.rehearsal import Rehearsal, refuse_unfit
@@ -160,8 +160,7 @@ def make_plan(
     with torch.random.fork_rng(devices=()):
         if figures.name == "cpu" or "cuda" in {parameter.device.type for parameter in model.parameters()}:
             return work()
-        made = lowered(work, figures)
-    return replace(made, notes=(*made.notes, *not_lowered()))
+        return lowered(work, figures)
 
 
 def _planned(steps: Rehearsal, allowed: int, most: int, *, explains: bool) -> Plan:

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from sac.errors import PlanError, Problem
-from sac.planner.cost import entry_times
+from sac.planner.cost import seconds
 from sac.planner.devices import Device
 from sac.planner.observing import BACKWARD, BETWEEN, FORWARD, StepPhase, StepRecord
 from sac.planner.options import Option, options_of
@@ -92,7 +92,7 @@ class Prediction:
         self.paths = tuple(dict.fromkeys(record.paths))
         of_path = {path: kind for kind, profile in enumerate(profiles) for path in profile.paths}
         self.kinds = tuple(of_path[path] for path in self.paths)
-        self.times = [entry_times(profile, device) for profile in profiles]
+        self.times = [[seconds(entry, device) for entry in profile.entries] for profile in profiles]
         self.by_hand = [frozenset[int]() if by_hand is None else by_hand(profile) for profile in profiles]
         self.options = [
             options_of(profile, times, device, [more] if more else [], may_skip=may_skip)

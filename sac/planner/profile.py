@@ -39,10 +39,8 @@ class Entry:
     is_inside: ClassVar[bool] = False  # of a module that is saved as a whole: a profile has none
     is_collective: bool = False
     is_view: bool = False
-    is_causal: bool = False  # attention whose kernel skips the keys after each query
     flops: int = 0
     moved_bytes: int = 0
-    shape: tuple[int, ...] = ()
     dtype: str = ""
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
+from itertools import combinations, pairwise
+from typing import Any
 
 from sac.ops.names import resolve_ops
 from sac.ops.registry import find_op
@@ -17,13 +18,12 @@ from sac.policy.patterns import PathPattern
 
 # Note [The rules of a plan]
 #
-# What a plan saves in the layers of a stack is a set of pairs of a layer and a call (op, module, number of the call). A
-# rule on layers, ops, modules and calls matches a product of such sets. Each call gets a rule that matches it in all
-# layers that save it. The rule may also match it where that changes nothing: in layers without this call, and in layers
-# without checkpointing. It may match nothing that the plan recomputes. Within these limits the rules are found one by
-# one: the next rule is the one that matches the most calls without a rule. A rule names a save-set before an op, and an
-# op before one of its overloads; it names modules only if the same op is recomputed in others, and layers only if the
-# plan recomputes it in others. Rules on the same modules and layers become one rule with several ops.
+# What a plan saves in the layers of a stack is a set of calls (op, module, number of the call) per layer. A rule on
+# layers, ops, modules and calls matches a product of such sets. It may match a call where that changes nothing: in
+# layers without this call, and in layers without checkpointing. It may match nothing that the plan recomputes. Each
+# call that no rule matches yet in all layers that save it gets one that matches as many others as that allows: all
+# calls, all modules, a whole save-set. In the end, rules become one rule where the rule on all that they name is
+# allowed too.
 
 _SETS = tuple(name for name, one in SAVE_SETS.items() if not any(entry.condition for entry in one.entries))
 
@@ -50,13 +50,24 @@ class _Site:
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """A rule to be: ``names`` are its ops, ``modules`` and ``calls`` None for all. ``sites``: what it is there for."""
+    """A rule to be: ``names`` are its ops, ``modules`` and ``calls`` None for all."""
 
     names: tuple[str, ...]
-    modules: tuple[str, ...] | None
+    modules: frozenset[str] | None
     calls: frozenset[int] | None
     layers: frozenset[int]
-    sites: frozenset[_Site]
+
+    def matches(self, site: _Site) -> bool:
+        """Return whether it matches a call in the layers that the rule is for."""
+        at_module = self.modules is None or site.module in self.modules
+        return at_module and (self.calls is None or site.call in self.calls) and is_named(self.names, site.op)
+
+    def with_all_of(self, other: _Product) -> _Product:
+        """Return the rule on all that the two name."""
+        modules = None if self.modules is None or other.modules is None else self.modules | other.modules
+        calls = None if self.calls is None or other.calls is None else self.calls | other.calls
+        names = tuple(dict.fromkeys((*self.names, *other.names)))
+        return _Product(names, modules, calls, self.layers | other.layers)
 
 
 def policy_of(rows: Sequence[tuple[str, RegionProfile, frozenset[int] | None]], name: str) -> Policy:
@@ -118,13 +129,16 @@ def rules_of(
         add("none", plain, everywhere - plain, module=PathPattern.parse(""))
     sites = _sites([layer for layer in layers if layer.saved is not None])
     for product in _products(sites):
-        others = (site.recomputed for site in sites if _matches(product, site))
+        barred = frozenset[int]().union(*(site.recomputed for site in sites if product.matches(site)))
+        modules = [
+            module for module in dict.fromkeys(site.module for site in sites) if module in (product.modules or ())
+        ]
         add(
             _word(product.names),
             product.layers,
-            frozenset[int]().union(*others),
+            barred,
             ops=product.names,
-            module=None if product.modules is None else PathPattern.parse(_pattern(product.modules)),
+            module=None if product.modules is None else PathPattern.parse(_pattern(modules)),
             call=None if product.calls is None else Calls(index=product.calls),
         )
     return found
@@ -160,90 +174,35 @@ def _sites(layers: Iterable[PlannedLayer]) -> tuple[_Site, ...]:
 
 
 def _products(sites: Sequence[_Site]) -> list[_Product]:
-    """Return products that together match each site in all layers that save it, and in none that recomputes it.
+    """Return products that together match each site in all layers that save it, and in none that recomputes it."""
 
-    They are in the order in which a block runs the first of their ops.
-    """
-    open_sites = {site: None for site in sites if site.saved}
-    named = {name: [site for site in sites if is_named((name,), site.op)] for name in _specs(open_sites)}
-    offers = [
-        offer
-        for chosen in dict.fromkeys(site.saved for site in open_sites)
-        for name, of_name in named.items()
-        for offer in _offers(name, chosen, of_name)
-    ]
+    def is_allowed(product: _Product) -> bool:
+        return not any(site.recomputed & product.layers and product.matches(site) for site in sites)
+
     found: list[_Product] = []
-    while open_sites:
-        best = max(
-            offers,
-            key=lambda one: (sum(site in open_sites for site in one.sites), one.modules is None, one.calls is None),
-        )
-        found.append(_narrowed(best, open_sites))
-        for site in best.sites:
-            open_sites.pop(site, None)
+    for site in sorted((site for site in sites if site.saved), key=lambda one: -len(one.saved)):
+        if any(one.matches(site) and site.saved <= one.layers for one in found):
+            continue
+        product = _Product((site.op,), frozenset([site.module]), frozenset([site.call]), site.saved)
+        wider: list[dict[str, Any]] = [{"calls": None}, {"modules": None}]
+        wider += [{"names": (name,)} for name in (_packet(site.op), *_SETS) if is_named((name,), site.op)]
+        for change in wider:
+            product = next(filter(is_allowed, [replace(product, **change)]), product)
+        found.append(product)
+    pairs = [*combinations(found, 2)]
+    while pairs:
+        first, second = pairs.pop(0)
+        both = first.with_all_of(second)
+        if is_allowed(both):
+            found = [both, *(one for one in found if one not in (first, second))]
+            pairs = [*combinations(found, 2)]
     order = {site: number for number, site in enumerate(sites)}
-    return sorted(_joined(found, sites), key=lambda one: min(order[site] for site in one.sites))
+    return sorted(found, key=lambda one: min(order[site] for site in sites if one.matches(site)))
 
 
-def _specs(sites: Iterable[_Site]) -> list[str]:
-    """Return the names that a rule may have for ops: save-sets, then ops, then overloads."""
-    ops = dict.fromkeys(site.op for site in sites)
-    sets = [name for name in _SETS if any(is_named((name,), op) for op in ops)]
-    packets = dict.fromkeys(op.rpartition(".")[0] for op in ops if op.count(".") > 1 and find_op(op) is not None)
-    return [*sets, *packets, *ops]
-
-
-def _offers(name: str, chosen: frozenset[int], sites: Sequence[_Site]) -> Iterator[_Product]:
-    """Yield the products of the layers ``chosen`` and the ops of ``name``, which those of ``sites`` are.
-
-    One is on all calls of some modules, others on the same calls of other modules.
-    """
-    of_module: dict[str, list[_Site]] = {}
-    for site in sites:
-        of_module.setdefault(site.module, []).append(site)
-
-    def fits(site: _Site) -> bool:
-        return not site.recomputed & chosen and site.saved <= chosen
-
-    whole = [module for module, of in of_module.items() if all(not site.recomputed & chosen for site in of)]
-    covered = frozenset(site for module in whole for site in of_module[module] if site.saved and fits(site))
-    if covered:
-        yield _Product((name,), None if len(whole) == len(of_module) else tuple(whole), None, chosen, covered)
-    alike: dict[frozenset[int], list[str]] = {}
-    for module, of in of_module.items():
-        calls = frozenset(site.call for site in of if site.saved and fits(site))
-        if module not in whole and calls and not any(site.call in calls and not fits(site) for site in of):
-            alike.setdefault(calls, []).append(module)
-    for calls, modules in alike.items():
-        covered = frozenset(site for module in modules for site in of_module[module] if site.call in calls)
-        yield _Product((name,), tuple(modules), calls, chosen, covered)
-
-
-def _narrowed(product: _Product, open_sites: Collection[_Site]) -> _Product:
-    """Return the product on those modules only that have a site without a rule, unless it is on all modules."""
-    if product.modules is None:
-        return product
-    needed = {site.module for site in product.sites if site in open_sites}
-    return replace(product, modules=tuple(module for module in product.modules if module in needed))
-
-
-def _joined(products: Sequence[_Product], sites: Sequence[_Site]) -> list[_Product]:
-    """Return the products with those of the same modules, calls and layers as one."""
-    found: dict[object, _Product] = {}
-    for one in products:
-        modules = frozenset(site.module for site in sites if _matches(one, site))
-        key = modules, one.calls, one.layers
-        first = found.get(key)
-        if first is not None:
-            either = first.modules if one.modules is None else one.modules
-            one = _Product((*first.names, *one.names), either, one.calls, one.layers, first.sites | one.sites)
-        found[key] = one
-    return [*found.values()]
-
-
-def _matches(product: _Product, site: _Site) -> bool:
-    at_module = product.modules is None or site.module in product.modules
-    return at_module and (product.calls is None or site.call in product.calls) and is_named(product.names, site.op)
+def _packet(op: str) -> str:
+    """Return the name of an op without its overload."""
+    return op.rpartition(".")[0] if op.count(".") > 1 and find_op(op) is not None else op
 
 
 def _filled(chosen: frozenset[int], free: frozenset[int]) -> frozenset[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from sac.engine.tape import Tape
 from sac.engine.taped import TapedFrame
 from sac.ops.names import op_name
 from sac.outer_hooks import PackHooks
-from sac.planner.cost import is_causal, moved_bytes
+from sac.planner.cost import moved_bytes
 from sac.planner.profile import Entry, Need, RegionProfile
 from sac.policy.model import Decision
 from sac.tensors import storage_bytes, tensors_of
@@ -33,21 +33,6 @@ from sac.tensors import storage_bytes, tensors_of
 # saves everything that can be saved, of which nothing is kept. So the engine itself determines what a policy may save,
 # the identity of each value, and what autograd has saved. Sizes and FLOPs come from the arguments as each op runs.
 # Regions with equal tapes get one profile.
-
-
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Properties of an entry that are known only while its op runs."""
-
-    call: int = 0
-    flops: int = 0
-    moved_bytes: int = 0
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    is_causal: bool = False
-
-
-_NO_SIZES = _Sizes()
 
 
 class _SizedTape(Tape):
@@ -69,7 +54,7 @@ class _ProfileTrace(OpTraceRecorder):
     def __init__(self, tape: Tape, after_op: Callable[[int], None] | None) -> None:
         super().__init__()
         self._tape, self._after_op = tape, after_op
-        self.sizes: dict[int, _Sizes] = {}
+        self.sizes: dict[int, dict[str, Any]] = {}  # what is known only while an op runs, as fields of ``Entry``
         self.until: dict[int, int] = {}  # root -> the last entry after which it was alive
         self._alive: dict[int, weakref.ref[Tensor]] = {}
 
@@ -81,8 +66,7 @@ class _ProfileTrace(OpTraceRecorder):
             return
         row = self.rows[-1]
         moved = 0 if site.is_view else moved_bytes(args, kwargs, out)
-        causal = is_causal(site.op, args, kwargs)
-        self.sizes[entry] = _Sizes(row.call, row.flops, moved, row.shape, row.dtype, causal)
+        self.sizes[entry] = {"call": row.call, "flops": row.flops, "moved_bytes": moved, "dtype": row.dtype}
         if self._after_op is not None:
             self._after_op(entry)
             self._look(entry, out)
@@ -165,14 +149,14 @@ class _ProfilingFrame(TapedFrame):
             until=tuple(trace.until.get(value, -1) for value in range(len(tape.roots))),
         )
 
-    def _entry(self, number: int, saved: set[int], sizes: dict[int, _Sizes]) -> Entry:
+    def _entry(self, number: int, saved: set[int], sizes: dict[int, dict[str, Any]]) -> Entry:
         tape, site = self.tape, self.tape.sites[number]
-        results, size, is_op = tape.results(number), sizes.get(number, _NO_SIZES), type(site) is CallSite
+        results, is_op = tape.results(number), type(site) is CallSite
         return Entry(
             number=number,
             module=site.path if is_op else "",
             op=op_name(site.op) if is_op else "",
-            call=size.call,
+            **{"call": 0, **sizes.get(number, {})},
             reads=tuple(tape.reads[number]),
             makes=tuple(results),
             writes=tuple(dict.fromkeys(tape.writes_of(number))),
@@ -180,11 +164,6 @@ class _ProfilingFrame(TapedFrame):
             must_save=is_op and site.must_save and any(value in saved for value in results),
             is_collective=is_op and site.is_collective,
             is_view=is_op and site.is_view,
-            is_causal=size.is_causal,
-            flops=size.flops,
-            moved_bytes=size.moved_bytes,
-            shape=size.shape,
-            dtype=size.dtype,
         )
 
 
