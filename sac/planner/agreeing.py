@@ -20,7 +20,7 @@ from sac.planner.profile import RegionProfile
 # Each gathers what the others have observed and takes the largest sizes; everything else must be equal. The search is
 # deterministic, so all ranks find the same plan. Replicas without a mesh (DDP) plan by themselves.
 
-_SIZES = {"bytes", "flops", "moved_bytes", "before", "peak", "after", "static", "extra", "shapes", "rises"}
+_SIZES = {"bytes", "flops", "moved_bytes", "before", "peak", "after", "static", "extra", "shape", "shapes"}
 _WHERE = "activation_checkpointing.budget"
 _SMALLEST = {"memory_bytes", "until"}
 
@@ -72,8 +72,9 @@ def largest(several: Sequence[Any], name: str = "grounds") -> Any:
         values = {one: largest([getattr(value, one) for value in several], one) for one in names}
         return replace(first, **values)  # type: ignore[type-var]
     if isinstance(first, tuple):
-        if name == "rises" and len({tuple(entry for entry, _ in one) for one in several}) > 1:
-            return ()
+        if name == "rises":  # pairs of an entry and bytes
+            is_same = len({tuple(entry for entry, _ in one) for one in several}) == 1
+            return tuple(map(max, zip(*several, strict=True))) if is_same else ()
         if len({*map(len, several)}) == 1:
             return tuple(largest(values, name) for values in zip(*several, strict=True))
         if name == "until":

@@ -62,7 +62,7 @@ from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 
 _UNSEEN_STATES = 2  # per trained parameter
 _MOST_FORWARDS = 64  # of a step that accumulates gradients; further ones are like them
-_MOST_CHECKS = 5  # steps of plans that are measured
+_MOST_CHECKS = 3  # steps of plans that are measured
 _WORTH_CHANGING = 1e-6  # of the recomputed time: more than rounding
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -22,8 +22,8 @@ from sac.tensors import storage_bytes, tensors_of
 # An op takes max(FLOPs / (peak · efficiency), bytes / (bandwidth · efficiency)) + launch: the roofline of Williams,
 # Waterman and Patterson (2009), with the share of each roof that kernels of the op's class reach in practice. The bytes
 # are those of the tensors that the op reads and makes, each moved once. Ops without FLOPs have only the second roof.
-# A collective sends its argument and its result over the link once. A view takes no time: the host is ahead of the
-# device.
+# Causal attention counts half of the FLOPs of torch's formula, which includes masked scores. A collective sends its
+# argument and its result over the link once. A view takes no time: the host is ahead of the device.
 
 MATMUL, ATTENTION, MEMORY, COLLECTIVE, FREE = "matmul", "attention", "memory", "collective", "free"
 CUDNN_ATTENTION = "cudnn attention"
@@ -57,6 +57,15 @@ def _is_of(op: str, save_set: str) -> bool:
     return not is_backward and any(NamePattern(one.name).matches(op) for one in SAVE_SETS[save_set].entries)
 
 
+def is_causal(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether this call of an attention op is causal."""
+    names = [argument.name for argument in op._schema.arguments] if hasattr(op, "_schema") else []
+    if "is_causal" not in names:
+        return False
+    index = names.index("is_causal")
+    return (kwargs.get("is_causal", False) if index >= len(args) else args[index]) is True
+
+
 def moved_bytes(args: Any, kwargs: Any, out: Any) -> int:
     """Return the bytes of the tensors that one call of an op reads and makes, each moved once."""
     read = sum(map(_bytes_read, tensors_of([*args, *kwargs.values()])))
@@ -80,6 +89,7 @@ def entry_of_call(op: Any, args: Any, kwargs: Any, out: Any) -> Entry:
         makes=(),
         is_collective=traits.is_collective,
         is_view=traits.is_view,
+        is_causal=is_causal(op, args, kwargs),
         flops=flops_of(op, args, kwargs, out),
         moved_bytes=moved_bytes(args, kwargs, out),
         dtype=str(made[0].dtype).removeprefix("torch.") if made else "",
@@ -94,5 +104,6 @@ def seconds(entry: Entry, device: Device) -> float:
     if kind == COLLECTIVE:
         return entry.moved_bytes / (device.link_bytes_per_s * PRIORS[COLLECTIVE]) + device.launch_s
     is_narrow = _is_of(entry.op, "low_precision_matmul") and "float8" in device.flops_per_s
-    computing_s = entry.flops / (device.peak("float8" if is_narrow else entry.dtype) * PRIORS[kind])
+    flops = entry.flops / 2 if entry.is_causal else entry.flops
+    computing_s = flops / (device.peak("float8" if is_narrow else entry.dtype) * PRIORS[kind])
     return max(computing_s, entry.moved_bytes / (device.bytes_per_s * PRIORS[MEMORY])) + device.launch_s

@@ -41,6 +41,8 @@ class Entry:
     is_view: bool = False
     flops: int = 0
     moved_bytes: int = 0
+    is_causal: bool = False  # attention whose kernel skips the keys after each query
+    shape: tuple[int, ...] = ()
     dtype: str = ""
 
 

@@ -22,7 +22,7 @@ from sac.engine.tape import Tape
 from sac.engine.taped import TapedFrame
 from sac.ops.names import op_name
 from sac.outer_hooks import PackHooks
-from sac.planner.cost import moved_bytes
+from sac.planner.cost import is_causal, moved_bytes
 from sac.planner.profile import Entry, Need, RegionProfile
 from sac.policy.model import Decision
 from sac.tensors import storage_bytes, tensors_of
@@ -66,7 +66,10 @@ class _ProfileTrace(OpTraceRecorder):
             return
         row = self.rows[-1]
         moved = 0 if site.is_view else moved_bytes(args, kwargs, out)
-        self.sizes[entry] = {"call": row.call, "flops": row.flops, "moved_bytes": moved, "dtype": row.dtype}
+        self.sizes[entry] = {
+            **{"call": row.call, "flops": row.flops, "moved_bytes": moved, "shape": row.shape, "dtype": row.dtype},
+            "is_causal": is_causal(site.op, args, kwargs),
+        }
         if self._after_op is not None:
             self._after_op(entry)
             self._look(entry, out)
