@@ -15,11 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sac
 from sac.engine.flags import _FLAGS
 from sac.torch_private import set_precision
-from tests.support.blocks import FULL, FunctionBlock, install
-from tests.support.recording import Recorder
+from tests.support.blocks import FunctionBlock
 from tests.support.runs import Noted
 from tests.support.stateful import ON_EACH_WAY, WAYS, Surrounding, Way, as_it_is, stack_of, stepped
-from tests.support.training import assert_same, built
+from tests.support.training import assert_same
 
 core = torch._C
 MATH, FLASH = SDPBackend.MATH, SDPBackend.FLASH_ATTENTION
@@ -135,38 +134,6 @@ def test_recomputation_does_not_see_the_flags_of_backward(
     assert all(value == before for value in seen)
 
 
-def test_precision_of_matmuls_shows_in_the_numbers() -> None:
-    """Else the tests above would hold nothing of it; a CPU without bfloat16 units has none to show."""
-
-    def body(block: FunctionBlock, x: Tensor) -> Tensor:
-        wide = (x @ block.a).repeat(32, 32)
-        return ((wide @ wide.T.sin())[:8, :8] / 256 @ block.b).sin()
-
-    medium = FLAGS["matmul precision"][0]
-    plain = stepped(stack_of(body), as_it_is, forward=medium)
-    if torch.equal(plain["0 output"], stepped(stack_of(body), as_it_is)["0 output"]):
-        pytest.skip("this CPU multiplies float32 in one way only")
-    assert_same(plain, stepped(stack_of(body), lambda model: install(model, FULL), forward=medium))
-
-
-@pytest.mark.parametrize("chosen", [MATH, FLASH], ids=["math", "flash"])
-def test_attention_is_recomputed_by_the_backend_of_forward(chosen: SDPBackend) -> None:
-    def body(block: FunctionBlock, x: Tensor) -> Tensor:
-        q, k, v = ((x @ weight).view(1, 2, 4, 8).cos() for weight in (block.a, block.b, block.a.sin()))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).reshape(8, 8).sin()
-
-    model = install(built(stack_of(body)), FULL)
-    x = torch.randn(8, 8, requires_grad=True)
-    for _ in range(2):
-        with sdpa_kernel(chosen), Recorder() as forward:
-            out = model(x)
-        with sdpa_kernel(FLASH if chosen is MATH else MATH), Recorder() as backward:
-            out.sum().backward()
-        flash = "aten._scaled_dot_product_flash_attention_for_cpu.default"
-        expected = 2 if chosen is FLASH else 0
-        assert forward.ops[flash] == backward.ops[flash] == expected
-
-
 @ON_EACH_FLAG
 def test_flags_are_put_back_when_recomputation_raises(surrounding: Surrounding, read: Callable[[], Any]) -> None:
     seen = Noted()
@@ -206,48 +173,6 @@ def test_a_region_that_sets_a_flag_for_good_sets_it_once() -> None:
         torch.set_float32_matmul_precision("highest")
 
 
-def test_flags_inside_a_region_that_stops_early_are_put_back() -> None:
-    x = torch.ones(1, 1, 4, 8, requires_grad=True)
-
-    def body(x: Tensor) -> Tensor:
-        with sdpa_kernel(MATH):
-            h = F.scaled_dot_product_attention(x, x, x)
-            return h.sin()
-
-    before = backends()
-    sac.checkpoint(body, x).sum().backward()
-    assert backends() == before
-
-
-def test_a_gradient_taken_inside_the_region_sees_the_flags_of_its_place() -> None:
-    """The inner region is recomputed inside the recomputation of the outer one, under other flags than either found."""
-    seen = Noted()
-
-    def inner(x: Tensor) -> Tensor:
-        seen.append(("inner", backends()))
-        return x.sin().cos()
-
-    def outer(x: Tensor) -> Tensor:
-        with sdpa_kernel(FLASH):
-            h = sac.checkpoint(inner, x)
-        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-            (slope,) = torch.autograd.grad(h.sum(), x, create_graph=True)
-            seen.append(("outer", backends()))
-        seen.append(("after", backends()))
-        return slope.sin() * h
-
-    x = torch.ones(2, requires_grad=True)
-    with sdpa_kernel(MATH):
-        out = sac.checkpoint(outer, x)
-    out.sum().backward()
-    found = {name: {tuple(value) for place, value in seen if place == name} for name, _ in seen}
-    assert {name: len(values) for name, values in found.items()} == {"inner": 1, "outer": 1, "after": 1}
-    with sdpa_kernel(MATH):
-        assert found["after"] == {tuple(backends())}
-    with sdpa_kernel(FLASH):
-        assert found["inner"] == {tuple(backends())}
-
-
 def test_older_and_newer_words_for_a_precision_stay_in_step() -> None:
     """torch raises where it is asked for the older one and they differ."""
     seen = Noted()
@@ -263,8 +188,3 @@ def test_older_and_newer_words_for_a_precision_stay_in_step() -> None:
         out.sum().backward()
         assert seen[-1] == seen[-2] == (word, False)
         assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("highest", True)
-
-
-def test_the_names_of_torch_are_there() -> None:
-    """All the flags that the Note lists: torch 2.13 has 18 of them."""
-    assert len(_FLAGS) >= 16

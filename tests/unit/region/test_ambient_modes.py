@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,9 +14,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sac
-from sac import torch_private
-from sac.engine import thread_state
-from sac.engine.thread_state import FunctionModes, leave_function_modes
 from tests.support.blocks import FunctionBlock
 from tests.support.pairs import in_pairs
 from tests.support.runs import Noted
@@ -144,45 +141,6 @@ def test_modes_are_put_back_when_recomputation_raises() -> None:
     assert runs[0] == runs[1] == runs[2]
 
 
-@pytest.mark.parametrize("forward", SURROUNDINGS)
-def test_the_stack_is_that_of_now_where_no_engine_puts_it_back(forward: str) -> None:
-    """Autograd's engine puts the state of the thread back after each node; a saved tensor may be read without it."""
-    x = torch.ones(2, requires_grad=True)
-    with SURROUNDINGS[forward]():
-        out = sac.checkpoint(lambda x: x.tanh().exp(), x)
-    with torch.device("cpu"), Doubled(), torch._C.DisableTorchFunctionSubclass():
-        before = stack_now()
-        saved = out.grad_fn._saved_result
-        assert stack_now() == before
-        assert not torch._C._is_torch_function_enabled()
-    assert torch.equal(saved, out)
-
-
-def test_a_mode_that_the_region_enters_is_left_when_recomputation_stops_early() -> None:
-    def region(x: Tensor) -> Tensor:
-        with CosineForSine(), torch.device("cpu"):
-            return x.sin().exp()
-
-    x = torch.ones(2, requires_grad=True)
-    with Doubled():
-        out = sac.checkpoint(region, x)
-    out.sum().backward()
-    assert stack_now() == []
-
-
-def test_where_modes_are_the_same_nothing_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[Any] = []
-    monkeypatch.setattr(thread_state, "_set_modes", lambda modes: moved.append([*modes]))
-    surroundings: list[AbstractContextManager[Any]] = [nullcontext(), torch.device("cpu"), CosineForSine()]
-    for surrounding in surroundings:
-        with surrounding, FunctionModes().entered():
-            pass
-    assert moved == []
-    with CosineForSine() as other, ExitStack() as stack:
-        leave_function_modes(stack)
-    assert moved == [[], [other]]
-
-
 def test_a_region_called_with_subclasses_off_is_recomputed_so() -> None:
     states = Noted()
 
@@ -219,8 +177,3 @@ def test_dispatch_modes_are_those_of_backward() -> None:
     with backward:
         out.sum().backward()
     assert (forward.count, backward.count) == (1, 1)
-
-
-def test_the_names_of_torch_are_there() -> None:
-    assert torch_private.HAS_FUNCTION_MODES
-    assert torch_private.HAS_FUNCTION_STATE

@@ -251,24 +251,6 @@ def test_a_provider_that_raises_leaves_everything_else_put_back(failure: str) ->
     assert torch.equal(x.grad, x_plain.grad)
 
 
-def test_state_is_put_back_when_recomputation_raises() -> None:
-    log = Noted()
-    one = Noting("one", log)
-
-    def region(x: Tensor) -> Tensor:
-        out = changing(x, one)
-        if log.count("one runs") == 2:
-            raise KeyError("the user's own")
-        return out.cos()
-
-    x = torch.ones(2, requires_grad=True)
-    out = sac.checkpoint(region, x, config=FullConfig(state=(one,)))
-    one.value = 10
-    with pytest.raises(KeyError, match="the user's own"):
-        out.sum().backward()
-    assert one.value == 10
-
-
 def test_a_snapshot_that_raises_stops_the_forward_before_it_began() -> None:
     log = Noted()
     one = Noting("one", log)
@@ -303,33 +285,6 @@ def test_nested_regions_each_restore_their_own() -> None:
     assert_same(run(None), run(()))
 
 
-def test_a_gradient_taken_inside_the_region_restores_the_state_of_its_place() -> None:
-    def run(checkpointed: bool) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        counter, config = Counter(), None
-
-        def call(function: Any, x: Tensor) -> Tensor:
-            return sac.checkpoint(function, x, config=config) if checkpointed else function(x)
-
-        def inner(x: Tensor) -> Tensor:
-            counter.count += 1
-            return (x * counter.count).sin().cos()
-
-        def outer(x: Tensor) -> Tensor:
-            counter.count += 10
-            h = call(inner, x)
-            counter.count += 100
-            (slope,) = torch.autograd.grad(h.sum(), x, create_graph=True)
-            return (slope * counter.count).sin() * h
-
-        config = FullConfig(state=(counter,))
-        x = torch.randn(8, requires_grad=True)
-        call(outer, x).sum().backward()
-        return {"x": x.grad, "count": torch.tensor(counter.count)}
-
-    assert_same(run(False), run(True))
-
-
 class Tensorial:
     """A provider whose state is a tensor that can be watched."""
 
@@ -357,18 +312,6 @@ def test_snapshots_live_as_long_as_a_recomputation_can_come() -> None:
         out = sac.checkpoint(lambda x: x.sin().cos(), x, config=FullConfig(state=(provider,)))
         del out
         assert provider.given[-1]() is None
-
-
-def test_snapshots_are_let_go_of_with_all_else_that_a_recomputation_takes() -> None:
-    """One backward has run the region, and has not visited all that the region saved."""
-    provider = Tensorial()
-    x = torch.ones(2, requires_grad=True)
-    with without_collector():
-        first, second = sac.checkpoint(lambda x: (x.sin().cos(), x.exp()), x, config=FullConfig(state=(provider,)))
-        first.sum().backward()
-        assert [one() for one in provider.given] == [None, None]
-        second.sum().backward()
-    assert torch.equal(x.grad, (-x.sin().sin() * x.cos() + x.exp()).detach())
 
 
 def test_providers_are_not_asked_where_nothing_is_recomputed() -> None:

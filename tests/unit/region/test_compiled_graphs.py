@@ -5,7 +5,6 @@ The oracle is the eager model without us: the backend here is aot_eager, which r
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 import sac
 from sac.blocks.install import regions_of
-from sac.errors import ConfigError
 from sac.full import FullConfig, RngTracker
 from tests.support.blocks import FULL, GatedMLP, llama_stack, policy, save, selective, tokens, with_dropout
 from tests.support.compiling import Compiled, count
@@ -49,11 +47,6 @@ NEEDY: dict[str, tuple[dict[str, Any], Any]] = {
     "tracker": ({}, tracker),
     "state": ({"state": [Counting()]}, None),
 }
-PLAIN = {
-    "nothing": {},
-    "no random states": {"preserve_rng_state": False},
-    "no early stop": {"early_stop": False},
-}
 
 
 def one_block() -> nn.Module:
@@ -80,25 +73,6 @@ def test_settings_hold_inside_a_compiled_model(keys: dict[str, Any], get_tracker
         assert one.region.stats.calls == 2  # what was compiled would not count
 
 
-def test_input_is_really_stored() -> None:
-    model = sac.apply(built(llama_stack), {**FULL, "store": "contiguous", "num_checkpoints": 2})
-    run = compiled(model)
-    (x,) = tokens()
-    out = run(x.requires_grad_())
-    held = [(one.region.stats.input_bytes, one.region.stats.input_host_bytes) for one in regions_of(model)]
-    assert held == [(x.nbytes, 0)] * 2
-    with torch.no_grad():
-        x.zero_()  # a held whole input must not be written to; a stored one may be
-    out.sum().backward()
-
-
-def test_provider_is_asked() -> None:
-    provider = Counting()
-    model = sac.apply(built(llama_stack), {**FULL, "state": [provider]})
-    compiled(model)(*tokens()).sum().backward()
-    assert provider.asked.count("restore") >= 2
-
-
 def test_selective_model_keeps_its_decisions_beside_the_store() -> None:
     value = selective(policy(save("matmul")), store="host")
     reference = train(built(dropping_stack))
@@ -122,14 +96,6 @@ def test_one_graph_is_refused_with_our_reason() -> None:
     assert REASON in str(caught.value)
 
 
-@pytest.mark.parametrize("keys", PLAIN.values(), ids=PLAIN.keys())
-def test_what_a_graph_does_anyway_stays_in_it(keys: dict[str, Any]) -> None:
-    reference = train(built(one_block))
-    model = sac.apply(built(one_block), {**FULL, **keys}, tp_group="a group that nothing is scattered over")
-    ours = train(compiled(model, fullgraph=True))
-    assert_same({name.replace("_orig_mod.", ""): x for name, x in ours.items()}, reference)
-
-
 class Dropping(nn.Module):
     """A block that compiles soon."""
 
@@ -143,14 +109,6 @@ class Dropping(nn.Module):
 
 def chain() -> nn.Module:
     return nn.Sequential(*(Dropping() for _ in range(3)))
-
-
-@pytest.mark.parametrize("keys", [{}, {"store": "host"}], ids=["in the graph", "in eager"])
-def test_chunks(keys: dict[str, Any]) -> None:
-    reference = train(built(chain))
-    model = sac.apply(built(chain), {"mode": "full", "layers": {"uniform": 2}, **keys})
-    ours = train(compiled(model, fullgraph=not keys))
-    assert_same({name.replace("_orig_mod.", ""): x for name, x in ours.items()}, reference)
 
 
 def in_one_piece(model: nn.Module) -> None:
@@ -228,45 +186,11 @@ def test_options_hold_inside_a_compiled_function(options: dict[str, Any]) -> Non
     assert_same({name.replace("_orig_mod.", ""): x for name, x in ours.items()}, reference)
 
 
-def test_option_with_one_graph_is_refused_with_our_reason() -> None:
-    with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
-        compiled(built(lambda: Mixed(sac.checkpoint, use_reentrant=True)), fullgraph=True)(*tokens())
-    assert REASON in str(caught.value)
-
-
-def test_illegal_option_is_told_as_without_compile() -> None:
-    with pytest.raises(ConfigError) as caught:
-        compiled(built(lambda: Mixed(sac.checkpoint, determinism_check="no")))(*tokens())
-    assert str(caught.value).startswith("sac.checkpoint.determinism_check: 'no' is not a check\n")
-
-
 def gradients(function: Callable[..., Any], *weights: Tensor) -> list[Tensor]:
     torch.manual_seed(4)
     x = torch.randn(4, 8, requires_grad=True)
     out = function(x)
     return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *weights])]
-
-
-def test_functions_of_the_moment_and_keywords_of_torch() -> None:
-    """A lambda over locals, and keywords that `torch.utils.checkpoint` would take for its own."""
-    linear = nn.Linear(8, 8)
-
-    def body(a: Tensor, *, debug: Tensor, function: int, context_fn: bool) -> Tensor:
-        return linear(a) * debug + function if context_fn else a
-
-    def run(x: Tensor, call: Any = sac.checkpoint) -> Tensor:
-        scale = x.mean()
-        y = call(lambda a: linear(a).tanh() * scale, x)
-        return call(body, y, debug=x, function=2, context_fn=True)
-
-    def alone(function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    torch._dynamo.reset()
-    expected = gradients(functools.partial(run, call=alone), *linear.parameters())
-    for function in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
-        for mine, theirs in zip(gradients(function, *linear.parameters()), expected, strict=True):
-            assert torch.equal(mine, theirs)
 
 
 def test_block_with_keywords_of_torch() -> None:

@@ -79,19 +79,6 @@ def test_steps_with_and_without_tangents_take_turns(mode: str) -> None:
 
 
 @replayed
-def test_a_tangent_that_needs_a_gradient_of_its_own(mode: str) -> None:
-    def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
-        x, tangent = inputs()
-        tangent.requires_grad_()
-        with forward_ad.dual_level():
-            out = forward_ad.unpack_dual(through(calls, forward_ad.make_dual(x, tangent)))
-            out.tangent.square().sum().backward()
-        return [tangent.grad]
-
-    assert_as_without(mode, blocks(), program)
-
-
-@replayed
 def test_the_derivative_of_a_gradient(mode: str) -> None:
     def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
         x, tangent = inputs()
@@ -101,19 +88,6 @@ def test_the_derivative_of_a_gradient(mode: str) -> None:
             grad = torch.autograd.grad(out, x, create_graph=True)[0]
             primal, derivative = forward_ad.unpack_dual(grad)
         return [primal.detach(), None if derivative is None else derivative.detach()]
-
-    assert_as_without(mode, blocks(), program)
-
-
-@replayed
-def test_one_tensor_as_two_arguments_and_tangents_in_keywords(mode: str) -> None:
-    def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
-        x, tangent = inputs()
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(x, tangent)
-            out = forward_ad.unpack_dual(calls[1](calls[0](dual, dual), gate=dual))
-            (out.primal * out.tangent).sum().backward()
-        return [out.primal.detach(), out.tangent.detach()]
 
     assert_as_without(mode, blocks(), program)
 
@@ -139,23 +113,6 @@ def test_parameters_with_tangents_by_functional_call(mode: str) -> None:
             out = functional_call(Holder(calls[0], block), {"inner.up.weight": dual}, (x,))
             primal, change = forward_ad.unpack_dual(out)
             (primal * change).sum().backward()
-        return [primal.detach(), change.detach(), x.grad]
-
-    assert_as_without(mode, blocks(1), program)
-
-
-@replayed
-def test_parameters_with_tangents_as_attributes(mode: str) -> None:
-    def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
-        up = modules_of(calls)[0].up
-        x, weight = inputs()[0].requires_grad_(), up.weight
-        with forward_ad.dual_level():
-            del up.weight
-            up.weight = forward_ad.make_dual(weight, torch.linspace(1, 2, 16).view(4, 4))
-            primal, change = forward_ad.unpack_dual(calls[0](x))
-            (primal * change).sum().backward()
-        del up.weight
-        up.weight = weight
         return [primal.detach(), change.detach(), x.grad]
 
     assert_as_without(mode, blocks(1), program)

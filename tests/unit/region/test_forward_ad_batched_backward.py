@@ -77,20 +77,6 @@ def test_vmap_over_gradients(mode: str, randomness: str) -> None:
 
 
 @every_mode
-def test_two_vmaps_inside_one_another(mode: str) -> None:
-    def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
-        x, _ = leaves(calls)
-        out = forward(calls, x)
-
-        def pull(grad: Tensor) -> Tensor:
-            return torch.autograd.grad(out, x, grad, retain_graph=True)[0]
-
-        return [torch.vmap(torch.vmap(pull))(BATCH.view(2, 4, 2, 4))]
-
-    assert_as_without(mode, blocks(), program)
-
-
-@every_mode
 def test_a_jacobian(mode: str) -> None:
     def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
         x, _ = leaves(calls)

@@ -8,7 +8,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import sac
 from sac.errors import RegionError
-from sac.tensors import version_watch
 
 
 def test_the_input_of_an_inner_region_is_free_once_the_outer_forward_is_over():
@@ -50,33 +49,3 @@ def test_a_write_to_an_input_in_the_hands_of_hooks_is_still_seen():
         h.zero_()
     with pytest.raises(RegionError, match=r"input 0 \(float32\[64\]\) was changed in place after the forward"):
         out.sum().backward()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.randn(3),
-        lambda: torch.randn(3, requires_grad=True) * 2,
-        lambda: torch.randn(4, 4).t()[1:],
-        lambda: torch.randn(3, dtype=torch.complex64).conj(),
-        lambda: torch.zeros(2, dtype=torch.bool),
-        lambda: torch.zeros(0),
-    ],
-)
-def test_a_version_watch_sees_writes_and_holds_nothing(make):
-    tensor = make()
-    watch = version_watch(tensor)
-    assert watch.untyped_storage()._cdata != tensor.untyped_storage()._cdata
-    assert watch._version == tensor._version
-    with torch.no_grad():
-        tensor.zero_()
-    assert watch._version == tensor._version
-    assert not watch.requires_grad
-
-
-def test_tensors_without_exchangeable_data_are_watched_themselves():
-    with torch.inference_mode():
-        tensor = torch.ones(2)
-    assert version_watch(tensor) is tensor
-    sparse = torch.eye(2).to_sparse()
-    assert version_watch(sparse) is sparse

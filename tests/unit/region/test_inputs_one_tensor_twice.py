@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import sac
 from sac.full import FullConfig
-from tests.support.blocks import Stack, policy, save, selective
 from tests.support.runs import Noted
 from tests.support.training import assert_same, built
 
@@ -82,19 +81,6 @@ def test_the_same_tensor_inside_containers_and_keywords(reentrant):
     assert torch.equal(other.grad, expected[1])
 
 
-def test_a_reentrant_region_that_trains_what_only_a_closure_holds():
-    weight, ways = torch.randn(4, requires_grad=True), Noted()
-
-    def function(a: Tensor, b: Tensor) -> Tensor:
-        ways.append(a is b)
-        return a * b * weight
-
-    x = torch.randn(4)
-    as_region(True)(function, x, x).sum().backward()
-    assert ways == [True, True]
-    assert torch.equal(weight.grad, x * x)
-
-
 @every_store
 @pytest.mark.parametrize("needs_grad", [False, True])
 def test_a_write_through_one_argument_is_seen_through_the_other(needs_grad, store):
@@ -110,32 +96,3 @@ def test_a_write_through_one_argument_is_seen_through_the_other(needs_grad, stor
         return {"out": out.detach(), "w": w.grad, "h": h.detach()} | ({"x": x.grad} if needs_grad else {})  # type: ignore[dict-item]
 
     assert_same(compared(plainly, program), compared(as_region(False, store), program))
-
-
-def test_selective_regions():
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-        def forward(self, query: Tensor, key: Tensor) -> Tensor:
-            return query + self.attention(query, key, key, need_weights=False)[0]
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stack = Stack(Block())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.stack.blocks[0](x, x)
-
-    def trained(model: nn.Module) -> dict[str, Tensor]:
-        for _ in range(2):
-            model.zero_grad()
-            model(x).sin().sum().backward()
-        return {name: weight.grad for name, weight in model.named_parameters()}  # type: ignore[misc]
-
-    x = torch.randn(2, 3, 8)
-    plain, ours = built(Model), built(Model)
-    sac.apply(ours, selective(policy(save("matmul")), blocks=["stack.blocks.*"]))
-    assert_same(trained(plain), trained(ours))

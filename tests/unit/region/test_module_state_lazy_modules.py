@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sac
 from sac.errors import RegionError
-from tests.support.every_mode import MODES, WHOLE, assert_as_without, state_of, under
+from tests.support.every_mode import MODES, WHOLE, state_of, under
 from tests.support.recording import Recorder
 
 
@@ -76,12 +76,6 @@ def test_rules_are_not_said_to_match_nothing() -> None:
             program(list(mine), 0)
     assert [str(one.message) for one in told] == []
     assert sac.report(mine).zero_hit_rules == ()
-
-
-def test_materialised_ones_are_as_any_module() -> None:
-    mine = blocks()
-    program(list(mine), 0)
-    assert_as_without("auto", mine, program)
 
 
 def test_torchs_checkpoint_with_our_contexts_is_refused_until_they_are_made() -> None:

@@ -12,13 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import sac
-from sac.engine.rng import _accelerator_generators, default_generator
 from sac.errors import SacWarning
-from sac.full import FullConfig, RngTracker
-from tests.support.blocks import FunctionBlock, Stack, policy, save, selective
+from sac.full import FullConfig
 from tests.support.runs import Noted
 from tests.support.stateful import StateOf
-from tests.support.trackers import MAKERS, MegatronLike, TiedGenerator, bytes_of, draws, filled, leaf, states_of
+from tests.support.trackers import MAKERS, MegatronLike, bytes_of, draws, filled, leaf, states_of
 
 SEVERAL = ("ours", "Megatron", "TransformerEngine, graph-safe")
 ON_SEVERAL_TRACKERS = pytest.mark.parametrize("maker", [MAKERS[name] for name in SEVERAL], ids=SEVERAL)
@@ -49,20 +47,6 @@ def test_without_preserving_nothing_is_put_back_and_no_tracker_is_asked():
     drawing(y)
     drawing(y)
     assert expected == drawn
-
-
-def test_without_preserving_a_saved_random_op_leaves_no_state_rewound():
-    def body(block: FunctionBlock, x: Tensor) -> Tensor:
-        h = x @ block.a
-        return (h * torch.bernoulli(torch.full_like(h, 0.5)) @ block.b).sin()
-
-    model = sac.apply(Stack(FunctionBlock(body)), selective(policy(save("random")), preserve_rng_state=False))
-    for _ in range(2):
-        out = model(leaf())
-        torch.rand(3)
-        before = torch.get_rng_state()
-        out.sum().backward()
-        assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_without_gradients_no_tracker_is_asked():
@@ -111,35 +95,11 @@ def test_a_generator_that_no_op_is_given_is_put_back_on_request():
     assert torch.equal(*outcomes)
 
 
-def test_a_generator_that_the_region_holds_needs_no_request():
-    outcomes = []
-    for region in (False, True):
-        generator = torch.Generator().manual_seed(3)
-        function = functools.partial(lambda g, x: (x * unseen_draw(g, x)).sin(), generator)
-        x = leaf()
-        for _ in range(3):
-            (sac.checkpoint(function, x) if region else function(x)).sum().backward()
-        outcomes.append((x.grad, generator.get_state()))
-    assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
-
-
 def test_a_global_generator_that_no_op_is_given_is_missed_in_the_first_recomputation():
     held = Noted(torch.Generator().manual_seed(3))
     out = sac.checkpoint(lambda x: (x * unseen_draw(held[0], x)).sin(), leaf())
     with pytest.warns(SacWarning, match="other values"):
         out.sum().backward()
-
-
-def test_a_generator_that_an_op_is_given_needs_no_request():
-    outcomes = []
-    for region in (False, True):
-        generator = torch.Generator().manual_seed(3)
-        function = functools.partial(lambda g, x: (x * torch.rand(x.shape, generator=g)).sin(), generator)
-        x = leaf()
-        for _ in range(3):
-            (sac.checkpoint(function, x) if region else function(x)).sum().backward()
-        outcomes.append((x.grad, generator.get_state()))
-    assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
 
 
 # Order, threads, repetition
@@ -213,31 +173,6 @@ def test_a_gradient_taken_inside_a_region_and_inside_a_fork(maker):
 # What trackers do
 
 
-class InPlace(RngTracker):
-    """A tracker that hands out the very tensors that it then writes to, and keeps those that it is given."""
-
-    def get_states(self) -> dict[str, Tensor]:
-        return self._states
-
-    def set_states(self, states: Any) -> None:
-        self._states = states
-
-    def _leave(self, name: str, *state: Any) -> None:
-        held = self._states[name]
-        super()._leave(name, *state)
-        self._states[name] = held.copy_(self._states[name])
-
-
-def test_states_that_a_tracker_writes_to_are_copied():
-    assert_same_draws(lambda tracker, call: _grads_twice(call), lambda: InPlace("cpu"))
-
-
-def _grads_twice(call: Callable[..., Tensor]) -> list[Tensor]:
-    x = leaf()
-    out = call(call(x)).sum()
-    return [torch.autograd.grad(out, x, retain_graph=True)[0], torch.autograd.grad(out, x)[0]]
-
-
 def test_a_tracker_that_is_not_in_use_stays_so():
     """Layers ask Megatron's tracker whether it is initialised, and fork only then."""
 
@@ -276,25 +211,3 @@ def test_the_getter_is_asked_anew_for_the_recomputation():
 
 
 # Devices
-
-
-def test_the_current_device_and_those_of_the_inputs_are_taken(monkeypatch):
-    generators = tuple(TiedGenerator.seeded(seed) for seed in range(4))
-    monkeypatch.setattr(torch.cuda, "default_generators", generators)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
-
-    class Input:
-        def __init__(self, device: str) -> None:
-            self.device = torch.device(device)
-            self.is_cpu, self.is_meta = device == "cpu", device == "meta"
-
-    inputs: Any = [Input("cuda:3"), Input("cpu"), Input("meta"), Input("cuda:1"), Input("cuda:3")]
-    assert _accelerator_generators(inputs) == [generators[1], generators[3], generators[2]]
-    assert _accelerator_generators([]) == [generators[2]]
-    assert default_generator(torch.device("cuda")) is generators[2]
-    assert default_generator(torch.device("cuda:1")) is generators[1]
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # not yet, or in a forked process
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("initialises the device"))
-    assert _accelerator_generators([]) == []

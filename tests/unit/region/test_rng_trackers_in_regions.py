@@ -16,10 +16,9 @@ from torch.nn import functional as F
 import sac
 from sac.engine import rng
 from sac.errors import RegionError
-from sac.full import FullConfig, RngTracker
+from sac.full import RngTracker
 from tests.support.blocks import FULL, FunctionBlock, Stack, alternate, policy, save, selective, square
 from tests.support.pairs import in_pairs
-from tests.support.stateful import StateOf
 from tests.support.trackers import MAKERS, MegatronLike, TiedGenerator, TiedTracker, bytes_of, filled
 from tests.support.training import assert_nearly_same, assert_same, built, train
 
@@ -174,13 +173,6 @@ def test_the_tests_above_can_fail(getter, stream):
         assert_same(expected, trained(forks_in_forks, Behind(tracker), "", stream, call))
 
 
-@pytest.mark.parametrize("stream", [None, "model-parallel-rng"])
-def test_a_tracker_that_the_region_holds_needs_no_getter(stream):
-    """One of another system: what it holds is put back as that of any object."""
-    expected = trained(forks_in_forks, filled(MegatronLike), "", stream)
-    assert_same(expected, trained(forks_in_forks, filled(MegatronLike), "", stream, sac.checkpoint))
-
-
 # Generators that share a state, as on CUDA
 
 
@@ -209,26 +201,6 @@ def test_generators_that_share_a_state_share_it_again(monkeypatch, way, stream):
     assert_same(*seen)
 
 
-def test_a_recomputation_inside_a_fork_draws_from_the_streams_of_its_forward(monkeypatch):
-    grads = []
-    for call in (plain, sac.checkpoint):
-        default = TiedGenerator.seeded(5)
-        monkeypatch.setattr(rng, "_accelerator_generators", lambda tensors, default=default: [default])
-        tracker = filled(lambda default=default: TiedTracker(default))
-        block = built(lambda tracker=tracker: FunctionBlock(functools.partial(tied_body, tracker)))
-        x = torch.ones(8, 8, requires_grad=True)
-        more = {} if call is plain else {"get_rng_state_tracker": lambda tracker=tracker: tracker}
-        out = call(block, x, **more).sum()
-        with tracker.fork():
-            assert default.box is tracker.get_states()["model-parallel-rng"].box
-            inside = [default.draw(x)]
-            grads.append(torch.autograd.grad(out, [x, block.a, block.b]))
-            inside.append(default.draw(x))
-            assert default.box is tracker.get_states()["model-parallel-rng"].box
-        grads[-1] += (*inside, default.draw(x), *bytes_of(tracker).values())
-    assert all(torch.equal(ours, plainly) for plainly, ours in zip(*grads, strict=True))
-
-
 # What a tracker holds, before and after
 
 
@@ -244,15 +216,6 @@ def test_a_stream_added_after_forward_is_there_after_backward():
     out.sum().backward()
     assert tracker.names == (*before,)
     assert all(torch.equal(before[name], state) for name, state in bytes_of(tracker).items())
-
-
-def test_generators_of_a_tracker_stay_the_objects_they_are():
-    tracker = filled(MAKERS["TransformerEngine, graph-safe"])
-    before = tracker.get_states()
-    x = torch.randn(8, 8, requires_grad=True)
-    block = FunctionBlock(functools.partial(one_fork, tracker))
-    sac.checkpoint(block, x, get_rng_state_tracker=lambda: tracker).sum().backward()
-    assert all(tracker.get_states()[name] is generator for name, generator in before.items())
 
 
 def test_a_generator_that_a_tracker_has_given_up_is_put_back_too():
@@ -285,19 +248,3 @@ def _grads(block: FunctionBlock, x: Tensor, between: Callable[[], None], **optio
     out = sac.checkpoint(block, x, **options) if options else block(x)
     between()
     return torch.autograd.grad(out.sum(), [x, block.a, block.b])
-
-
-def test_config_takes_a_tracker_with_everything_else():
-    tracker = filled(MAKERS["ours"])
-    generator = torch.Generator().manual_seed(4)
-    config = FullConfig(state=(StateOf(generator),))
-
-    def body(tracker: Any, block: FunctionBlock, x: Tensor) -> Tensor:
-        with tracker.fork():
-            x = F.dropout(x @ block.a, 0.5)
-        return x * torch.rand(x.shape, generator=generator)
-
-    expected = trained(body, filled(MAKERS["ours"]))
-    generator.manual_seed(4)
-    call = functools.partial(sac.checkpoint, get_rng_state_tracker=lambda: tracker, config=config)
-    assert_same(expected, trained(body, tracker, "", None, call))

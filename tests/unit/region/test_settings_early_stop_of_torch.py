@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import sac
-from sac.engine.settings import PLAIN, Settings, as_torch_says
 from tests.support.layers import stack
 from tests.support.recording import Recorder
 
@@ -47,12 +46,6 @@ def test_a_function_is_run_again_as_far_as_by_torch(around: Around, given: bool)
     expected = products(lambda x: torch_checkpoint(layer, x, use_reentrant=False, early_stop=given), around)
     assert found == expected
     assert expected == (3 if (around is nullcontext and given) or around is on else 4)
-
-
-def test_only_what_is_said_around_the_forward_counts() -> None:
-    layer = stack(1)[0]
-    assert products(lambda x: sac.checkpoint(layer, x), nullcontext, off) == 3
-    assert products(lambda x: sac.checkpoint(layer, x), off, on) == 4
 
 
 @pytest.mark.parametrize("first", [nullcontext, off])
@@ -91,15 +84,3 @@ def gradients(model: nn.Module, around: Around) -> list[list[float]]:
         out = model(torch.ones(2, 8, 32))
     out.square().sum().backward()
     return [one.grad.flatten().tolist() for one in model.parameters()]
-
-
-def test_without_the_private_name_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.utils.checkpoint, "_enable_checkpoint_early_stop")
-    assert as_torch_says(PLAIN) is PLAIN
-
-
-def test_settings_are_left_as_they_are_where_they_say_the_same() -> None:
-    settings = Settings(early_stop=False)
-    with off():
-        assert as_torch_says(settings) is settings
-    assert as_torch_says(settings) is settings
