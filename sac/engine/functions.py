@@ -352,7 +352,8 @@ class UnitCall:
         if is_unit and (op_written or written or self._sends()) and not scope.strict:
             scope.strict = "writes to arguments, or communicates"  # and must do so once
             wanted = _unexplained(tape, scope, results)
-        if is_unit and self._sends() and rule is None:
+        # Under `verify: never` most Functions are units, whose ops a rerun on another rank would send again.
+        if is_unit and self._sends() and rule is None and mode.probes:
             self.decision = Decision.SAVE
         inner = [value for value in range(self.first_value, len(roots)) if value in tape.kept]
         last = len(roots)

@@ -46,7 +46,7 @@ def assert_same(stack: str, mode: str, **options: Any) -> None:
 
 
 def assert_between(found: list[int], least: list[int], most: list[int]) -> None:
-    assert all(a < b < c for a, b, c in zip(least, found, most, strict=True)), (least, found, most)
+    assert all(a <= b < c for a, b, c in zip(least, found, most, strict=True)), (least, found, most)
 
 
 def assert_composes(stack: str, mode: str, **options: Any) -> None:

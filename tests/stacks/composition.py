@@ -138,8 +138,18 @@ def unwrapped(name: str) -> str:
 def _state_of(model: nn.Module) -> dict[str, Tensor]:
     """What this rank holds of parameters and buffers, and the random state."""
     found = {unwrapped(name): value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}
-    found = {name: getattr(value, "_local_tensor", value).clone() for name, value in found.items()}
+    found = {key: part.clone() for name, value in found.items() for key, part in _parts(name, value)}
     return {**found, "random state": torch.get_rng_state()}
+
+
+def _parts(name: str, value: Any) -> list[tuple[str, Tensor]]:
+    """The plain tensors in a DTensor or in quantised weights, under names of their own."""
+    value = getattr(value, "_local_tensor", value)
+    if not hasattr(value, "__tensor_flatten__"):
+        return [(name, value)]
+    return [
+        pair for inner in value.__tensor_flatten__()[0] for pair in _parts(f"{name}.{inner}", getattr(value, inner))
+    ]
 
 
 def differences(ours: Outcome, reference: Outcome) -> list[str]:
