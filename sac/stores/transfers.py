@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ from sac.torch_private import NO_TASK, ending_task, when_backward_ends
 # Note [Transfers]
 #
 # Each device has one stream for copies to host memory (*down*) and one for copies back (*up*), so that both directions
-# of the link are busy at once. `Transfers.put` copies storages down into pinned buffers of a pool; a `HostCopy` is one
-# of them. Streams run independently of each other, so every access waits for the one before it:
+# of the link are busy at once. `Transfers.put` copies storages down into pinned memory; a `HostCopy` is one of them.
+# Streams run independently of each other, so every access waits for the one before it:
 #
 #   the copy down    waits for the stream that `put` was called on, which made the source; and for the last copy that
 #                    used this buffer, which may have been one up
@@ -43,8 +43,8 @@ from sac.torch_private import NO_TASK, ending_task, when_backward_ends
 # What backward needs next (Note [Order of backward]) is brought up while less than `ahead` bytes have been brought up
 # ahead or are still on their way down.
 #
-# The end. The graph holds the copies. When it drops one, the buffer goes back to the pool with the event of the last
-# copy that used it. That can happen in a garbage collection, in any thread: so nothing is locked then.
+# The end. The graph holds the copies. When it drops one, torch's allocator gets the buffer back. That can happen in a
+# garbage collection, in any thread: so nothing is locked then.
 #
 # tests/unit/stores/test_transfers.py runs random programs on simulated streams: no access is unordered, and all bytes
 # are right. It also leaves out each wait, to show that it is needed.
@@ -108,151 +108,53 @@ class _OneStream:
 
 
 class HostBuffer:
-    """Host memory in ``parts``, flat tensors; ``used``: the events after the last copies that used it."""
+    """Flat host memory; ``used``: the events after the last copies that used it."""
 
-    __slots__ = ("_pieces", "parts", "size", "used")
+    __slots__ = ("memory", "used")
 
-    def __init__(self, *parts: torch.Tensor) -> None:
-        self.parts = parts
-        self.size = sum(part.numel() for part in parts)
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
         self.used: tuple[Any, ...] = ()
-        self._pieces: dict[int, list[tuple[torch.Tensor, int, int]]] = {}  # by bytes of the value: the last one only
-
-    def pieces(self, size: int) -> list[tuple[torch.Tensor, int, int]]:
-        """Return the memory for a value of ``size`` bytes: pieces, with the first byte of each and the one after."""
-        found = self._pieces.get(size)
-        if found is None:
-            ends = [*accumulate(part.numel() for part in self.parts)]
-            spans = [(part, end - part.numel(), min(end, size)) for part, end in zip(self.parts, ends, strict=True)]
-            found = [(part[: end - begin], begin, end) for part, begin, end in spans if begin < end]
-            self._pieces = {size: found}
-        return found
 
 
-class HostPool:
-    """Host buffers in size classes, cut from slabs.
+class HostMemory:
+    """Host memory for copies, within a limit.
 
-    There are eight classes between powers of two: at most an eighth of a buffer is wasted. A buffer may lie in several
-    slabs, and in the memory of free buffers of other classes, so a slab is made only if all that is free is too little.
-    torch rounds pinned memory up to a power of two, so slabs have such sizes. When nothing is in use, as between steps,
-    slabs that other sizes have cut up are cut anew.
-
-    ``make`` allocates bytes. ``limit``: of all slabs; None: no limit. ``latest`` returns events after all copies so
-    far. ``failure``: why ``make`` has failed, which is taken for the limit.
+    torch's allocator of pinned memory rounds sizes up to powers of two, and uses memory again when the copies that used
+    it are done. ``make`` allocates bytes. ``limit``: of what is in use at once; None: no limit. ``failure``: why
+    ``make`` has failed, which is taken for the limit.
     """
 
-    def __init__(
-        self,
-        make: Callable[[int], torch.Tensor],
-        limit: int | None = None,
-        *,
-        slab: int = 64 * MIB,
-        latest: Callable[[], tuple[Any, ...]] = tuple,
-    ) -> None:
+    def __init__(self, make: Callable[[int], torch.Tensor], limit: int | None = None) -> None:
         self.limit = limit
         self.failure = ""
-        self.slab_bytes = 0
         self._make = make
-        self._slab = slab
-        self._latest = latest
-        self._returned: deque[HostBuffer] = deque()
-        self._free: dict[int, deque[HostBuffer]] = {}
-        self._slabs: list[torch.Tensor] = []
-        self._rest: deque[tuple[torch.Tensor, tuple[Any, ...]]] = deque()  # what to cut, and events as in a buffer
-        self._rest_bytes = 0
-        self._used_bytes = 0  # of buffers that were taken and not returned
-        self._is_cut_up = False  # whether buffers have been taken apart for others
-
-    @staticmethod
-    def size_class(size: int) -> int:
-        """Return ``size`` rounded up to its class, a multiple of 64 bytes, and at least that."""
-        step = 1 << (size.bit_length() - 4) if size >= 512 else 64
-        return -(-size // step) * step or step
+        self._used_bytes = 0
+        self._returned: deque[int] = deque()
 
     def take(self, size: int) -> HostBuffer | None:
-        """Return a buffer of at least ``size`` bytes, None if the limit does not allow for it."""
-        if self._returned:
-            self._sort_returned()
-        size = self.size_class(size)
-        if not self._used_bytes and (self._is_cut_up or not self._free.get(size)):  # a step begins, with other sizes
-            self._cut_anew()
-        waiting = self._free.get(size)
-        if waiting:
-            found = waiting.popleft()
-        elif self._is_within(size) and self._has_made(size):
-            found = self._cut(size)
-        else:
+        """Return a buffer of ``size`` bytes, None if the limit does not allow for it."""
+        pinned = _pinned_bytes(size)
+        if self.limit is not None and self.used_bytes + pinned > self.limit:
             return None
-        self._used_bytes += size
-        return found
-
-    def _cut_anew(self) -> None:
-        """All slabs are free: let them be cut into other sizes."""
-        after = self._latest()
-        self._free, self._rest, self._rest_bytes = {}, deque((slab, after) for slab in self._slabs), self.slab_bytes
-        self._is_cut_up = False
+        try:
+            buffer = HostBuffer(self._make(size))
+        except RuntimeError as error:  # the driver pins no more
+            self.limit, self.failure = self.used_bytes, str(error).partition("\n")[0]
+            return None
+        self._used_bytes += pinned
+        return buffer
 
     def give(self, buffer: HostBuffer) -> None:
-        """Take ``buffer`` back; its next user waits for ``buffer.used``. May be called from any thread."""
-        self._returned.append(buffer)
+        """Count ``buffer`` no longer. May be called from any thread."""
+        self._returned.append(_pinned_bytes(buffer.memory.numel()))
 
-    def is_idle(self) -> bool:
-        """Return whether all buffers have been returned."""
-        self._sort_returned()
-        return not self._used_bytes
-
-    def _sort_returned(self) -> None:
+    @property
+    def used_bytes(self) -> int:
+        """The bytes in use."""
         while self._returned:
-            buffer = self._returned.popleft()
-            self._used_bytes -= buffer.size
-            waiting = self._free.get(buffer.size)
-            if waiting is None:
-                waiting = self._free[buffer.size] = deque()
-            waiting.append(buffer)
-
-    def _cut(self, size: int) -> HostBuffer:
-        """Return a buffer from ``_rest``, which is enough."""
-        parts: list[torch.Tensor] = []
-        after: list[Any] = []
-        self._rest_bytes -= size
-        while size:
-            rest, used = self._rest.popleft()
-            part = rest[:size]
-            if part.numel() < rest.numel():
-                self._rest.appendleft((rest[size:], used))
-            size -= part.numel()
-            parts.append(part)
-            after += used
-        found = HostBuffer(*parts)
-        found.used = (*_distinct(after),)
-        return found
-
-    def _is_within(self, size: int) -> bool:
-        """Return whether the limit allows for another buffer."""
-        return self.limit is None or self._used_bytes + size <= self.limit
-
-    def _has_made(self, size: int) -> bool:
-        """Let ``_rest`` be enough for a buffer: take free buffers apart, then make slabs; return whether it is."""
-        for waiting in self._free.values():
-            while waiting and self._rest_bytes < size:
-                buffer = waiting.popleft()
-                self._rest += ((part, buffer.used) for part in buffer.parts)
-                self._rest_bytes += buffer.size
-                self._is_cut_up = True
-        while self._rest_bytes < size:
-            slab = max(self._slab, _power_of_two(size - self._rest_bytes))
-            if self.limit is not None:  # a small limit allows small slabs
-                slab = min(slab, _power_of_two(self.limit - self.slab_bytes))
-            try:
-                made = self._make(slab)
-            except RuntimeError as error:  # the driver pins no more
-                self.limit, self.failure = self.slab_bytes, str(error).partition("\n")[0]
-                return False
-            self._slabs.append(made)
-            self._rest.append((made, ()))
-            self._rest_bytes += slab
-            self.slab_bytes += slab
-        return True
+            self._used_bytes -= self._returned.popleft()
+        return self._used_bytes
 
     def problem(self, size: int) -> Problem:
         """Return the problem that ``take`` found no room for values of ``size`` bytes."""
@@ -260,14 +162,13 @@ class HostPool:
         return Problem(
             "host_memory",
             f"{bytes_text(size)} of values stay on the device, since host memory has no room for them: of the "
-            f"{bytes_text(self.limit or 0)} that this process may pin, {bytes_text(self.slab_bytes)} are in use{why}",
+            f"{bytes_text(self.limit or 0)} that this process may pin, {bytes_text(self.used_bytes)} are in use{why}",
             fix="raise host_memory if the node has more, or offload less",
         )
 
 
-def _power_of_two(size: int) -> int:
-    """Return the largest power of two up to ``size``, which is positive."""
-    return 1 << (size.bit_length() - 1)
+def _pinned_bytes(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()
 
 
 # -- Copies
@@ -324,7 +225,7 @@ class HostCopy:
         "down",
         "figures",
         "home",
-        "is_pooled",
+        "is_counted",
         "readers",
         "size",
         "source",
@@ -336,12 +237,12 @@ class HostCopy:
         "up",
     )
 
-    def __init__(self, transfers: Transfers, source: torch.Tensor, buffer: HostBuffer, *, is_pooled: bool) -> None:
+    def __init__(self, transfers: Transfers, source: torch.Tensor, buffer: HostBuffer, *, is_counted: bool) -> None:
         self.transfers = transfers
         self.source: torch.Tensor | None = source
         self.size = source.numel()
         self.buffer = buffer
-        self.is_pooled = is_pooled
+        self.is_counted = is_counted
         self.call: CallNode | None = None
         self.figures: Any = None
         self.home: Any = None  # the stream that owns the memory of the source
@@ -365,8 +266,7 @@ class HostCopy:
         """Block the host until the copy down is done; return the bytes in host memory."""
         assert self.down is not None
         self.down.event.synchronize()
-        parts = self.buffer.parts
-        return (parts[0] if len(parts) == 1 else torch.cat(parts))[: self.size]
+        return self.buffer.memory[: self.size]
 
     def __del__(self) -> None:
         try:  # noqa: SIM105  (a context would take longer than what is in it)
@@ -388,10 +288,7 @@ class Transfers:
         self.is_async = module is not None
         self._module = module if module is not None else _OneStream()
         self._down, self._up = self._module.Stream(device), self._module.Stream(device)
-        self._latest: dict[
-            int, Any
-        ] = {}  # the last events of both streams, by their ids: after them, no copy is running
-        self.pool = HostPool(self.host_memory, limits.host, latest=lambda: (*self._latest.values(),))
+        self.host = HostMemory(self.host_memory, limits.host)
         self._is_full = False
         self._lock = threading.RLock()
         self._flying: deque[weakref.ref[HostCopy]] = deque()  # sources on the device, the oldest first
@@ -404,9 +301,7 @@ class Transfers:
 
     def copy_down(self, copy: HostCopy, source: torch.Tensor) -> None:
         """Copy ``source`` to the host, on the current stream."""
-        pieces = copy.buffer.pieces(copy.size)
-        for piece, begin, end in pieces:
-            piece.copy_(source if len(pieces) == 1 else source[begin:end], non_blocking=self.is_async)
+        copy.buffer.memory[: copy.size].copy_(source, non_blocking=self.is_async)
 
     def new_target(self, copy: HostCopy) -> torch.Tensor:
         """Return memory of the device for the bytes of ``copy``."""
@@ -414,9 +309,7 @@ class Transfers:
 
     def copy_up(self, copy: HostCopy, target: torch.Tensor) -> None:
         """Copy the bytes back into ``target``, on the current stream."""
-        pieces = copy.buffer.pieces(copy.size)
-        for piece, begin, end in pieces:
-            (target if len(pieces) == 1 else target[begin:end]).copy_(piece, non_blocking=self.is_async)
+        target.copy_(copy.buffer.memory[: copy.size], non_blocking=self.is_async)
 
     def put(self, sources: Sequence[torch.Tensor], call: CallNode | None = None) -> list[HostCopy | None]:
         """Start to copy ``sources``, which nothing else holds, down; free the oldest sources over the limit.
@@ -429,12 +322,12 @@ class Transfers:
             made: list[HostCopy] = []
             without = 0
             for source in sources:
-                buffer = self.pool.take(source.numel())
+                buffer = self.host.take(source.numel())
                 if buffer is None:
                     without += source.numel()
                     copies.append(None)
                     continue
-                copy = HostCopy(self, source, buffer, is_pooled=True)
+                copy = HostCopy(self, source, buffer, is_counted=True)
                 copies.append(copy)
                 made.append(copy)
             if without:  # if this raises, the copies die, and give their buffers back
@@ -457,17 +350,17 @@ class Transfers:
             return copies
 
     def put_one(self, source: torch.Tensor, buffer: HostBuffer | None = None) -> HostCopy | None:
-        """Start to copy ``source``, which others hold too, into ``buffer`` or one of the pool; see ``settle``.
+        """Start to copy ``source``, which others hold too, into ``buffer`` or into memory of its own; see ``settle``.
 
         None: the host has no room.
         """
         with self._lock:
-            is_pooled = buffer is None
-            buffer = buffer if buffer is not None else self.pool.take(source.numel())
+            is_counted = buffer is None
+            buffer = buffer if buffer is not None else self.host.take(source.numel())
             if buffer is None:
                 self._tell_full(source.numel())
                 return None
-            copy = HostCopy(self, source, buffer, is_pooled=is_pooled)
+            copy = HostCopy(self, source, buffer, is_counted=is_counted)
             self._start_down([copy])
             return copy
 
@@ -475,7 +368,7 @@ class Transfers:
         """Warn once that values of ``size`` bytes stay on the device; raise ``RegionError`` under ``strict``."""
         if not self._is_full or self.limits.strict:
             self._is_full = True
-            problem = self.pool.problem(size)
+            problem = self.host.problem(size)
             if self.limits.strict:
                 raise RegionError(problem)
             warnings.warn(str(problem), SacWarning, stacklevel=2)
@@ -486,8 +379,7 @@ class Transfers:
             raise RegionError(
                 Problem(
                     "offload",
-                    "offloading cannot be captured in a CUDA graph: its replays would not use sac's pool of host "
-                    "memory",
+                    "offloading cannot be captured in a CUDA graph: its replays would allocate no host memory",
                     fix="capture no region that offloads or has store host; save or recompute instead",
                 )
             )
@@ -515,7 +407,6 @@ class Transfers:
             for copy, tensor in zip(copies, on_device, strict=True):
                 run(copy, tensor)
             event = stream.record_event()
-        self._latest[id(stream)] = event
         used = (event,)
         for copy in copies:
             copy.buffer.used = used
@@ -619,8 +510,8 @@ class Transfers:
             self._free_source(copy)
         if copy.target is not None:
             self._free_target(copy)
-        if copy.is_pooled:
-            self.pool.give(copy.buffer)
+        if copy.is_counted:
+            self.host.give(copy.buffer)
 
     def _siblings(self, copy: HostCopy, task: int) -> list[HostCopy]:
         """Return ``copy`` and, in a backward, those others of its region call that have to come up too."""
@@ -677,8 +568,8 @@ class Transfers:
         return self._module.current_stream(self._device)
 
     def is_idle(self) -> bool:
-        """Return whether nothing is held: on the device, on its way, or of the pool."""
-        return not self._in_flight.bytes and self.pool.is_idle()
+        """Return whether nothing is held: on the device, on its way, or in host memory."""
+        return not self._in_flight.bytes and not self.host.used_bytes
 
 
 def _free_targets(copies: Iterable[weakref.ref[HostCopy]]) -> None:

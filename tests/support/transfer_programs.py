@@ -72,7 +72,6 @@ class Program:
         self.simulation = simulation
         self.random = random.Random(seed)
         self.transfers = Transfers(torch.device("cpu"), simulation, limits)
-        self.transfers.pool._slab = 1 << 14
         self.wrong: list[str] = []
         self.retains = False
         self.mine: list[Tensor] = []  # what the program itself reads on several streams: it lives to the end

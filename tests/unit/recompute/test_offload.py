@@ -365,10 +365,10 @@ def test_forward_mode_holds_values(device, name):
     assert all(map(torch.equal, *found))
 
 
-def text_of_full_host(held: str, slab: str) -> str:
+def text_of_full_host(held: str, used: str) -> str:
     return (
         f"host_memory: {held} of values stay on the device, since host memory has no room for them: of the 8.0 KiB "
-        f"that this process may pin, {slab} are in use\n"
+        f"that this process may pin, {used} are in use\n"
         "    fix: raise host_memory if the node has more, or offload less"
     )
 
@@ -407,7 +407,7 @@ def test_graph_capture_is_refused(device, value):
     with pytest.raises(RegionError) as caught:
         model(*tokens())
     assert str(caught.value) == (
-        "offload: offloading cannot be captured in a CUDA graph: its replays would not use sac's pool of host memory\n"
+        "offload: offloading cannot be captured in a CUDA graph: its replays would allocate no host memory\n"
         "    fix: capture no region that offloads or has store host; save or recompute instead"
     )
 
