@@ -336,7 +336,7 @@ def _misplaced(given: Mapping[str, Any], mode: str) -> Iterator[Problem]:
             yield Problem(f"{WHERE}.optimizer", "it says how a budget is met, and there is none", fix="give a budget")
     elif mode == "selective" and given.get("engine") == RERUN:
         found = "a budget is planned for the replay engine"
-        yield Problem(f"{WHERE}.engine", found, fix="leave the engine out; or plan with `sac plan --engine rerun`")
+        yield Problem(f"{WHERE}.engine", found, fix="leave the engine out")
 
 
 _GONE = {
