@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from sac.checkpointing import run_with
 from sac.engine.settings import Settings
 from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, pack_with_outer_hooks
+from sac.saved_in_graph import nodes_since, saved_without_hooks
 from sac.tensors import place_of, plain_address, version_of
-from sac.torch_private import SAVED_TENSOR_PREFIX, SHOWS_SAVED_TENSORS, tree_leaves
+from sac.torch_private import SHOWS_SAVED_TENSORS, tree_leaves
 
 # Note [Discarded outputs]
 #
@@ -188,9 +189,10 @@ def discard(outputs: Sequence[Discardable], *further_on: torch.Tensor) -> None:
     lenders = {address: (one, index) for one in reversed(outputs) for address, index in one.unchanged().items()}
     held = [one for one in outputs if one.unchanged()]
     missed = [one.nodes for one in held if one.nodes]
-    for node in _nodes_between(further_on, set().union(*(one.starts() for one in held))):
+    starts = set().union(*(one.starts() for one in held))
+    for node in nodes_since(further_on, min((node._sequence_nr() for node in starts), default=0)):
         missed = [nodes for nodes in missed if node not in nodes]
-        for saved in _saved_without_hooks(node):
+        for saved in saved_without_hooks(node):
             lender = lenders.get(plain_address(saved.data))
             if lender is not None:
                 saved.register_hooks(partial(Lent, *lender), Lent.fetch)
@@ -236,34 +238,3 @@ def _error(index: int, found: str, fix: str) -> RegionError:
 
 def _warn(text: str) -> None:
     warnings.warn(text, SacWarning, stacklevel=4)
-
-
-def _nodes_between(ends: Sequence[torch.Tensor], starts: set[Any]) -> Iterator[Any]:
-    """Yield the graph nodes that ``ends`` depend on, except those made before the first of ``starts``.
-
-    Each thread numbers nodes in the order in which it makes them; without numbers the whole graph is walked.
-    """
-    first = min((node._sequence_nr() for node in starts if hasattr(node, "_sequence_nr")), default=-1)
-    seen: set[Any] = set()
-    waiting: list[Any] = [end.grad_fn for end in ends]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen and not (first >= 0 and node._sequence_nr() < first):
-            seen.add(node)
-            yield node
-            waiting.extend(following for following, _ in node.next_functions)
-
-
-def _saved_without_hooks(node: Any) -> Iterator[Any]:
-    """Yield the tensors that a graph node saved, except those that hooks hold: reading these could recompute them."""
-    for name in _names_of_saved(type(node)) if SHOWS_SAVED_TENSORS else ():  # type: ignore[arg-type]  # is hashable
-        found = getattr(node, name)
-        for saved in found if isinstance(found, (tuple, list)) else (found,):
-            if saved is not None and saved.unpack_hook is None:
-                yield saved
-
-
-@lru_cache(maxsize=256)
-def _names_of_saved(cls: type) -> tuple[str, ...]:
-    """Return the attribute names under which nodes of one class have their saved tensors."""
-    return tuple(name for name in dir(cls) if name.startswith(SAVED_TENSOR_PREFIX))

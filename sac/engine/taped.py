@@ -153,7 +153,7 @@ class TapedFrame(Frame):
             self._schedule_replay()
         self._release()
         self._compact(handles)
-        self.figures = self._count(handles, every, {**mode.hits, **(mode.whole.hits if mode.whole is not None else {})})
+        self.figures = self._count(handles, every)
         self._share_versions()
         tape.kept_versions = {value: version_of(tensor) for value, tensor in tape.kept.items()}
         for leaf in tape.leaves.values():
@@ -295,8 +295,10 @@ class TapedFrame(Frame):
         inputs = (handle.value for handle in held if self.tape.roots[handle.position[0]] in roots)
         return sum({storage_address(tensor): storage_bytes(tensor) for tensor in inputs}.values())
 
-    def _count(self, handles: list[Handle], every: dict[int, Any], hits: dict[int, int]) -> SavedFigures:
-        tape = self.tape
+    def _count(self, handles: list[Handle], every: dict[int, Any]) -> SavedFigures:
+        tape, mode = self.tape, self.mode
+        assert mode is not None
+        hits, inside = (mode.whole.hits, mode.whole.inside) if mode.whole is not None else ({}, {})
         rules: dict[int, int] = dict.fromkeys(tape.rule_of.values(), 0)
         rule_at = {tape.roots[value]: tape.rule_of[value] for value in every}
         held: set[int] = set()
@@ -308,10 +310,14 @@ class TapedFrame(Frame):
                     held.add(address)
                     rule = rule_at.get(tape.roots[value], NO_RULE)
                     rules[rule] = rules.get(rule, 0) + storage_bytes(part)
+        for rule, inner in inside.items():
+            own = {address: size for address, size in inner.items() if address not in tape.leaf_roots}
+            rules[rule] = rules.get(rule, 0) + sum(size for address, size in own.items() if address not in held)
+            held |= own.keys()
         parts = (part for tensor in every.values() for part in tensor_parts(tensor))
         sizes = {storage_address(part): storage_bytes(part) for part in parts}
         lost = sum(size for address, size in sizes.items() if address not in held)
-        return SavedFigures(sum(rules.values()), lost, rules, dict(hits))
+        return SavedFigures(sum(rules.values()), lost, rules, {**mode.hits, **hits})
 
     def _pack_outside(self, handles: list[Handle]) -> None:
         """Hold inputs, and pass what this call holds to the hooks around the region."""

@@ -18,8 +18,9 @@ from sac.engine.op_trace import OpTraceRecorder
 from sac.engine.table import DecisionTable, ResolvedRule
 from sac.outer_hooks import active_packs, without_hooks
 from sac.policy.model import ALTERNATE
-from sac.tensors import detached, storage_bytes
-from sac.torch_private import transform_is_active, tree_leaves
+from sac.saved_in_graph import nodes_since, saved_without_hooks
+from sac.tensors import detached, storage_address, storage_bytes, tensor_parts
+from sac.torch_private import next_node_number, transform_is_active, tree_leaves
 
 
 class WholeModules:
@@ -30,6 +31,7 @@ class WholeModules:
         self.count_hooks = 1  # of the innermost saved-tensor hooks, those of the region
         self.is_inside = False  # no rule reaches modules inside of a saved one
         self.hits: dict[int, int] = defaultdict(int)
+        self.inside: dict[int, dict[int, int]] = defaultdict(dict)  # rule -> storage that autograd keeps -> bytes
         self._turns: dict[int, int] = defaultdict(int)
         self._calls: dict[str, int] = defaultdict(int)
         self._packs: Any = ()
@@ -63,6 +65,7 @@ class WholeModules:
         tape: Any = getattr(mode, "tape", None)
         is_recorded = hasattr(mode, "tape") and not mode.paused
         first = (len(tape.sites), len(tape.roots)) if is_recorded else (0, 0)
+        first_node = next_node_number()
         outer = mode.path, mode.sites
         mode.path, mode.sites = self.table.sites_inside(path)
         trace = mode.op_trace if is_recorded else None
@@ -79,7 +82,9 @@ class WholeModules:
             if trace is not None:
                 mode.op_trace = trace
         if is_recorded:
-            size = keep(tape, [*tensors_in(out)], [*tensors_in((args, kwargs))], first, rule.index)
+            results = [*tensors_in(out)]
+            size = keep(tape, results, [*tensors_in((args, kwargs))], first, rule.index)
+            self.inside[rule.index].update(_kept_inside(results, first_node))
             if trace is not None:
                 module = getattr(function, "__self__", None)
                 flops = sum(row.flops for row in inside.rows)
@@ -106,6 +111,12 @@ def keep(tape: Any, results: list[Tensor], arguments: list[Tensor], first: tuple
             tape.rule_of[value] = rule
         sizes[root] = storage_bytes(tensor)
     return sum(sizes.values())
+
+
+def _kept_inside(results: list[Tensor], first_node: int) -> dict[int, int]:
+    """Return the storages that the graph of a module's results keeps, by address, with their bytes."""
+    saved = [one.data for node in nodes_since(results, first_node) for one in saved_without_hooks(node)]
+    return {storage_address(part): storage_bytes(part) for tensor in saved for part in tensor_parts(tensor)}
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -82,8 +82,7 @@ def test_a_key_that_only_a_budget_needs() -> None:
 
 def test_engine_rerun() -> None:
     assert problem(budget="1GiB", engine="rerun") == (
-        "activation_checkpointing.engine: a budget is planned for the replay engine\n"
-        "    fix: leave the engine out"
+        "activation_checkpointing.engine: a budget is planned for the replay engine\n    fix: leave the engine out"
     )
 
 
