@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "sac"
 LAYERS = (
     {"errors"},
     {"torch_private"},
-    {"extras", "memory_timeline", "tables"},
+    {"extras", "memory_timeline", "saved_in_graph", "tables"},
     {"outer_hooks"},
     {"tensors"},
     {"checksums"},
