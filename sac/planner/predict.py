@@ -126,7 +126,7 @@ class Prediction:
             self._more[kind] = [0, *(max(0, option.bytes - full.bytes) for option in others)]
             self._replay[kind] = [0, *(_replay_bytes(profile, option, inputs) for option in others)]
 
-    def _own_of(self, place: _Place, phases: Sequence[StepPhase], peak: int) -> Sequence[int] | None:
+    def _own_of(self, place: _Place, phases: Sequence[StepPhase], peak: int) -> list[int] | None:
         """Return what each option of the region of a place adds to its peak there, besides what regions hold."""
         if place.own is None:
             return None
@@ -161,18 +161,19 @@ class Prediction:
                 measured[key] = max(measured.get(key, 0), left - full[position])
         for kind, option in used:
             self._more[kind][option] = max(0, measured[kind, option])
-        rises: dict[tuple[int, int], int] = {}
+        rises: dict[tuple[str, int, int], int] = {}  # by part, kind and option
         below = max(0, self.record.phases[0].before - record.phases[0].before)  # this step began with fewer bytes
         for place, phase in zip(_places(record, numbers), record.phases, strict=True):
-            if place.part == BACKWARD and place.own is not None and place in self._places:
+            if place.own is not None and choice[place.own] and place in self._places:
                 index = self._places.index(place)
                 others = sum(n * self._more[k][c] for n, k, c in zip(place.alive, self.kinds, choice, strict=True) if n)
-                key = self.kinds[place.own], choice[place.own]
+                mine = place.part, self.kinds[place.own], choice[place.own]
                 rise = phase.peak + below - (self._bases[index] - self.extra) - others
-                rises[key] = max(rises.get(key, -(2**62)), rise)
-        for (kind, option), rise in rises.items():
-            if option:
-                self._replay[kind][option] = rise
+                rises[mine] = max(rises.get(mine, -(2**62)), rise)
+        for place, own in zip(self._places, self._own, strict=True):
+            for (part, kind, option), rise in rises.items():
+                if place.own is not None and own is not None and (part, kind) == (place.part, self.kinds[place.own]):
+                    own[option] = rise
         live = self.live(choice)
         for place, phase in zip(_places(record, numbers), record.phases, strict=True):
             if place in self._places:
@@ -234,7 +235,7 @@ class Prediction:
         """Return a choice to change, and a function that sets a region's option if the peak then fits."""
         chosen, live = [*choice], self.live(choice)
         touched: list[list[tuple[int, int]]] = [[] for _ in self.paths]
-        owned: list[list[tuple[int, Sequence[int]]]] = [[] for _ in self.paths]
+        owned: list[list[tuple[int, list[int]]]] = [[] for _ in self.paths]
         for index, (place, own) in enumerate(zip(self._places, self._own, strict=True)):
             for at, count in enumerate(place.alive):
                 if count:

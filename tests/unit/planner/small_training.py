@@ -76,6 +76,7 @@ def trained(
     value: Any,
     *,
     steps: int = 3,
+    unmeasured: int = 1,
     passes: int = 1,
     set_to_none: bool = True,
     model: nn.Module | None = None,
@@ -83,7 +84,10 @@ def trained(
     resume: Trained | None = None,
     batch: Callable[[int], tuple[Tensor, Tensor]] = lambda step: (X, Y),
 ) -> Trained:
-    """Train for some steps of some passes each; with ``resume``, from the state of that training."""
+    """Train for some steps of some passes each; with ``resume``, from the state of that training.
+
+    While a step is measured, sac cannot measure it: ``unmeasured`` steps come before.
+    """
     model = model or built()
     found = Trained(model, optimizer(model.parameters(), lr=1e-2))
     if resume is not None:
@@ -100,7 +104,7 @@ def trained(
             found.losses.append(loss.detach())
 
         for _ in range(passes):
-            if step == 0:
+            if step < unmeasured:
                 run()
             else:
                 there = bytes_of(model, found.optimizer, x)
