@@ -404,7 +404,7 @@ class Controller(BudgetRegions):
         if observed.shapes != self.shapes:
             return
         prediction.learn(observed.record, self._choice)
-        choice = prediction.search(allowed)
+        choice = prediction.search(allowed, self._choice)
         if prediction.time_of(choice) >= (1 - _WORTH_CHANGING) * prediction.time_of(self._choice):
             choice, self._checks = self._choice, 0
         self._put(prediction, choice, allowed, f"; {text}" if choice == self._choice else "")

@@ -222,13 +222,14 @@ class Prediction:
 
     # -- The search
 
-    def search(self, allowed: int) -> Choice:
+    def search(self, allowed: int, *known: Choice) -> Choice:
         """Return a fast choice within ``allowed`` bytes, of which no region can get a faster option.
 
-        See Note [The search over layers]. Full recomputation fits, or is returned.
+        It is no slower than the choices ``known`` that fit. See Note [The search over layers]. Full recomputation fits,
+        or is returned.
         """
         starts = [self._raised(self.full, allowed)]
-        starts += [one for one in (self.fastest, self.shipped) if self.peak_of(one) <= allowed]
+        starts += [one for one in (self.fastest, self.shipped, *known) if self.peak_of(one) <= allowed]
         return min((self._filled(one, allowed) for one in starts), key=self.time_of)
 
     def _changer(self, choice: Sequence[int], allowed: int) -> tuple[list[int], Callable[[int, int], bool]]:
