@@ -131,6 +131,9 @@ class TapeMode(RegionMode):
             tape.fail(f"{func} is a higher-order op")
         elif getattr(func, "namespace", "") in _NO_REPLAY:
             tape.fail(f"{func} depends on more than tensors")
+        elif any(isinstance(argument, torch.UntypedStorage) for argument in args):
+            tape.fail(f"{func} takes a storage")
+            template = [None if isinstance(one, torch.UntypedStorage) else one for one in template]  # frees its memory
         if site.is_inplace_view:
             return self._run_inplace_view(site, args, kwargs, template, keywords, reads)
         written = self._will_write(site, args, kwargs, reads)

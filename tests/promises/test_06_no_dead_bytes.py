@@ -125,6 +125,29 @@ def test_full_keeps_only_block_inputs() -> None:
     assert kept(llama, FULL, given=embeddings()) == 4 * 32 * WIDTH * FLOAT
 
 
+class FillsAStorage(torch.autograd.Function):
+    """Gives its kernel memory as a storage, as the interpreter of Triton's kernels does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        same = torch.empty(0).set_(out.untyped_storage(), 0, out.shape, out.stride())
+        same.detach().numpy()[...] = 2 * x.detach().numpy()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+@pytest.mark.parametrize("value", [selective(policy()), selective(policy(save("matmul")))])
+def test_storages_that_ops_are_given_are_not_held(value: Any) -> None:
+    def with_kernel(block: FunctionBlock, x: Tensor) -> Tensor:
+        return FillsAStorage.apply(x @ block.a).sin() + x
+
+    assert kept(lambda: wide(with_kernel), value) == kept(lambda: wide(lambda b, x: (2 * (x @ b.a)).sin() + x), value)
+
+
 @ON_EACH_ENGINE
 def test_attention_and_alternating_matmuls_keep_less_than_stock(entry: str) -> None:
     def build() -> Stack:

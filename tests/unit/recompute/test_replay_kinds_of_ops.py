@@ -184,11 +184,17 @@ def lies_elsewhere(block: FunctionBlock, x: Tensor) -> Tensor:
     return (x @ block.a).sin() * moved
 
 
+def takes_a_storage(block: FunctionBlock, x: Tensor) -> Tensor:
+    doubled = x.detach() * 2
+    return (x @ block.a).sin() * torch.empty(0).set_(doubled.untyped_storage(), 0, doubled.shape, doubled.stride())
+
+
 @pytest.mark.parametrize(
     ("function", "found"),
     [
         (results_written_to_arguments, "aten.max.dim_max reads memory that no op has written to"),
         (lies_elsewhere, "aten.set_.source_Tensor gives a tensor other memory"),
+        (takes_a_storage, "aten.set_.source_Storage_storage_offset takes a storage"),
     ],
 )
 def test_gives_way(function: Callable[..., Tensor], found: str) -> None:
