@@ -37,7 +37,7 @@ from bench_overhead import BASELINE, TORCH_FULL, Case, Runner
 from sac.memory_timeline import mark, measure_memory
 from sac.policy.read import bytes_text
 
-MODES = tuple(mode for mode in bench.WAYS if mode not in (bench.EMPTY, "sac.context_fn"))
+MODES = tuple(mode for mode in bench.WAYS if mode != "sac.context_fn")
 DTYPE = torch.bfloat16
 STEPS_COMPARED = 2
 FORWARD_DONE = "forward done"
