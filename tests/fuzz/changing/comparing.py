@@ -1,7 +1,5 @@
 """What a changing program shows after a step, as plain values that can be compared bit for bit."""
 
-# This file is printed as it is below a program that fails, so it needs nothing of this repository.
-
 from __future__ import annotations
 
 import array

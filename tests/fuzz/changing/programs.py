@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from textwrap import indent
 
-from tests.fuzz.changing.conditions import CONDITIONS
-from tests.fuzz.changing.instructions import CHANGING, INSTRUCTIONS, PLAIN
-from tests.fuzz.changing.writer import PARTS, Whole, Writer
+from tests.fuzz.changing.instructions import CHANGES, CHANGING, CONDITIONS, INSTRUCTIONS, PLAIN
+from tests.fuzz.changing.writer import Whole, Writer
 
 STEPS = 6
 LEAVE = "leave early"
@@ -22,7 +21,10 @@ STATES = {  # what the argument `state` is: how it is made, and how a field of i
     "dict subclass": ("Book({0})", 'state["{0}"]'),
     "dict": ("dict({0})", 'state["{0}"]'),
     "nested": ("SimpleNamespace(inner=[dict({0})])", 'state.inner[0]["{0}"]'),
+    "slots": ("Slots({0})", "state.{0}"),
+    "UserDict subclass": ("Shelf({0})", 'state["{0}"]'),
 }
+_DRAWN_STATES = sorted(STATES.keys() - {"slots", "UserDict subclass"})  # what a seed draws stays the same
 PASSING = {  # how a block is called
     "by position": "call(self.blocks[at], {0})",
     "by keyword": "call(self.blocks[at], {1})",
@@ -63,187 +65,6 @@ class Program:
     returns: str = "a tensor"  # one of RETURNS
     autocast: tuple[bool, ...] = (False,) * STEPS
 
-
-# -- what the training loop changes from step to step; each yields (part of the step, lines)
-
-Change = Iterator[tuple[str, str]]
-
-
-def _some(pick: Random, count: int = 3) -> str:
-    return str(tuple(sorted(pick.sample(range(STEPS), count))))
-
-
-def rows(program: Program, pick: Random) -> Change:
-    sizes = [pick.choice([2, 3, 3, 5, 8]) for _ in range(STEPS)]
-    yield "before", f"x = torch.randn({tuple(sizes)}[step], 4)"
-
-
-def rows_that_grow(program: Program, pick: Random) -> Change:
-    yield "before", f"x = torch.randn(2 + step // {pick.choice([1, 2])}, 4)"
-
-
-def same_input(program: Program, pick: Random) -> Change:
-    yield "before", "x = torch.linspace(-1, 1, 12).view(3, 4)"
-
-
-def layout(program: Program, pick: Random) -> Change:
-    other = pick.choice(["x.t().contiguous().t()", "x[:1].expand(3, 4)", "x.repeat(2, 1)[::2]"])
-    yield "before", f"if step in {_some(pick)}:\n    x = {other}"
-
-
-def input_gradient(program: Program, pick: Random) -> Change:
-    yield "before", f"x.requires_grad_(step in {_some(pick)})"
-
-
-def evaluation_mode(program: Program, pick: Random) -> Change:
-    yield "before", f"model.train(step not in {_some(pick)})"
-
-
-def evaluation_mode_of_block(program: Program, pick: Random) -> Change:
-    yield "before", f"model.blocks[{pick.randrange(len(program.classes))}].train(step not in {_some(pick)})"
-
-
-def evaluation_mode_between_passes(program: Program, pick: Random) -> Change:
-    yield "before", "model.train()"
-    yield "between", f"model.train(step not in {_some(pick)})"
-
-
-def frozen(program: Program, pick: Random) -> Change:
-    """Weights that learn in some steps only.
-
-    None is thawed between forward and a double backward: under hooks on saved tensors, anybody's, torch goes by what a
-    weight needed in the forward.
-    """
-    where = pick.choice(["before", "before", "between"])
-    thawed = "p.requires_grad and " if where == "between" and "double backward" in program.kinds else ""
-    yield (
-        where,
-        f"for p in list(model.parameters())[{pick.randrange(2)} :: {pick.choice([1, 2, 3])}]:\n"
-        f"    p.requires_grad_({thawed}step not in {_some(pick)})",
-    )
-
-
-def frozen_block(program: Program, pick: Random) -> Change:
-    block = pick.randrange(len(program.classes))
-    yield "before", f"model.blocks[{block}].requires_grad_(step not in {_some(pick)})"
-
-
-def double_precision(program: Program, pick: Random) -> Change:
-    yield "before", f"if step >= {pick.choice([2, 4])}:\n    model.double()\n    x = x.double()"
-
-
-def order_of_blocks(program: Program, pick: Random) -> Change:
-    yield "before", "model.order = random.sample(model.order, len(model.order))"
-
-
-def skipped_blocks(program: Program, pick: Random) -> Change:
-    yield "before", f"model.order = [at for at in {list(program.order)} if at != step % {len(program.classes) + 1}]"
-
-
-def draws_between_passes(program: Program, pick: Random) -> Change:
-    yield "between", "torch.rand(2), random.random(), numpy.random.rand()"
-
-
-def generator_seeded_by_loop(program: Program, pick: Random) -> Change:
-    yield pick.choice(["before", "between"]), "torch.manual_seed(step), random.seed(step), numpy.random.seed(step)"
-
-
-def weights_loaded(program: Program, pick: Random) -> Change:
-    yield (
-        "before",
-        (
-            f"if step in {_some(pick, 2)}:\n    values = {{name: x * 0.9 for name, x in model.state_dict().items()}}\n"
-            "    model.load_state_dict(values, strict=False)"
-        ),
-    )
-
-
-def weights_exchanged(program: Program, pick: Random) -> Change:
-    yield (
-        "before",
-        (
-            f"if step in {_some(pick, 2)}:\n    for p in model.parameters():\n"
-            f"        p.data = {pick.choice(['p.data.clone()', 'p.data * 0.9', 'p.data.t().contiguous().t()'])}"
-        ),
-    )
-
-
-def gradients_kept(program: Program, pick: Random) -> Change:
-    yield "before", f"keep_gradients = step in {_some(pick)}"
-
-
-def copied_block(program: Program, pick: Random) -> Change:
-    """A copy takes the block's place."""
-    at = pick.randrange(len(program.classes))
-    yield "before", f"if step in {_some(pick, 2)}:\n    model.blocks[{at}] = copy.deepcopy(model.blocks[{at}])"
-
-
-def optimizer_in_backward(program: Program, pick: Random) -> Change:
-    """Parameters are changed as soon as they have their gradient, and have none then."""
-    yield (
-        "before",
-        (
-            "if step == 0:\n    for p in model.parameters():\n"
-            "        if p.requires_grad:\n            p.register_post_accumulate_grad_hook(descend)"
-        ),
-    )
-
-
-def weights_written_between_passes(program: Program, pick: Random) -> Change:
-    yield (
-        "between",
-        f"with torch.no_grad():\n    for p in list(model.parameters())[{pick.randrange(3)} :: 4]:\n        p.mul_(0.9)",
-    )
-
-
-def empty_batch(program: Program, pick: Random) -> Change:
-    yield "before", f"if step in {_some(pick, 2)}:\n    x = torch.randn(0, 4)"
-
-
-def saved_on_cpu(program: Program, pick: Random) -> Change:
-    yield "around", f"torch.autograd.graph.save_on_cpu() if step in {_some(pick)} else contextlib.nullcontext()"
-
-
-def flop_counter(program: Program, pick: Random) -> Change:
-    yield "around", f"FlopCounterMode(display=False) if step in {_some(pick)} else contextlib.nullcontext()"
-
-
-def second_model(program: Program, pick: Random) -> Change:
-    """Another model of the same classes is used in between, for its values only or also for its gradients."""
-    yield "before", "if step == 0:\n    other = copy.deepcopy(model)"
-    yield (
-        "before",
-        f"if step in {_some(pick)}:\n    forward(other, copy.deepcopy(state), torch.randn(3, 4), step).backward()",
-    )
-
-
-CHANGES = {
-    "rows": rows,
-    "rows that grow": rows_that_grow,
-    "same input": same_input,
-    "layout": layout,
-    "input gradient": input_gradient,
-    "evaluation mode": evaluation_mode,
-    "evaluation mode of block": evaluation_mode_of_block,
-    "evaluation mode between passes": evaluation_mode_between_passes,
-    "frozen": frozen,
-    "frozen block": frozen_block,
-    "double precision": double_precision,
-    "order of blocks": order_of_blocks,
-    "skipped blocks": skipped_blocks,
-    "draws between passes": draws_between_passes,
-    "seeded by loop": generator_seeded_by_loop,
-    "weights loaded": weights_loaded,
-    "weights exchanged": weights_exchanged,
-    "gradients kept": gradients_kept,
-    "copied block": copied_block,
-    "optimizer in backward": optimizer_in_backward,
-    "weights written between passes": weights_written_between_passes,
-    "empty batch": empty_batch,
-    "saved on CPU": saved_on_cpu,
-    "flop counter": flop_counter,
-    "second model": second_model,
-}
 
 # how a step goes forward and backward
 KINDS = {
@@ -334,7 +155,7 @@ def draw_program(seed: int, attempt: int = 0) -> Program:
     autocast = (False,) * STEPS
     if pick.random() < 0.15:
         autocast = tuple(pick.random() < 0.5 for _ in range(STEPS))
-    state = pick.choice(sorted(STATES))
+    state = pick.choice(_DRAWN_STATES)
     keeps_state = pick.random() < 0.3
     passing = "by position" if pick.random() < 0.7 else pick.choice(sorted(PASSING))
     returns = "a tensor" if pick.random() < 0.7 else pick.choice(sorted(RETURNS))
@@ -382,13 +203,12 @@ def write_program(program: Program) -> tuple[str, frozenset[str], frozenset[str]
     # since, and where recomputation casts them anew it would not.
     cache = "" if len(set(program.order)) == len(program.order) else ", cache_enabled=False"
     around = [f'torch.autocast("cpu", torch.bfloat16, enabled=AUTOCAST[step]{cache})']
-    for change in program.changes:
+    loop = Writer(Whole(blocks=len(program.classes)), "model")
+    for change in reversed(program.changes):
         whole.features.add(change.name)
-        for part, text in reversed(list(CHANGES[change.name](program, Random(change.knob)))):
-            if part == "around":
-                around.append(text)
-            else:
-                whole.loop[part].insert(0, text)
+        loop.write(CHANGES[change.name], Random(change.knob))
+    for part, lines in loop.whole.loop.items():
+        whole.loop[part] = lines + whole.loop[part]
     whole.features |= {kind for kind in program.kinds if kind != "plain"}
     if whole.uses_state:
         whole.features.add(f"state: {program.state}{', kept' if program.keeps_state else ''}")
@@ -402,7 +222,8 @@ def write_program(program: Program) -> tuple[str, frozenset[str], frozenset[str]
         whole.features.add("block called twice")
     if len(program.classes) > len(program.blocks):
         whole.features.add("several blocks of a class")
-    parts = {part: indent("\n".join(whole.loop[part]) or "pass", "    ") for part in PARTS}
+    around += whole.loop.pop("around")
+    parts = {part: indent("\n".join(lines) or "pass", "    ") for part, lines in whole.loop.items()}
     given = STATES[program.state][0].format("h=torch.zeros(4), load=torch.zeros(4), seen=[], count=0")
     kinds = "\n".join(
         f"            {'elif' if at else 'if'} KINDS[step] == {kind!r}:\n{indent(KINDS[kind], ' ' * 16)}"
@@ -426,7 +247,7 @@ def write_program(program: Program) -> tuple[str, frozenset[str], frozenset[str]
         autocast=program.autocast,
         ways=kinds,
         steps=len(program.kinds),
-        **{part: indent(parts[part], "    " * (part not in ("extra", "between"))) for part in PARTS},
+        **{part: indent(text, "    " * (part not in ("extra", "between"))) for part, text in parts.items()},
     )
     return source, frozenset(whole.features), frozenset(whole.hidden)
 
@@ -450,24 +271,27 @@ def _write_items(w: Writer, items: tuple[Item, ...]) -> None:
             w.line(pick.choice(["return h", "return h", "return h * 1.5", "return h.clone()", "return torch.sin(h)"]))
             return
         if item.name in CONDITIONS:
-            with w.indented(f"if {CONDITIONS[item.name](w, pick)}:"):
-                _write_items(w, item.body)
-            if item.other:
-                with w.indented("else:"):
-                    _write_items(w, item.other)
+            w.line(f"if {w.write(CONDITIONS[item.name], pick)}:")
+            for at, items in enumerate((item.body, item.other)[: 1 + bool(item.other)]):
+                if at:
+                    w.line("else:")
+                w.depth += 1
+                _write_items(w, items)
+                w.line("pass")
+                w.depth -= 1
         elif item.name == INSIDE:
             name = w.name("inside")
             inner = Writer(w.whole, *(f"{path}.{name}" for path in w.paths))
             used = w.whole.uses_state, w.whole.uses_option
             w.whole.uses_state = w.whole.uses_option = False
             _write_items(inner, item.body)
-            w.top(inner.module(name.title(), w.whole.arguments))
-            w.init(f"self.{name} = {name.title()}()")
+            w.whole.top.append(inner.module(name.title(), w.whole.arguments))
+            w.inits.append(f"self.{name} = {name.title()}()")
             w.line(f"h = self.{name}({w.whole.arguments})")
             w.whole.uses_state |= used[0]
             w.whole.uses_option |= used[1]
         else:
-            INSTRUCTIONS[item.name](w, pick)
+            w.write(INSTRUCTIONS[item.name], pick)
 
 
 # -- making smaller
@@ -560,8 +384,44 @@ class Slotted:
         self.count = 0
 
 
+class Slots:
+    __slots__ = ("count", "h", "load", "seen")
+
+    def __init__(self, **fields):
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+
 class Book(dict):
     pass
+
+
+class Shelf(collections.UserDict):
+    pass
+
+
+def counter():
+    calls = 0
+
+    def count():
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return count
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        ctx.save_for_backward(x.sin())
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (sine,) = ctx.saved_tensors
+        return gradient * ctx.factor + 0.1 * sine, None
 
 
 @dataclass
@@ -586,7 +446,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList([{blocks}])
-        self.order = {order}
+        self.order = list(ORDER)
 
     def forward(self, h, state, option):
         for at in self.order:
@@ -596,6 +456,7 @@ class Model(nn.Module):
 
 
 STEPS = {steps}
+ORDER = {order}
 KINDS = {kinds}
 AUTOCAST = {autocast}
 
@@ -621,6 +482,10 @@ def backward(loss, **options):
 
 def stop(gradient):
     raise Stop
+
+
+def wants_gradient(p):
+    return p.requires_grad
 
 
 def descend(p):

@@ -18,10 +18,11 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import sac
 from sac.errors import SacError
 from tests.fuzz.changing.comparing import differences, seeded, state_of
-from tests.fuzz.changing.programs import Program, draw_program, write_program
+from tests.fuzz.changing.programs import Program, draw_program, smaller, write_program
 from tests.support.simulated_streams import simulated_streams
 
 EQUAL, LIMIT, REFUSED, WRONG, UNSEEN, ERROR = "equal", "limit", "refused", "wrong", "unseen", "error"
+OUTCOMES = (EQUAL, LIMIT, REFUSED, WRONG, UNSEEN, ERROR)
 ENGINES = ("auto", "replay", "offload")  # which have to be right on every program; the last on a simulated device
 MODES = (
     "modules",
@@ -40,6 +41,9 @@ LIMITS = (  # of errors that the documentation announces, or that torch's own ch
 OUTSIDE = frozenset(  # features with state that a rerun finds as it is now, as under torch's own checkpoint
     {
         "function with state",
+        "global tensor",
+        "hook made inside",
+        "hooks for the forward",
         "if class counter",
         "if closure counter",
         "if global counter",
@@ -47,9 +51,12 @@ OUTSIDE = frozenset(  # features with state that a rerun finds as it is now, as 
         "if iterator",
         "if own numpy generator",
         "if own random.Random",
+        "iterators of layers",
+        "kept in deque",
         "layer outside of modules",
         "load in container",
         "load of global",
+        "modules that are no children",
         "mutable default",
         "number in depths",
         "own python number",
@@ -162,7 +169,7 @@ def value_of(way: str, seed: int) -> dict[str, Any]:
         value = {"mode": "full", "blocks": ["blocks.*"], "early_stop": pick.random() < 0.8}
         return value | ({"store": "host", "keep": "all"} if pick.random() < 0.1 else {})
     rules = [
-        {"id": f"rule-{at}", **rule, **({"optional": True} if pick.random() < 0.9 else {})}
+        {"id": f"rule-{at}", **rule, "optional": pick.random() < 0.9 or "module" in rule}
         for at, rule in enumerate(pick.choice(WHOLE_MODULES if "modules" in way else RULES))
     ]
     keeping = "offload" if way in OFFLOADING else "save"
@@ -261,3 +268,30 @@ def ways_of(seed: int, ways: tuple[str, ...], count: int) -> list[str]:
     if not 0 < count < len(ways):
         return list(ways)
     return Random(f"{seed} ways").sample(ways, count)
+
+
+def shrunk(prepared: Prepared, way: str) -> Prepared:
+    """The program with everything left out that it does not need to fail in this way; itself if it does not fail."""
+    kind = signature(outcome(prepared, way))
+    found = True
+    while found:
+        found = False
+        for candidate in smaller(prepared.program):
+            one = _failing(candidate, way, kind)
+            if one is not None:
+                prepared, found = one, True
+                break
+    return prepared
+
+
+def signature(result: Outcome) -> tuple[str, str]:
+    """What a smaller program has to fail by: the kind of failure, and what an error begins with."""
+    return result.kind, "" if result.kind in ("wrong", "unseen") else result.detail.partition(":")[0]
+
+
+def _failing(candidate: Program, way: str, kind: tuple[str, str]) -> Prepared | None:
+    try:
+        prepared = prepare(candidate)
+    except Invalid:
+        return None
+    return prepared if signature(outcome(prepared, way)) == kind else None

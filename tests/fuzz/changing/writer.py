@@ -1,13 +1,13 @@
-"""Where the parts of a changing program put their lines of source."""
+"""The language of instructions: a program's source is drawn from templates, and put in its place."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass, field
+from random import Random
 from textwrap import indent
 
-PARTS = ("before", "extra", "between", "last", "after")  # of a training step, in this order
+PARTS = ("before", "extra", "between", "last", "after", "around")  # of a training step
 
 
 @dataclass
@@ -22,6 +22,7 @@ class Whole:
     item_of: str = "state.{0}"  # how a field of the argument `state` is written
     uses_state: bool = False
     uses_option: bool = False  # an argument that is a number
+    blocks: int = 1
 
     @property
     def arguments(self) -> str:
@@ -46,57 +47,79 @@ class Writer:
         self.whole.names += 1
         return f"{word}_{self.whole.names}"
 
-    def init(self, text: str) -> None:
-        """A line of `__init__`."""
-        self.inits.append(text)
-
-    def attribute(self, word: str, value: str) -> str:
-        """An attribute of the module; returns its name."""
-        name = self.name(word)
-        self.init(f"self.{name} = {value}")
-        return name
-
-    def buffer(self, word: str, value: str) -> str:
-        """A buffer of the module; returns its name."""
-        name = self.name(word)
-        self.init(f'self.register_buffer("{name}", {value})')
-        return name
-
     def line(self, text: str) -> None:
-        """Lines of `forward`, at the depth that `indented` has reached."""
+        """Lines of `forward`."""
         self.lines.append(indent(text, "    " * self.depth))
 
-    @contextlib.contextmanager
-    def indented(self, head: str) -> Iterator[None]:
-        """Write `head`, and what follows below it."""
-        self.line(head)
-        self.depth += 1
-        before = len(self.lines)
-        yield
-        if len(self.lines) == before:
-            self.line("pass")
-        self.depth -= 1
+    def write(self, instruction: list[str], pick: Random) -> str:
+        """Write an instruction; return what it asks if it is a condition."""
+        names: dict[str, str] = {}
+        asked = ""
+        for template in instruction:
+            line = self._drawn(template, pick, names)
+            word, _, rest = line.partition(" ")
+            key, _, value = rest.partition(" = ")
+            if word == "let":
+                names[key] = value
+            elif word in ("attr", "buffer", "name"):
+                name = names[key] = self.name(key.rstrip("0123456789"))
+                if word != "name":
+                    made = f"self.{name} = {value}" if word == "attr" else f'self.register_buffer("{name}", {value})'
+                    self.inits.append(made)
+            elif word in PARTS:
+                self.whole.loop[word] += [re.sub(r"\bme\.", f"{path}.", rest) for path in self.paths]
+            elif word == "top":
+                self.whole.top.append(rest)
+            elif word == "init":
+                self.inits.append(rest)
+            elif word == "hides":
+                self.whole.hidden.add(rest)
+            elif word == "if":
+                asked = rest
+            else:
+                self.whole.uses_option |= bool(re.search(r"\boption\b", line))
+                text = line.removeprefix("    ")
+                self.line(indent(text.lstrip(), text[: len(text) - len(text.lstrip())]))
+        return asked
 
-    def without_grad(self) -> contextlib.AbstractContextManager[None]:
-        """What follows is written under `torch.no_grad()`."""
-        return self.indented("with torch.no_grad():")
+    def _drawn(self, template: str, pick: Random, names: dict[str, str]) -> str:
+        """The template with its alternatives drawn, from left to right, and its names put in."""
+        begin, found, rest = template.partition("<<")
+        if found:
+            depth, end = 1, 0
+            while depth:
+                end = min(at for at in (rest.find("<<", end), rest.find(">>", end)) if at >= 0)
+                depth += 1 if rest[end] == "<" else -1
+                end += 2
+            chosen = self._chosen(rest[: end - 2], pick, names)
+            return (
+                self._drawn(begin, pick, names)
+                + self._drawn(chosen, pick, names)
+                + self._drawn(rest[end:], pick, names)
+            )
+        self.whole.uses_state |= "$state." in template
+        text = re.sub(r"\$state\.(\w+)", lambda match: self.whole.item_of.format(match[1]), template)
+        return re.sub(r"\$(\w+?)(?=\b|_\{)", lambda match: names[match[1]], text).replace(r"\n", "\n")
 
-    def top(self, text: str) -> None:
-        """Text at the level of the program."""
-        self.whole.top.append(text)
-
-    def loop(self, part: str, text: str) -> None:
-        """Lines of a training step; `me` in them is this module: each one of its class in turn."""
-        self.whole.loop[part] += [text.replace("me.", f"{path}.") for path in self.paths]
-
-    def state(self, field_name: str) -> str:
-        """A field of the argument `state`, as the program's kind of state is read."""
-        self.whole.uses_state = True
-        return self.whole.item_of.format(field_name)
-
-    def hides(self, what: str) -> None:
-        """Say that the program has state that cannot be seen from a region's modules and arguments."""
-        self.whole.hidden.add(what)
+    def _chosen(self, text: str, pick: Random, names: dict[str, str]) -> str:
+        """One of the alternatives."""
+        word, _, count = text.partition(" ")
+        if word == "steps":
+            return str(tuple(sorted(pick.sample(range(6), int(count or 3)))))
+        if word == "block":
+            return str(pick.randrange(self.whole.blocks))
+        if word == "rows":
+            return str(tuple(pick.choice([2, 3, 3, 5, 8]) for _ in range(6)))
+        chance = re.match(r"([\d.]+) \? ", text)
+        key = word if word.startswith("@") else ""
+        text = text[chance.end() :] if chance else text.removeprefix(key)
+        alternatives = [one.strip() for one in re.split(r"\|\|(?![^<]*>>)", text)]
+        if chance:
+            return alternatives[pick.random() >= float(chance[1])]
+        at = names.get(key) or str(pick.choice(range(len(alternatives))))
+        if key:
+            names[key] = at
+        return alternatives[int(at)]
 
     def module(self, name: str, signature: str, method: str = "forward", more: str = "") -> str:
         """The source of the class: the lines are those of `method`, and `more` is another one."""
