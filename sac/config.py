@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -177,32 +177,6 @@ def settings_of(
         use_reentrant=options.use_reentrant,
         transfers=config.transfers,
     )
-
-
-def offloading(settings: Settings, config: FullConfig, policy: Policy) -> Settings:
-    """Return ``settings``, those of ``config``, with what ``policy`` says on values in host memory.
-
-    Inputs that wait on the host share their pool and limits.
-    """
-    section, own = policy.offload, settings.transfers
-    if section is None:
-        return settings
-    made = TransfersByDevice(own.host, strict=own.strict, section=section)
-    inputs, every = settings.input_storing, section.inputs
-    if inputs is not None:
-        inputs = replace(inputs, store=_by(made, inputs.store, every=every))
-    elif every:
-        inputs = InputStoring(OnHost(made), config.keep)
-    return replace(settings, transfers=made, input_storing=inputs)
-
-
-def _by(transfers: TransfersByDevice, store: InputStore, *, every: bool) -> InputStore:
-    """Return ``store`` with what it keeps on the host copied by ``transfers``; ``every``: it keeps everything there."""
-    if isinstance(store, Scattered):
-        return store.with_inner(_by(transfers, store.inner, every=every))
-    if isinstance(store, ContiguousBuffer):
-        return ContiguousBuffer(store.num_checkpoints, on_host=store.on_host or every, transfers=transfers)
-    return OnHost(transfers) if every or isinstance(store, OnHost) else store
 
 
 def _keeping(config: FullConfig, group: Any, compared: VerifiedOnce) -> InputStoring | None:

@@ -35,7 +35,7 @@ from sac.blocks.install import (
 from sac.blocks.kv_cache import kv_free_submodules, shares_kv, takes_shared_kv, turn_off_cache
 from sac.blocks.other_checkpointing import enable_guards, existing_checkpointing
 from sac.blocks.paths import parts_of, walk
-from sac.config import Config, family_policy, offloading, parse_config, settings_of, usable_policy
+from sac.config import Config, family_policy, parse_config, settings_of, usable_policy
 from sac.engine.op_trace import check_trace_target
 from sac.engine.region import FULL, RegionGroup
 from sac.engine.settings import PLAIN, Settings
@@ -80,10 +80,8 @@ def apply(
         resolved = usable_policy(family_policy(model, (block.module for block in blocks)))
     policy = resolved.policy
     remarks = (_ADAPTERS,) if named is None and policy.name == "adapters" else ()
-    settings = offloading(settings, config.full, policy)
     for problem in rules_without_place(resolved, blocks, strict=config.strict, stage=stage):
         warnings.warn(str(problem), SacWarning, stacklevel=_USER)
-    notes += _unplanned(policy, blocks)
     chains = find_chains(model, blocks, config.layers) if isinstance(config.layers, Chunks) else ()
     pairs = [] if chains else groups_of(resolved, blocks, config.mode)
     rules = rules_here(policy.rules, blocks) if stage else policy.rules
@@ -189,35 +187,20 @@ def _is_chosen(block: Block, config: Config, policy: Policy) -> bool:
     return block.layer in config.layers.select(size) and block.layer in policy.layers.select(size)
 
 
-def _unplanned(policy: Policy, blocks: Sequence[Block]) -> tuple[str, ...]:
-    """Return a note on blocks that the plan of a planned policy does not cover, if there are any."""
-    plan = policy.plan
-    if plan is None:
-        return ()
-    left = [one.path for one in blocks if plan.region_at(one.path, one.layer, one.stack_size) is None]
-    if not left:
-        return ()
-    more = f" and {len(left) - 1} more blocks are" if len(left) > 1 else " is"
-    found = f"{left[0]}{more} not in the plan of this policy: ops there that no rule matches are recomputed"
-    return (str(Problem(policy.name, found, fix="plan again for this model: `sac plan …`")),)
-
-
 def groups_of(resolved: ResolvedPolicy, blocks: Sequence[Block], mode: str) -> list[tuple[Block, RegionGroup]]:
     """Return each block with its region group.
 
-    Blocks of the same structure in one stack share a group if the same rules and the same entry of the plan apply.
+    Blocks of the same structure in one stack share a group if the same rules apply.
     """
-    plan = resolved.policy.plan
     groups: dict[tuple[object, ...], RegionGroup] = {}
     pairs = []
     for block in blocks:
         position = block.path, block.layer, block.stack_size
         rules = tuple(rule.index for rule in resolved.rules_of(*position, has_module(block)))
-        planned = plan.region_at(*position) if plan is not None else None
         part = block.path.removeprefix(block.stack).lstrip(".").partition(".")[2]
         structure = tuple((path, type(module)) for path, module in parts_of(block.module))
-        key = (rules, planned, block.stack, part, structure)
-        pairs.append((block, groups.setdefault(key, RegionGroup(resolved.table(rules), mode, planned))))
+        key = (rules, block.stack, part, structure)
+        pairs.append((block, groups.setdefault(key, RegionGroup(resolved.table(rules), mode))))
     return pairs
 
 

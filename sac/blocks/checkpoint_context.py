@@ -23,8 +23,7 @@ def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callabl
     ``policy`` is anything that ``sac.load_policy`` accepts. It is carried out as under ``sac.apply``. Rules that
     match modules or layers need ``module``, the checkpointed block: its sub-modules are then tracked while they run
     (``sac.remove`` removes the tracking). Without it, optional ones that save match nothing. The position of the
-    block in a model is unknown here, so rules with ``blocks`` are refused, and the ops that a plan was made for are
-    not compared.
+    block in a model is unknown here, so rules with ``blocks`` are refused.
 
     Raises ``PolicyError`` for an invalid policy or one that offloads, ``ConfigError`` if a rule needs ``module`` and it
     is missing, and ``ModelError`` if ``module`` does not provide what a rule needs.
@@ -62,9 +61,6 @@ def _offloading(policy: Policy) -> list[Problem]:
     if policy.default is Decision.OFFLOAD:
         found = "the default offloads, but torch.utils.checkpoint keeps nothing in host memory"
         problems.append(Problem(policy.where("default"), found, "save, recompute", fix=fix))
-    if policy.offload is not None and policy.offload.inputs:
-        found = "the regions' inputs are offloaded, but torch.utils.checkpoint keeps nothing in host memory"
-        problems.append(Problem(policy.where("offload"), found, "offload.inputs: false", fix=fix))
     return problems
 
 

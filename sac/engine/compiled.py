@@ -85,7 +85,7 @@ run_in_eager = kept_out_of_graphs(
 
 def _tell_of_results(table: DecisionTable) -> None:
     """Warn about rules that match on an op's result if torch does not show results to policies."""
-    blind = [one.rule for one in table.rules if one.rule.shape is not None or one.rule.dtype or one.rule.min_bytes]
+    blind = [one.rule for one in table.rules if one.rule.shape is not None or one.rule.dtype]
     if blind and not SHOWS_RESULTS_TO_POLICIES:
         problem = Problem(
             blind[0].where(),

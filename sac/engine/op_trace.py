@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -16,10 +15,10 @@ from torch import nn
 
 from sac.engine.table import NO_RULE as NO_RULE
 from sac.engine.table import CallSite, DecisionTable, ResolvedRule, first_tensor
-from sac.errors import ConfigError, Problem, RegionError
+from sac.errors import ConfigError, Problem
 from sac.ops.flops import flops_of
 from sac.ops.names import op_name
-from sac.policy.model import Decision, PlannedRegion
+from sac.policy.model import Decision
 from sac.stores.offload import OffloadUse
 from sac.tensors import storage_address, storage_bytes, tensors_of
 from sac.torch_private import tree_leaves
@@ -112,14 +111,6 @@ class OpTraceRecorder:
         self.rows.append(OpTraceRow(*called, decision.value, rule_id, reason, size, flops, shape, dtype))
 
 
-def signature(rows: Iterable[OpTraceRow]) -> str:
-    """Return a hash of a sequence of ops, independent of sizes and without views: sixteen hex digits."""
-    text = "\n".join(
-        f"{row.module} {row.op}" for row in rows if row.bytes and not row.op.startswith(("function ", "unit "))
-    )
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def _reason(site: CallSite, rule: ResolvedRule | None, decision: Decision) -> str:
     if site.traits.unsavable_reason:
         return site.traits.unsavable_reason
@@ -180,30 +171,6 @@ class RegionStats:
         self.input_bytes, self.input_host_bytes = input_bytes
         if saved is not None or self.saved.by_rule:
             self.saved = saved or SavedFigures(hits=self.saved.hits)
-
-
-# -- Whether a region runs the ops that a plan was made for
-
-
-def check_planned_signature(planned: PlannedRegion | None, op_trace: OpTraceRecorder | None, path: str) -> None:
-    """Raise ``RegionError`` if ``op_trace``, of a region group's first call, are not those that the plan was made for.
-
-    ``planned`` is the plan's entry for the region group (None: there is none). ``op_trace`` is None in later calls.
-    ``path`` names the region.
-    """
-    if planned is None or op_trace is None:
-        return
-    found = signature(op_trace.rows)
-    if found != planned.signature:
-        count = sum(row.bytes > 0 for row in op_trace.rows)
-        raise RegionError(
-            Problem(
-                str(planned.location),
-                f"{path or 'the model'} runs {count} ops that differ from those that the plan was made for "
-                f"(signature {found}, planned {planned.signature})",
-                fix="plan again for this model, torch version and device: `sac plan …`",
-            )
-        )
 
 
 # -- ``SAC_TRACE``: each decision once per op and region group, through ``logging`` or as JSON lines in a file

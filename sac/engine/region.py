@@ -24,7 +24,6 @@ from sac.engine.op_trace import (
     OpTraceRow,
     RegionStats,
     SavedFigures,
-    check_planned_signature,
     log_decisions,
 )
 from sac.engine.reentrant import can_be_reentrant, run_reentrant
@@ -35,7 +34,7 @@ from sac.engine.taped import TapedFrame
 from sac.engine.untraced import count_compiled
 from sac.errors import Problem, RegionError, SacWarning
 from sac.outer_hooks import PackHooks, active_hooks
-from sac.policy.model import PlannedRegion, Policy
+from sac.policy.model import Policy
 from sac.torch_private import NO_TASK, current_graph_task_id, forward_ad_level, transform_is_active
 
 install()
@@ -54,9 +53,8 @@ class RegionGroup:
     shown, by (path, function).
     """
 
-    def __init__(self, table: DecisionTable, name: str, planned: PlannedRegion | None = None) -> None:
+    def __init__(self, table: DecisionTable, name: str) -> None:
         self.table, self.name = table, name
-        self.planned = None if table.matches_modules else planned  # a module saved as a whole hides its ops
         self.op_trace: tuple[OpTraceRow, ...] = ()
         self.lists_ops = True  # whether the first call fills `op_trace`
         self.calls: Any = None
@@ -98,16 +96,14 @@ class RegionGroup:
     def __reduce__(self) -> tuple[Any, ...]:
         table = self.table
         rules = tuple(bound.index for bound in table.rules)
-        return _rebuild, (table.policy, rules, table.must_save, self.name, self.planned)
+        return _rebuild, (table.policy, rules, table.must_save, self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionGroup:
         return self  # what the group has learnt is also true of copies of its regions
 
 
-def _rebuild(
-    policy: Policy, indices: tuple[int, ...], must_save: bool, name: str, planned: PlannedRegion | None
-) -> RegionGroup:
-    return RegionGroup(rebuild_table(policy, indices, must_save), name, planned)
+def _rebuild(policy: Policy, indices: tuple[int, ...], must_save: bool, name: str) -> RegionGroup:
+    return RegionGroup(rebuild_table(policy, indices, must_save), name)
 
 
 class Region:
@@ -168,8 +164,6 @@ class Region:
             stats.take(SavedFigures(kept, 0, {NO_RULE: kept}) if kept else None, frame.input_bytes)
             return output
         stats.engine = REPLAY if frame.is_replayed else RERUN
-        if frame.trace is not None:
-            check_planned_signature(group.planned, frame.trace, self.path)
         stats.take(frame.figures, frame.input_bytes)
         stats.offloads = frame.offloads
         if frame.trace is not None:

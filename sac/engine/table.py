@@ -82,7 +82,7 @@ class ConditionalRule:
         rule = self.resolved.rule
         if rule.call is not None and not rule.call.matches(call):
             return False
-        if rule.shape is not None or rule.dtype or rule.min_bytes:
+        if rule.shape is not None or rule.dtype:
             tensor = first_tensor(out)
             if tensor is None or not _tensor_matches(rule, tensor):
                 return False
@@ -380,8 +380,6 @@ def _matches_every_call(rule: Rule) -> bool:
 
 
 def _tensor_matches(rule: Rule, tensor: torch.Tensor) -> bool:
-    if rule.min_bytes and tensor.numel() * tensor.element_size() < rule.min_bytes:
-        return False
     if rule.dtype and str(tensor.dtype).removeprefix("torch.") not in rule.dtype:
         return False
     return rule.fits_shape(tensor.shape)

@@ -65,11 +65,7 @@ def _check_policy(policy: Policy) -> None:
         found = "a rule saves whole modules, but a budget chooses among ops"
         fix = "add `ops` to the rule, or leave the budget out"
         raise ConfigError(Problem("activation_checkpointing.policy", found, fix=fix))
-    if (
-        policy.default is Decision.OFFLOAD
-        or policy.offload
-        or any(rule.kept_as is Decision.OFFLOAD for rule in policy.rules)
-    ):
+    if policy.default is Decision.OFFLOAD or any(rule.kept_as is Decision.OFFLOAD for rule in policy.rules):
         found = "it offloads, but with a budget sac only chooses between saving on the device and recomputing"
         fix = "take the rules that offload out of the policy, or leave the budget out"
         raise ConfigError(Problem("activation_checkpointing.policy", found, fix=fix))

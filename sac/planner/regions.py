@@ -121,7 +121,7 @@ class BudgetRegions:
         policy = self.config.policy
         nothing = Policy("full, until the plan is made")
         if policy is not None:
-            nothing = replace(policy, rules=(), default=Decision.RECOMPUTE, plan=None)
+            nothing = replace(policy, rules=(), default=Decision.RECOMPUTE)
         observed = replace(self.config, policy=nothing, engine=REPLAY, budget=None)
         apply(self.model, observed, **arguments, forward=BudgetForward)
         applied = next((one.applied for one in regions_of(self.model)), None)

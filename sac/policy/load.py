@@ -24,10 +24,9 @@ from sac.policy.syntax import Findings, compose_yaml, node_from_value, shown
 # that extends it. The files are merged as follows:
 # - Rules are in the order of the line: a child's rules come before its parents', and the first match wins.
 # - A rule with an ``id`` hides rules with the same id later in the line, so a child can replace a single rule.
-# - ``default``, ``offload``, ``regions.blocks`` and ``regions.layers`` come from the first file that sets them.
+# - ``default``, ``regions.blocks`` and ``regions.layers`` come from the first file that sets them.
 # - ``sets`` with the same name are joined, the child's ops first.
 # - ``name`` and ``models`` are not inherited: a child does not serve the families of its parent by itself.
-# - ``plan`` is not inherited either: a child with its own rules is not the policy that its parent's plan describes.
 
 
 def join_lines(written: Written, parents: Sequence[tuple[Written, ...]]) -> tuple[Written, ...]:
@@ -45,7 +44,7 @@ def fold(line: Sequence[Written]) -> Policy:
     for policy in policies:
         for name, ops in policy.sets.items():
             sets[name] = tuple(dict.fromkeys((*sets.get(name, ()), *ops)))
-    default, blocks, layers, offload = (_first_that_sets(key, policies) for key in _SET_ONCE)
+    default, blocks, layers = (_first_that_sets(key, policies) for key in _SET_ONCE)
     locations = [policy.key_locations for policy in policies]
     inherited = {key: location for one in reversed(locations) for key, location in one.items() if key in _INHERITED}
     return replace(
@@ -54,7 +53,6 @@ def fold(line: Sequence[Written]) -> Policy:
         default=default.default,
         blocks=blocks.blocks,
         layers=layers.layers,
-        offload=offload.offload,
         sets=sets,
         set_locations={
             name: location for policy in reversed(policies) for name, location in policy.set_locations.items()
@@ -64,7 +62,7 @@ def fold(line: Sequence[Written]) -> Policy:
     )
 
 
-_SET_ONCE = ("default", "blocks", "layers", "offload")
+_SET_ONCE = ("default", "blocks", "layers")
 _INHERITED = (*_SET_ONCE, "regions", "sets")
 
 

@@ -176,7 +176,6 @@ class Rule:
     call: Calls | None = None
     shape: tuple[Dim, ...] | None = None
     dtype: tuple[str, ...] = ()  # torch dtype names without "torch."
-    min_bytes: int = 0
     optional: bool = False
     blocks: tuple[PathPattern, ...] = ()  # paths of regions, from the model down
     functions: tuple[str, ...] = field(default=(), kw_only=True)  # names or globs of autograd Functions' classes
@@ -222,8 +221,8 @@ class Rule:
 
     @property
     def matches_each_call(self) -> bool:
-        """Whether it matches every call of the ops that it names, whatever their number, shape, dtype and size."""
-        return self.call is None and self.shape is None and not self.dtype and not self.min_bytes
+        """Whether it matches every call of the ops that it names, whatever their number, shape and dtype."""
+        return self.call is None and self.shape is None and not self.dtype
 
     @property
     def is_for_some_regions(self) -> bool:
@@ -247,47 +246,6 @@ class Rule:
     def where(self, key: str = "") -> str:
         """Return the source location of the rule, or of one of its keys, for a message."""
         return str(self.key_locations.get(key, self.location))
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRegion:
-    """Regions of a plan; ``signature`` identifies the ops they ran when planned, see ``sac.engine.op_trace``."""
-
-    blocks: tuple[PathPattern, ...]
-    layers: Layers | None
-    signature: str  # sixteen hex digits
-    location: SourceLocation = field(default=SourceLocation("<policy>"), compare=False)
-
-    def matches_region(self, path: str, layer: int, stack_size: int) -> bool:
-        """Return whether the region at ``path``, which is ``layer`` of ``stack_size``, is meant."""
-        return _is_meant(self.blocks, self.layers, path, layer, stack_size)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanSection:
-    """The model and regions that a computed policy was computed for."""
-
-    made_for: str  # model, inputs, device and budget, as readable text
-    regions: tuple[PlannedRegion, ...] = ()
-
-    def region_at(self, path: str, layer: int, stack_size: int) -> PlannedRegion | None:
-        """Return the first entry that matches the region at ``path``, which is ``layer`` of ``stack_size``."""
-        return next((one for one in self.regions if one.matches_region(path, layer, stack_size)), None)
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadSection:
-    """How values wait in host memory. Sizes are in bytes; None: as in ``sac.stores.transfers.LIMITS``.
-
-    ``inputs``: the regions' inputs wait there too. ``min_bytes``: of storages that rules offload. ``in_flight``: at
-    most these are on their way down, and still on the device. ``ahead``: at most these are there before backward needs
-    them.
-    """
-
-    inputs: bool = False
-    min_bytes: int | None = None
-    in_flight: int | None = None
-    ahead: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,8 +287,6 @@ class Policy:
     set_locations: Mapping[str, SourceLocation] = field(default_factory=dict, compare=False, hash=False)
     blocks: tuple[PathPattern, ...] = ()  # empty: the blocks are found
     layers: Layers = Layers()
-    plan: PlanSection | None = None
-    offload: OffloadSection | None = None
     extends: tuple[str, ...] = field(default=(), compare=False)  # parents, nearest first; `rules` includes theirs
     source: str = field(default="<policy>", compare=False)
     key_locations: Mapping[str, SourceLocation] = field(default_factory=dict, compare=False, hash=False)
@@ -387,9 +343,8 @@ class Policy:
         return self.table()
 
     def __repr__(self) -> str:
-        planned = ", planned" if self.plan is not None and self.name != "planned" else ""
         rules = count_text(len(self.rules), "rule")
-        return f"<Policy {self.name}{planned}: {rules}, everything else: {self.default.value}; print() shows all>"
+        return f"<Policy {self.name}: {rules}, everything else: {self.default.value}; print() shows all>"
 
     def where(self, key: str = "") -> str:
         """Return the source location of the policy, or of one of its top-level keys, for a message."""
@@ -414,8 +369,6 @@ def limits_of(rule: Rule) -> list[str]:
         limits.append(f"shape [{', '.join(map(_dim_text, rule.shape))}]")
     if rule.dtype:
         limits.append(f"dtype {' or '.join(rule.dtype)}")
-    if rule.min_bytes:
-        limits.append(f"min_bytes {rule.min_bytes}")
     if rule.optional:
         limits.append("optional")
     return limits
@@ -484,10 +437,6 @@ def dump_policy(policy: Policy) -> str:
         regions["layers"] = _layers(policy.layers)
     if regions:
         written["regions"] = regions
-    if policy.plan is not None:
-        written["plan"] = _plan(policy.plan)
-    if policy.offload is not None:
-        written["offload"] = _offload(policy.offload)
     written["default"] = policy.default.value
     written["rules"] = [_rule(rule) for rule in policy.rules]
     return yaml.dump(written, Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=100)
@@ -505,23 +454,6 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(str, _Dumper.write_text)
-
-
-def _plan(plan: PlanSection) -> dict[str, object]:
-    return {"made_for": plan.made_for, "regions": [_planned_region(one) for one in plan.regions]}
-
-
-def _offload(section: OffloadSection) -> dict[str, object]:
-    sizes = {"min_bytes": section.min_bytes, "in_flight": section.in_flight, "ahead": section.ahead}
-    inputs: dict[str, object] = {"inputs": True} if section.inputs else {}
-    return inputs | {name: size for name, size in sizes.items() if size is not None}
-
-
-def _planned_region(region: PlannedRegion) -> dict[str, object]:
-    written: dict[str, object] = {"blocks": _patterns(region.blocks)}
-    if region.layers is not None:
-        written["layers"] = _layers(region.layers)
-    return written | {"signature": region.signature}
 
 
 def _patterns(patterns: tuple[PathPattern, ...]) -> object:
@@ -545,8 +477,6 @@ def _rule(rule: Rule) -> dict[str, object]:
         written["shape"] = [_dim(dim) for dim in rule.shape]
     if rule.dtype:
         written["dtype"] = list(rule.dtype)
-    if rule.min_bytes:
-        written["min_bytes"] = rule.min_bytes
     if rule.optional:
         written["optional"] = True
     written["do"] = rule.do_text

@@ -18,9 +18,6 @@ from sac.policy.model import (
     Decision,
     Dim,
     Layers,
-    OffloadSection,
-    PlannedRegion,
-    PlanSection,
     Policy,
     Rule,
     SourceLocation,
@@ -81,6 +78,13 @@ def read_fields(
     return {key: value for key, value in read.items() if value is not None}
 
 
+GONE = {  # keys of earlier versions
+    "plan": "remove it: what a plan was made for is in its comments",
+    "offload": "remove it; `store: host` in the config value has the regions' inputs wait on the host",
+    "min_bytes": "remove it, or choose by `shape`",
+}
+
+
 def read_entries(node: Node, what: str, legal: Sequence[str], findings: Findings) -> dict[str, Node]:
     """Return the values of a mapping by key; keys that are not in ``legal`` are findings."""
     if not isinstance(node, MapNode):
@@ -94,7 +98,7 @@ def read_entries(node: Node, what: str, legal: Sequence[str], findings: Findings
                 known[key.text] = value
             else:
                 found, near = f'unknown key "{shown(key.text)}" in {what}', nearest(key.text, legal)
-                fix = f'write "{near}"' if near else "remove it"
+                fix = GONE.get(key.text) or (f'write "{near}"' if near else "remove it")
                 findings.add(key.location, found, expected=listing(legal), nearest=near, fix=fix)
     return known
 
@@ -506,13 +510,12 @@ _RULE: dict[str, Reader] = {
     "call": read_call,
     "shape": read_shape,
     "dtype": read_dtypes,
-    "min_bytes": read_bytes,
     "optional": read_bool,
     "do": _word(DO_WORDS),
 }
 RULE_KEYS = tuple(_RULE)
 _NAMING = ("ops", "function", "unit")  # at most one of them in a rule
-_ABOUT_ONE_OP = ("call", "shape", "dtype", "min_bytes")
+_ABOUT_ONE_OP = ("call", "shape", "dtype")
 
 
 def read_rules(node: Node | None, policy_name: str, findings: Findings) -> tuple[Rule, ...]:
@@ -612,7 +615,6 @@ def takes_all_of(earlier: Rule, later: Rule) -> bool:
         and earlier.call in (None, later.call)
         and earlier.shape in (None, later.shape)
         and (not earlier.dtype or (bool(later.dtype) and set(later.dtype) <= set(earlier.dtype)))
-        and earlier.min_bytes <= later.min_bytes
         and all(
             any(_names_at_least(wide, narrow) for wide in wider)
             for wider, narrower in zip(_names(earlier), _names(later), strict=True)
@@ -639,78 +641,6 @@ def _names_at_least(wide: str, narrow: str) -> bool:
     if "." not in narrow:
         return False  # a save-set: its name does not show its ops
     return narrow.startswith(f"{wide}.") if not set("*?[") & set(wide) else fnmatchcase(narrow, wide)
-
-
-# -- The key ``plan`` of a computed policy
-
-_SIGNATURE = re.compile(r"[0-9a-f]{16}")
-
-
-def _read_planned_regions(node: Node, what: str, findings: Findings) -> tuple[PlannedRegion, ...]:
-    if not isinstance(node, ListNode):
-        fix = 'start each entry with "- "' if isinstance(node, MapNode) else "write [] for none"
-        findings.add(node.location, f"{what} is {describe(node)}", expected="a list of regions", fix=fix)
-        return ()
-    regions = (_read_region(item, findings) for item in node.items)
-    return tuple(region for region in regions if region is not None)
-
-
-def _read_region(node: Node, findings: Findings) -> PlannedRegion | None:
-    what = "an entry of plan.regions"
-    entries = read_entries(node, what, PLANNED_KEYS, findings)
-    if not isinstance(node, MapNode):
-        return None
-    _require(("blocks", "signature"), node, what, PLANNED_KEYS, findings)
-    empty = {"blocks": (), "layers": None, "signature": ""}
-    return PlannedRegion(**{**empty, **read_fields(entries, _PLANNED, findings)}, location=node.location)
-
-
-def _require(keys: Sequence[str], node: MapNode, what: str, legal: Sequence[str], findings: Findings) -> None:
-    for key in keys:
-        if lacks(key, node, legal):
-            fix = f"add {key}, or write the plan again with `sac plan`"
-            findings.add(node.location, f"{what} has no {key}", expected=f"a mapping of {', '.join(legal)}", fix=fix)
-
-
-def _read_signature(node: Node, what: str, findings: Findings) -> str:
-    """Return the signature as it was written; sixteen digits may also read as a number."""
-    text = node.text if isinstance(node, Scalar) and node.scalar_type in ("text", "int", "float") else ""
-    if _SIGNATURE.fullmatch(text):
-        return text
-    fix = "copy it from what `sac plan` wrote, with quotes around it"
-    findings.add(node.location, f"{what} is {describe(node)}", expected="sixteen digits out of 0-9 and a-f", fix=fix)
-    return ""
-
-
-_PLANNED: dict[str, Reader] = {"blocks": read_patterns, "layers": read_layers, "signature": _read_signature}
-PLANNED_KEYS = tuple(_PLANNED)
-_PLAN: dict[str, Reader] = {"made_for": read_text, "regions": _read_planned_regions}
-PLAN_KEYS = tuple(_PLAN)
-
-
-def read_plan(node: Node, what: str, findings: Findings) -> PlanSection | None:
-    """Return the ``plan`` section of a policy; every problem in it goes into ``findings``."""
-    entries = read_entries(node, what, PLAN_KEYS, findings)
-    if not isinstance(node, MapNode):
-        return None
-    _require(PLAN_KEYS, node, what, PLAN_KEYS, findings)
-    return PlanSection(**{"made_for": "", **read_fields(entries, _PLAN, findings, f"{what}.")})
-
-
-# -- The key ``offload``
-
-_OFFLOAD: dict[str, Reader] = {
-    "inputs": read_bool,
-    "min_bytes": read_bytes,
-    "in_flight": read_bytes,
-    "ahead": read_bytes,
-}
-
-
-def read_offload(node: Node, what: str, findings: Findings) -> OffloadSection:
-    """Return the ``offload`` section of a policy; every problem in it goes into ``findings``."""
-    entries = read_entries(node, what, tuple(_OFFLOAD), findings)
-    return OffloadSection(**read_fields(entries, _OFFLOAD, findings, f"{what}."))
 
 
 # -- Policy files, schema ``sac/v1``
@@ -751,8 +681,6 @@ def read_policy(node: Node, fallback_name: str, source: str, findings: Findings,
         sets=sets,
         set_locations=set_locations,
         **regions,
-        plan=read.get("plan"),
-        offload=read.get("offload"),
         source=source,
         key_locations={key: value.location for key, value in entries.items()} | region_locations,
     )
@@ -803,8 +731,6 @@ _POLICY: dict[str, Reader] = {
     "models": _read_models,
     "sets": _read_sets,
     "regions": _read_regions,
-    "plan": read_plan,
-    "offload": read_offload,
     "default": _word([decision.value for decision in Decision]),
 }
 POLICY_KEYS = (*_POLICY, "rules")  # the ids of rules begin with the policy's name

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from sac.errors import Problem, RegionError, SacWarning
-from sac.policy.model import OffloadSection
 from sac.policy.read import bytes_text
 from sac.stores.backward_order import CallNode
 from sac.torch_private import NO_TASK, ending_task, when_backward_ends
@@ -599,30 +598,20 @@ def _distinct(events: Iterable[Any]) -> list[Any]:
 class TransfersByDevice:
     """The transfers of each device, made for its first tensor. A copy, or what is unpickled, starts anew.
 
-    ``host``, ``strict`` and ``section`` (a policy's key ``offload``) take the place of those of ``LIMITS``.
+    ``host`` and ``strict`` take the place of those of ``LIMITS``.
     """
 
-    def __init__(self, host: int | None = None, *, strict: bool = False, section: OffloadSection | None = None) -> None:
-        self.host = host
-        self.strict = strict
-        self.section = section
+    def __init__(self, host: int | None = None, *, strict: bool = False) -> None:
+        self.host, self.strict = host, strict
         self._of: dict[torch.device, Transfers | None] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        again = partial(TransfersByDevice, strict=self.strict, section=self.section)
-        return again, (self.host,)  # streams belong to this process
+        return partial(TransfersByDevice, strict=self.strict), (self.host,)  # streams belong to this process
 
     @property
     def limits(self) -> TransferLimits:
         """The limits of each device."""
-        section, known = self.section or OffloadSection(), LIMITS
-        return TransferLimits(
-            smallest=known.smallest if section.min_bytes is None else section.min_bytes,
-            in_flight=known.in_flight if section.in_flight is None else section.in_flight,
-            ahead=known.ahead if section.ahead is None else section.ahead,
-            host=known.host if self.host is None else self.host,
-            strict=self.strict,
-        )
+        return replace(LIMITS, host=LIMITS.host if self.host is None else self.host, strict=self.strict)
 
     def of(self, device: torch.device) -> Transfers | None:
         """Return the transfers between ``device`` and the host; None if ``device`` uses host memory."""

@@ -31,7 +31,6 @@ rules:
     call: {index: [0]}
     shape: [_, ">=64"]
     dtype: bfloat16
-    min_bytes: 1KiB
     do: alternate
 """
 
@@ -79,7 +78,6 @@ def test_check_tells_every_limit_of_a_rule(policy_file):
     assert limits_of(optional) == ["optional"]
     assert limits_of(limited) == [
         "module self_attn.{q,k}_proj", "layers first 2", "call 0", "shape [_, >=64]", "dtype bfloat16",
-        "min_bytes 1024",
     ]  # fmt: skip
 
 

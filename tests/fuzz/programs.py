@@ -111,8 +111,6 @@ MATCHERS = st.sampled_from(
         {"call": {"index": [1, 2]}},
         {"call": {"every": 2}},
         {"call": {"every": 2, "offset": 1}},
-        {"min_bytes": 64},
-        {"min_bytes": 257},
         {"shape": ["_", WIDTH]},
         {"shape": ["...", ">=4"]},
         {"dtype": "float32"},

@@ -15,7 +15,8 @@ from tests.support.simulated_streams import simulated_streams
 
 OFFLOADS: dict[str, Any] = {
     "mode": "selective",
-    "policy": {**policy({"ops": "matmul", "do": "offload"}), "offload": {"inputs": True}},
+    "policy": policy({"ops": "matmul", "do": "offload"}),
+    "store": "host",
 }
 
 

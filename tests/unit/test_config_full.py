@@ -9,18 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import sac
-from sac.config import CallOptions, offloading, parse_config, settings_of
+from sac.config import CallOptions, parse_config, settings_of
 from sac.config_keys import CALL_KEYS, FULL_CONFIG_KEYS
 from sac.engine.settings import PLAIN
 from sac.errors import ConfigError
 from sac.full import FullConfig
-from sac.planner.sharding import fake_ranks
-from sac.policy.load import load_policy
-from sac.stores.store import InputStore
 from tests.support.blocks import FULL, llama_stack
 from tests.support.training import built
 
@@ -291,41 +287,3 @@ def test_what_is_no_full_config(config: Any) -> None:
         f"sac.checkpoint.config: {config!r} is not a FullConfig\n    legal: a FullConfig\n    fix: write "
         "sac.full.FullConfig(…); for a keyword of the function's own, functools.partial(function, config=…)"
     )
-
-
-KEPT_BY_A_POLICY = {
-    "whole": "in host memory",
-    "host": "in host memory",
-    "contiguous": "in one buffer of 4 slots in host memory",
-    "contiguous+host": "in one buffer of 4 slots in host memory",
-    "scattered": "scattered over 2 ranks, each share in host memory",
-    "scattered+host": "scattered over 2 ranks, each share in host memory",
-    "scattered+contiguous": "scattered over 2 ranks, each share in one buffer of 4 slots in host memory",
-}
-
-
-@pytest.mark.parametrize("store", KEPT_BY_A_POLICY)
-def test_inputs_on_the_host_by_a_policy_next_to_each_store(store):
-    """`offload: {inputs: true}` adds `host` to the config's store; one pool holds inputs and saved values."""
-    rule = {"id": "products", "ops": "matmul", "do": "offload"}
-    written = load_policy({"schema": "sac/v1", "name": "p", "offload": {"inputs": True}, "rules": [rule]})
-    slots = {"num_checkpoints": 4} if "contiguous" in store else {}
-    config = FullConfig(store=store, keep="all", **slots)
-    with fake_ranks(2):
-        group = dist.group.WORLD if "scattered" in store else None
-        settings = settings_of(config, CallOptions(tp_group=group), "sac.apply")
-        made = offloading(settings, config, written)
-    assert made.input_storing.store.describe() == KEPT_BY_A_POLICY[store]
-    assert made.input_storing.which == "all"
-    innermost: InputStore = getattr(made.input_storing.store, "inner", made.input_storing.store)
-    assert innermost._transfers is made.transfers
-
-
-@pytest.mark.parametrize("store", ["scattered", "contiguous"])
-def test_a_policy_that_offloads_leaves_other_stores_on_the_device(store):
-    written = load_policy({"schema": "sac/v1", "name": "p", "offload": {"in_flight": 0}, "rules": []})
-    config = FullConfig(store=store, **({"num_checkpoints": 4} if store == "contiguous" else {}))
-    with fake_ranks(2):
-        settings = settings_of(config, CallOptions(tp_group=dist.group.WORLD), "sac.apply")
-        made = offloading(settings, config, written)
-    assert made.input_storing.store.describe() == settings.input_storing.store.describe()

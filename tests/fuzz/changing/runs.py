@@ -17,6 +17,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import sac
 from sac.errors import SacError
+from sac.stores import transfers
+from sac.stores.transfers import TransferLimits
 from tests.fuzz.changing.comparing import differences, seeded, state_of
 from tests.fuzz.changing.programs import Program, draw_program, smaller, write_program
 from tests.support.simulated_streams import simulated_streams
@@ -75,7 +77,7 @@ RULES: tuple[tuple[dict[str, Any], ...], ...] = (
     ({"ops": ["aten.sin", "aten.tanh", "aten.add"], "do": "save"},),
     ({"ops": "nondeterministic", "do": "save"}, {"ops": "matmul", "do": "alternate"}),
     ({"ops": "matmul", "call": {"index": 0}, "do": "save"},),
-    ({"ops": "*", "min_bytes": 40, "do": "save"},),
+    ({"ops": "*", "shape": ["...", ">=4"], "do": "save"},),
     ({"ops": "aten.sort", "do": "save"},),
 )
 WHOLE_MODULES: tuple[tuple[dict[str, Any], ...], ...] = (
@@ -86,11 +88,9 @@ WHOLE_MODULES: tuple[tuple[dict[str, Any], ...], ...] = (
 )
 PLAIN_ENGINES = ("auto", "replay")
 OFFLOADING = ("offload", "offload modules")
-WINDOWS: tuple[dict[str, Any], ...] = (
-    {"min_bytes": 1, "in_flight": 0, "ahead": "1MiB"},
-    {"min_bytes": 1, "in_flight": 0, "ahead": 0},
-    {"min_bytes": 1, "in_flight": "1KiB", "ahead": "1KiB"},
-    {"min_bytes": 64, "in_flight": "512B", "ahead": 0},
+TRANSFER_LIMITS = tuple(
+    TransferLimits(smallest, in_flight, ahead)
+    for smallest, in_flight, ahead in ((1, 0, 1 << 20), (1, 0, 0), (1, 1024, 1024), (64, 512, 0))
 )
 
 
@@ -182,7 +182,7 @@ def value_of(way: str, seed: int) -> dict[str, Any]:
     policy = {"schema": "sac/v1", "name": "drawn", "default": default, **({"rules": rules} if rules else {})}
     value = {"mode": "selective", "blocks": ["blocks.*"], "policy": policy}
     if way in OFFLOADING:
-        policy["offload"] = pick.choice(WINDOWS) | {"inputs": pick.random() < 0.3}
+        value |= {"store": "host"} if pick.random() < 0.3 else {}
         value["host_memory"] = pick.choice(["64MiB", "64MiB", "2KiB"])
     if way in (*ENGINES, "modules", "rerun", "offload modules"):
         value["engine"] = way if way in PLAIN_ENGINES or way == "rerun" else pick.choice(PLAIN_ENGINES)
@@ -194,12 +194,13 @@ def value_of(way: str, seed: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def on_its_device(way: str) -> Iterator[None]:
+def on_its_device(way: str, seed: int) -> Iterator[None]:
     """A simulated device, if the way offloads; an error at the end if an access was unordered."""
     if way not in OFFLOADING:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfers, "LIMITS", Random(seed).choice(TRANSFER_LIMITS))
         with simulated_streams(patch) as device:
             yield
         assert device.races == [], device.races[:3]
@@ -231,7 +232,7 @@ def outcome(prepared: Prepared, way: str) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with on_its_device(way):
+            with on_its_device(way, prepared.program.seed):
                 for found in _shown(prepared.source, functools.partial(put, way, value)):
                     differing = differences(prepared.expected[step], found)
                     if differing:

@@ -47,11 +47,11 @@ def grow(model: nn.Module, lengths: tuple[int, ...]) -> list[Tensor]:
     return seen
 
 
-LARGE = save("matmul", min_bytes=16 * WIDTH * 4)
+LARGE = save("matmul", shape=[">=16", WIDTH])
 CASES: dict[str, Any] = {
     # name: (body, rules, lengths)
     "sequences that grow": (product, (LARGE,), (4, 8, 16, 32)),
-    "two rules, sequences that grow": (product, (LARGE, save("aten.sin", min_bytes=32 * WIDTH * 4)), (4, 16, 32)),
+    "two rules, sequences that grow": (product, (LARGE, save("aten.sin", shape=[">=32", WIDTH])), (4, 16, 32)),
     "an empty first batch": (product, (save("matmul"),), (0, 8, 8)),
     "an empty first batch that the block skips": (skips_empty_batches, (save("matmul"),), (0, 8, 8)),
     "a large rule and an empty first batch": (skips_empty_batches, (LARGE,), (0, 4, 16)),

@@ -16,9 +16,6 @@ from sac.policy.model import (
     Decision,
     Dim,
     Layers,
-    OffloadSection,
-    PlannedRegion,
-    PlanSection,
     Policy,
     Rule,
 )
@@ -80,7 +77,6 @@ op_rules = st.builds(
     call=st.none() | calls,
     shape=st.none() | shapes,
     dtype=st.lists(st.sampled_from(DTYPES), unique=True, max_size=2).map(tuple),
-    min_bytes=st.integers(0, 2**40),
     optional=st.booleans(),
 )
 module_rules = st.builds(
@@ -90,18 +86,6 @@ module_rules = st.builds(
     blocks=st.lists(patterns, max_size=2).map(tuple),
     module=patterns,
     layers=st.none() | layers,
-)
-signatures = st.text("0123456789abcdef", min_size=16, max_size=16) | st.sampled_from(
-    ["0123456701234567", "1234567890123456", "123456789012e456", "0" * 16]
-)
-planned_regions = st.builds(
-    PlannedRegion, st.lists(patterns, min_size=1, max_size=2).map(tuple), st.none() | layers, signatures
-)
-plans = st.builds(PlanSection, texts, st.lists(planned_regions, max_size=3).map(tuple))
-
-
-sections = st.builds(
-    OffloadSection, st.booleans(), *(st.none() | st.integers(0, 2**40) for _ in ("min_bytes", "in_flight", "ahead"))
 )
 
 
@@ -126,8 +110,6 @@ def policies(draw: st.DrawFn) -> Policy:
         ),
         blocks=tuple(draw(st.lists(patterns, max_size=2))),
         layers=draw(layers),
-        plan=draw(st.none() | plans),
-        offload=draw(st.none() | sections),
     )
 
 
@@ -171,7 +153,6 @@ def test_a_dump_reads_well() -> None:
                     "call": {"index": 1},
                     "shape": ["...", "_", ">= 4096"],
                     "dtype": "torch.half",
-                    "min_bytes": "1MiB",
                     "optional": True,
                     "do": "alternate",
                 },
@@ -198,40 +179,8 @@ def test_a_dump_reads_well() -> None:
         "    index: [1]\n"
         "  shape: ['...', _, '>=4096']\n"
         "  dtype: [float16]\n"
-        "  min_bytes: 1048576\n"
         "  optional: true\n"
         "  do: alternate\n"
-    )
-
-
-def test_a_dump_of_a_plan_reads_well() -> None:
-    policy = load_policy(
-        {
-            "name": "planned",
-            "plan": {
-                "made_for": "t5, 8GiB",
-                "regions": [
-                    {"blocks": "encoder.block.*", "layers": ["0-3"], "signature": "12b2768c90e38f41"},
-                    {"blocks": ["decoder.block.*", "tail"], "signature": "1234567890123456"},
-                ],
-            },
-            "rules": [{"id": "one", "ops": "matmul", "blocks": "encoder.block.*", "do": "save"}],
-        }
-    )
-    assert dump_policy(policy) == (
-        "schema: sac/v1\n"
-        "name: planned\n"
-        "plan:\n"
-        "  made_for: t5, 8GiB\n"
-        "  regions:\n"
-        "  - blocks: encoder.block.*\n"
-        "    layers: [0-3]\n"
-        "    signature: 12b2768c90e38f41\n"
-        "  - blocks: [decoder.block.*, tail]\n"
-        "    signature: '1234567890123456'\n"
-        "default: recompute\n"
-        "rules:\n"
-        "- {id: one, ops: matmul, blocks: encoder.block.*, do: save}\n"
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from sac.errors import PolicyError
 from sac.policy import load as shipped
 from sac.policy.load import load_policy
-from sac.policy.model import Decision, Layers, OffloadSection
+from sac.policy.model import Decision, Layers
 from sac.policy.patterns import PathPattern
 
 
@@ -73,9 +73,6 @@ def test_default_and_regions_come_from_the_first_that_sets_them() -> None:
     assert policy.where("default") == "old.yaml:2:10"
     assert policy.where("blocks") == "mid.yaml:3:19"
     assert policy.where("layers") == "old.yaml:3:34"
-    write("host.yaml", "extends: old.yaml\noffload: {inputs: true}")
-    write("child.yaml", "extends: host.yaml")
-    assert load_policy("child.yaml").offload == OffloadSection(inputs=True)
     write("own.yaml", "extends: mid.yaml\ndefault: recompute\nregions: {layers: all}")
     assert load_policy("own.yaml").default is Decision.RECOMPUTE
     assert load_policy("own.yaml").layers == Layers()
@@ -185,11 +182,3 @@ def test_a_mapping_with_a_missing_parent() -> None:
     assert error({"extends": ["general", "no/such.yaml"]}) == (
         'policy.extends[1]: there is no file "no/such.yaml"\n    fix: check the path'
     )
-
-
-def test_a_plan_is_not_inherited(tmp_path: Path) -> None:
-    plan = "plan: {made_for: x, regions: [{blocks: a, signature: 0123456789abcdef}]}\n"
-    (tmp_path / "parent.yaml").write_text(f"schema: sac/v1\nrules: []\n{plan}")
-    (tmp_path / "child.yaml").write_text("schema: sac/v1\nextends: parent.yaml\n")
-    assert load_policy(tmp_path / "parent.yaml").plan is not None
-    assert load_policy(tmp_path / "child.yaml").plan is None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sac.errors import PolicyError
 from sac.policy.load import dump_policy, load_policy
-from sac.policy.read import DO_WORDS, DTYPES, PLAN_KEYS, PLANNED_KEYS, POLICY_KEYS, RULE_KEYS
+from sac.policy.read import DO_WORDS, DTYPES, POLICY_KEYS, RULE_KEYS
 
 SIGNS = [
     "[",
@@ -48,7 +48,7 @@ WORDS = [
 ]
 TRAPS = ["\\u", "\\Uffffffff", "\x00", "\u2028", "\ufeff", "\t", "\r", "#", "-1", "1e99", ".nan", "0x1f", "\U0001f600"]
 yamlish = st.lists(st.sampled_from(SIGNS + WORDS + TRAPS), max_size=25).map("".join)
-RULE = {"id": "a", "ops": ["matmul"], "layers": ["0-7"], "min_bytes": "1KiB", "optional": True, "do": "save"}
+RULE = {"id": "a", "ops": ["matmul"], "layers": ["0-7"], "optional": True, "do": "save"}
 POLICY = b"schema: sac/v1\nname: fuzz\nrules:\n- {id: a, ops: [matmul], layers: [0-7], do: save}\ndefault: recompute\n"
 places = st.integers(0, len(POLICY))
 changed = st.builds(lambda start, text, end: POLICY[:start] + text.encode() + POLICY[end:], places, yamlish, places)
@@ -100,14 +100,3 @@ values = st.recursive(
 def test_any_mapping_is_a_policy_or_one_error(policy: dict[str, object], rules: list[object]) -> None:
     assert_policy_or_told(policy)
     assert_policy_or_told(policy | {"rules": rules})
-
-
-@settings(deadline=None)
-@given(
-    st.dictionaries(st.sampled_from(PLAN_KEYS), values, max_size=2),
-    st.lists(st.dictionaries(st.sampled_from(PLANNED_KEYS), values, max_size=3) | values, max_size=3),
-)
-@example({"made_for": "a test"}, [{"blocks": "blocks.*", "layers": [0, 1], "signature": "0123456789abcdef"}])
-def test_any_plan_is_a_policy_or_one_error(plan: dict[str, object], regions: list[object]) -> None:
-    assert_policy_or_told({"rules": [], "plan": plan})
-    assert_policy_or_told({"rules": [], "plan": plan | {"regions": regions}})

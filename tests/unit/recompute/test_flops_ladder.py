@@ -54,7 +54,7 @@ LADDER: dict[str, tuple[Any, int]] = {
     "mlp": (selective(policy(save("matmul", module="mlp.*"))), 4 * SQUARE),
     "attention linears": (selective(policy(save("aten.mm", module="self_attn.**"))), 2 * FAT),
     "gate": (selective(policy(save("matmul", module="mlp.gate_proj"))), 4 * SQUARE + FAT),
-    "wide outputs": (selective(policy(save("matmul", min_bytes=ROWS * HIDDEN * 4))), 4 * SQUARE),
+    "wide outputs": (selective(policy(save("matmul", shape=["...", f">={HIDDEN}"]))), 4 * SQUARE),
     # down's value feeds only the residual sum: recomputation stops before it
     "nothing": (selective(policy()), 4 * SQUARE + 2 * FAT),
     "full": (FULL, 4 * SQUARE + 2 * FAT),

@@ -280,20 +280,11 @@ def test_result_of_the_region_stays(device, engine):
     out.square().sum().backward()
 
 
-def test_limits_of_the_policy(device):
-    section = {"min_bytes": 4096, "in_flight": 20000, "ahead": 0}
-    model = sac.apply(built(lambda: llama_stack(3)), selective({**POLICIES["products"], "offload": section}))
-    model(*tokens()).sum().backward()
-    assert figures(model)[-1][:2] == (8192, 8192)
-    limits = next(regions_of(model)).applied.settings.transfers.limits
-    assert (limits.smallest, limits.in_flight, limits.ahead) == (4096, 20000, 0)
-
-
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("store", ["whole", "host", "contiguous", "contiguous+host"])
-def test_inputs_on_the_host_by_the_policy(device, engine, store):
+@pytest.mark.parametrize("store", ["host", "contiguous+host"])
+def test_inputs_on_the_host_next_to_rules_that_offload(device, engine, store):
     slots = {"num_checkpoints": 2} if "contiguous" in store else {}
-    value = selective({**POLICIES["products"], "offload": {"inputs": True}}, engine=engine, store=store, **slots)
+    value = selective(POLICIES["products"], engine=engine, store=store, **slots)
     assert_same_training(llama_stack, value, make_input=tokens)
     model = sac.apply(built(llama_stack), value)
     model(*tokens())

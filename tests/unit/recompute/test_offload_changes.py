@@ -25,10 +25,12 @@ LIMITS = {
     "a small host": TransferLimits(smallest=1, in_flight=0, ahead=0, host=4096),
 }
 VALUES = {
-    "ops": policy({"ops": "*", "do": "offload"}),
-    "ops and inputs": {**policy({"ops": "*", "do": "offload"}), "offload": {"inputs": True}},
-    "modules": policy({"module": "inner", "do": "offload"}, {"ops": "matmul", "do": "offload", "optional": True}),
-    "default": policy(default="offload"),
+    "ops": {"policy": policy({"ops": "*", "do": "offload"})},
+    "ops and inputs": {"policy": policy({"ops": "*", "do": "offload"}), "store": "host"},
+    "modules": {
+        "policy": policy({"module": "inner", "do": "offload"}, {"ops": "matmul", "do": "offload", "optional": True})
+    },
+    "default": {"policy": policy(default="offload")},
 }
 KINDS = ("subclass", "dtypes", "strides", "complex", "writes", "dropout", "indices", "empty")
 
@@ -290,7 +292,7 @@ def state_of(model: Model, found: list[Any]) -> list[Any]:
 def test_as_without_sac(device, program, limits, name, engine):
     torch.manual_seed(1)
     plain = Model()
-    ours = sac.apply(copy.deepcopy(plain), {"mode": "selective", "engine": engine, "policy": VALUES[name]})
+    ours = sac.apply(copy.deepcopy(plain), {"mode": "selective", "engine": engine, **VALUES[name]})
     for step in range(6):
         states = []
         for model in (plain, ours):
