@@ -21,7 +21,7 @@ import sac
 def train(model: torch.nn.Linear, hidden: torch.Tensor) -> str:
     policy = sac.load_policy("llama")
     policy.save("mine.yaml")
-    sac.apply(model, {"mode": "selective", "policy": policy}).weight.sum()
+    sac.apply(model, {"mode": "selective", "policy": policy})
     sac.checkpoint(model, hidden)
     sac.plan(model, (hidden,), budget="8GiB").save("plan.yaml")
     return str(sac.report(sac.remove(model)))
