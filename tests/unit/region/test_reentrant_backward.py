@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 
-import sac
 from sac.engine.reentrant import _OTHER_MODE
-from sac.errors import RegionError
 from sac.full import FullConfig
 from tests.support.cases import WIDTH, Run, Seen, hidden, layer, loss_of, seen
 from tests.support.recording import Recorder
@@ -164,19 +162,6 @@ def test_three_deep():
 
 class Interruption(Exception):
     pass
-
-
-def test_an_exception_in_forward_leaves_everything_as_it_was():
-    def body(h: Tensor) -> Tensor:
-        F.dropout(h, 0.5)
-        raise Interruption
-
-    x, h = hidden(4, WIDTH)
-    with pytest.raises(Interruption):
-        reentrant(body, h)
-    assert torch.is_grad_enabled()
-    reentrant(torch.exp, h).sum().backward()
-    assert torch.equal(x.grad, h.exp() * 1.5)
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -345,18 +330,6 @@ def test_save_on_cpu_around_the_region():
     assert wrong(program) == []
 
 
-def test_backward_on_another_thread():
-    def program(run: Run) -> Seen:
-        model, (x, h) = layer(dropout=0.2), hidden(4, WIDTH)
-        loss = loss_of([run(model, h)])
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
-        return {"x": x.grad} | {name: one.grad for name, one in model.named_parameters()}
-
-    assert wrong(program) == []
-
-
 def test_two_threads_go_through_one_retained_graph():
     x = torch.randn(64, 64, requires_grad=True)
     weight = torch.randn(64, 64)
@@ -421,11 +394,3 @@ def test_kernels_that_only_run_without_grad_mode():
         return {"x": x.grad}
 
     assert wrong(program, exact=False) == []
-
-
-def test_a_region_error_is_a_runtime_error():
-    _, h = hidden(4, WIDTH)
-    with pytest.raises(RuntimeError) as caught:
-        torch.autograd.grad(reentrant(torch.sin, h).sum(), h)
-    assert isinstance(caught.value, RegionError)
-    assert isinstance(caught.value, sac.SacError)
