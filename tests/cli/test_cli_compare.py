@@ -142,18 +142,6 @@ def test_picture_is_saved_in_a_new_folder(toy_spec, tmp_path, capsys):
     assert f"picture: {path}" in capsys.readouterr().err
 
 
-def test_training_that_cannot_be_run_is_refused_at_once(capsys):
-    with pytest.raises(ConfigError) as caught:
-        Training(steps=1, optimizer="adam", device="tpu")
-    assert str(caught.value) == (
-        "--steps: 1 steps cannot be timed: the first one warms up\n    legal: 2, 3, 4, …\n"
-        "--optimizer: unknown optimizer 'adam'\n    did you mean: adamw\n    legal: sgd, adamw\n"
-        "--device: 'tpu' cannot be measured\n    legal: cpu, cuda"
-    )
-    assert main(["compare", "--model", "hf:none.json", "--steps", "1"]) == 1
-    assert "\n--steps: 1 steps cannot be timed" in capsys.readouterr().err
-
-
 def test_cuda_is_refused_where_there_is_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError) as caught:

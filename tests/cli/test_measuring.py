@@ -59,12 +59,6 @@ def test_a_comparison_has_a_row_per_mode_and_equal_gradients() -> None:
     assert found.table().text() in str(found)
 
 
-def test_a_mode_that_is_refused_keeps_its_row() -> None:
-    found = sac.compare(built(llama_stack), tokens(), {"bad": {"mode": "selective", "blocks": "no_such"}}, steps=2)
-    assert found.failed
-    assert "failed" in str(found)
-
-
 def test_one_word_is_one_mode_and_values_with_one_label_have_a_row_each() -> None:
     assert [row.mode for row in sac.compare(built(llama_stack), tokens(), "full", steps=2).rows] == ["none", "full"]
     plans = [replace(sac.load_policy("general"), name="planned"), Policy("planned")]

@@ -127,12 +127,22 @@ def test_casts_made_in_recomputation_do_not_outlive_it(way: str) -> None:
 # -- The autocast of the forward, whatever backward runs under
 
 
+@contextmanager
+def nested(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
 SURROUNDINGS: dict[str, Surrounding] = {
     "off": nullcontext,
     "bf16": cast(BF16),
     "fp16": cast(FP16),
     "no cache": cast(BF16, cache_enabled=False),
     "disabled": cast(BF16, enabled=False),
+    "disabled in bf16": lambda: nested(cast(BF16)(), cast(BF16, enabled=False)()),
+    "disabled in fp16": lambda: nested(cast(FP16)(), cast(FP16, enabled=False)()),
+    "fp16 in bf16": lambda: nested(cast(BF16)(), cast(FP16)()),
+    "enabled in disabled": lambda: nested(cast(BF16, enabled=False)(), cast(FP16)()),
 }
 
 

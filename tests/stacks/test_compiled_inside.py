@@ -24,7 +24,6 @@ from sac.errors import RegionError, SacWarning
 from sac.memory_timeline import mark, measure_memory
 from sac.reporting import decisions_of
 from tests.support.blocks import FULL, Stack, alternate, llama_stack, policy, save, selective, tokens
-from tests.support.machine import vectorised_inductor
 from tests.support.pairs import in_pairs
 from tests.support.training import assert_same, built, train
 
@@ -103,11 +102,6 @@ def test_a_part_that_is_compiled_after_apply(module: str) -> None:
     value = selective(policy(save("matmul", module=module)))
     ours, _ = training(parts, value, warn="ignore", apply_first=True, backend="aot_eager")
     assert_same(without_us(parts), ours)
-
-
-def test_nothing_is_said_where_nothing_is_compiled() -> None:
-    _, model = training(lambda model: None, ATTENTION_AND_PRODUCTS)
-    assert [kind.compiled_graphs for kind in sac.report(model).kinds] == [0]
 
 
 def inductor(**options: bool) -> dict[str, Any]:
@@ -382,26 +376,3 @@ def test_memory_of_a_compiled_function_is_not_held_for_backward(mode: str) -> No
         assert after <= torchs_after + slack
         assert peak <= torchs_peak + slack
         assert torchs_after < plain_after / 3  # so that this test can fail
-
-
-@vectorised_inductor
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::sac.errors.SacWarning")
-def test_flex_attention_by_inductor() -> None:
-    """A smoke test: on the CPU it has no backward, so its arguments need no gradients here."""
-
-    def body(x: Tensor, weight: Tensor) -> Tensor:
-        heads = x.detach().view(2, 8, 2, 8).transpose(1, 2)
-        return attention(heads, heads, heads).transpose(1, 2).reshape(x.shape) * products(x, weight)
-
-    def run(mode: str) -> dict[str, Any]:
-        torch.manual_seed(0)
-        model = Stack(Block(body, "function"), Block(body, "function"))
-        MODES.get(mode, lambda model: None)(model)
-        return train(model, steps=STEPS, make_input=lambda device: (torch.randn(2, 8, WIDTH),))
-
-    torch._dynamo.reset()
-    attention = torch.compile(flex.flex_attention)
-    expected = run("none")
-    for mode in ("full", "auto", "rerun"):
-        assert_same(expected, run(mode))

@@ -36,29 +36,6 @@ def test_full_does_what_its_own_checkpointing_does(name: str) -> None:
     assert ours.kept_bytes <= own.kept_bytes
 
 
-def test_its_own_checkpointing_on_before_is_refused() -> None:
-    model, _ = timm_model("vit_tiny_patch16_224")
-    model.set_grad_checkpointing()
-    with pytest.raises(sac.SacError) as error:
-        sac.apply(model, "full")
-    assert str(error.value) == (
-        "VisionTransformer: the model's own checkpointing is on: grad_checkpointing is on in the model "
-        "(VisionTransformer) (turn it off with model.set_grad_checkpointing(False))\n"
-        "    fix: turn it off, then call sac.apply; two at once would run every block three times"
-    )
-    model.set_grad_checkpointing(False)
-    sac.apply(model, "full")
-
-
-def test_its_own_checkpointing_turned_on_afterwards_is_refused_at_that_call() -> None:
-    model, images = timm_model("vit_tiny_patch16_224")
-    sac.apply(model, "full")
-    with pytest.raises(sac.SacError, match="set_grad_checkpointing was called, and sac"):
-        model.set_grad_checkpointing()
-    model.set_grad_checkpointing(False)
-    model(images).sum().backward()
-
-
 def test_nobody_finds_the_stand_in_for_torchvision() -> None:
     timm_model("vit_tiny_patch16_224")
     assert not hasattr(sys.modules.get("torchvision"), "FrozenBatchNorm2d")

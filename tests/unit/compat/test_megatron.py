@@ -10,14 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from sac.compat import megatron
 from sac.compat import megatron as megatron_job
 from sac.errors import ConfigError
 from sac.full import RngTracker
 from tests.support.ranks import run_ranks
-from tests.support.runs import Noted
 from tests.support.training import assert_same
 from tests.unit.compat.programs import WIDTH, forking, gradients_of, plainly, same_everywhere, trained
 
@@ -44,19 +42,6 @@ def test_the_tracker_is_put_back_without_being_named():
     assert_same(forking(plainly, RngTracker()), forking(whole, megatron.get_cuda_rng_tracker()))
 
 
-def test_autocast_is_put_back():
-    """Megatron recomputes in float32 what ran in bfloat16."""
-
-    def program(call: Any) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH, requires_grad=True)
-        with torch.autocast("cpu", torch.bfloat16):
-            out = call(lambda h: linear(h).tanh(), x)
-        return gradients_of(out.float().square().sum(), x, linear)
-
-    assert_same(program(plainly), program(whole))
-
-
 def test_arguments_that_are_no_tensors():
     """Megatron takes None and nothing else."""
     x = torch.ones(2, requires_grad=True)
@@ -65,9 +50,10 @@ def test_arguments_that_are_no_tensors():
     assert torch.equal(x.grad, torch.full((2,), 3.0))
 
 
-def test_two_arguments_without_scattering():
+@pytest.mark.parametrize("scatters", [False, None])
+def test_two_arguments_without_scattering(scatters):
     a, b = torch.ones(4, 4, requires_grad=True), torch.full((4, 4), 2.0)
-    out = megatron.checkpoint(lambda one, two: one + two, False, a, b)
+    out = megatron.checkpoint(lambda one, two: one + two, scatters, a, b)
     assert torch.equal(out, torch.full((4, 4), 3.0))
     out.backward(torch.ones(4, 4))
     assert torch.equal(a.grad, torch.ones(4, 4))
@@ -130,22 +116,15 @@ def test_scattering_where_megatron_is_wrong_or_fails():
 
 
 def test_scattering_without_a_group_is_an_error():
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(
+        ConfigError, match="there is no tensor-parallel group to scatter over\n    fix: call set_tensor_"
+    ):
         megatron.checkpoint(torch.exp, True, torch.ones(2))
-    assert str(error.value) == (
-        "megatron.checkpoint.distribute_saved_activations: there is no tensor-parallel group to scatter over\n"
-        "    fix: call set_tensor_model_parallel_group(group), or initialise megatron.core.parallel_state"
-    )
 
 
 def test_a_forgotten_flag_is_an_error():
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=r"checkpoint\.distribute_saved_activations: a Tensor is not true or false"):
         megatron.checkpoint(torch.exp, torch.ones(2))
-    assert str(error.value) == (
-        "megatron.checkpoint.distribute_saved_activations: a Tensor is not true or false\n"
-        "    legal: true, false\n"
-        "    fix: call checkpoint(function, distribute_saved_activations, *args)"
-    )
 
 
 def test_a_wrong_group_is_an_error_when_it_is_set():
@@ -242,43 +221,6 @@ def test_a_tracker_gives_back_what_was_set():
     assert torch.equal(tracker.get_states()["state1"], states["state1"])
 
 
-def test_a_name_or_a_seed_that_is_taken_raises_and_burns_nothing():
-    """In Megatron the seed of an `add` that failed for its name can never be used again."""
-    tracker = megatron.CudaRNGStatesTracker()
-    tracker.add("state1", 1)
-    with pytest.raises(ConfigError):
-        tracker.add("state2", 1)
-    with pytest.raises(ConfigError):
-        tracker.add("state1", 2)
-    tracker.add("state2", 2)
-
-
-def test_nested_forks_draw_what_single_forks_draw():
-    def drawn(nested: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
-        tracker = megatron.CudaRNGStatesTracker()
-        tracker.add("s1", 1)
-        tracker.add("s2", 2)
-        numbers = []
-        if nested:
-            with tracker.fork("s1"):
-                numbers.append(torch.rand(2))
-                with tracker.fork("s2"):
-                    numbers.append(torch.rand(2))
-                    with tracker.fork("s1"):
-                        numbers.append(torch.rand(2))
-                    numbers.append(torch.rand(2))
-                numbers.append(torch.rand(2))
-        else:
-            for name in ("s1", "s2", "s1", "s2", "s1"):
-                with tracker.fork(name):
-                    numbers.append(torch.rand(2))
-        return numbers, tracker.get_states()
-
-    (nested, states), (single, expected) = drawn(True), drawn(False)
-    assert all(torch.equal(one, other) for one, other in zip(nested, single, strict=True))
-    assert all(torch.equal(states[name], expected[name]) for name in ("s1", "s2"))
-
-
 def test_seeds_are_those_of_megatrons_formula():
     megatron.model_parallel_cuda_manual_seed(5, tp_rank=3, ep_rank=2, etp_rank=1)
     tracker = megatron.get_cuda_rng_tracker()
@@ -311,12 +253,10 @@ def test_ranks_are_those_in_the_group_that_was_set():
 
 
 def test_seeding_without_a_known_rank_is_an_error():
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(
+        ConfigError, match=r"tp_rank: the rank in the tensor-parallel group is not known\n    fix: pass"
+    ):
         megatron.model_parallel_cuda_manual_seed(5)
-    assert str(error.value) == (
-        "megatron.model_parallel_cuda_manual_seed.tp_rank: the rank in the tensor-parallel group is not known\n"
-        "    fix: pass tp_rank=, or call set_tensor_model_parallel_group(group) first"
-    )
 
 
 @pytest.mark.parametrize(
@@ -334,42 +274,7 @@ def test_seeding_without_a_known_rank_is_an_error():
     ],
 )
 def test_other_sorts_of_trackers_are_refused(call, where):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(
+        ConfigError, match=f"megatron.{where}: this type of tracker belongs to Megatron\n    fix: leave"
+    ):
         call()
-    flag = where.rpartition(".")[2]
-    assert str(error.value) == (
-        f"megatron.{where}: this type of tracker belongs to Megatron\n    fix: leave {flag} out, or import megatron"
-    )
-
-
-FAILS = Noted()  # while it is empty, nothing fails; what the region can reach is put back before it runs again
-
-
-def failing(x: Tensor) -> Tensor:
-    out = F.dropout(x, 0.5)
-    if FAILS:
-        raise ZeroDivisionError
-    return out.exp().exp()
-
-
-def test_an_exception_in_recomputation_can_be_retried():
-    """Random states are as found; DeepSpeed and TransformerEngine leave them rewound."""
-    torch.manual_seed(0)
-    x = torch.randn(4, requires_grad=True)
-    out = megatron.checkpoint(failing, False, x).sum()
-    before = torch.get_rng_state()
-    FAILS.append("region")
-    with pytest.raises(ZeroDivisionError):
-        out.backward(retain_graph=True)
-    assert torch.equal(torch.get_rng_state(), before)
-    FAILS.clear()
-    out.backward()
-    assert x.grad is not None
-
-
-def test_a_second_backward_needs_a_retained_graph():
-    x = torch.ones(2, requires_grad=True)
-    out = megatron.checkpoint(lambda h: h.exp().exp(), False, x).sum()
-    out.backward()
-    with pytest.raises(RuntimeError, match=r"read again after this region's memory had been freed|a second time"):
-        out.backward()

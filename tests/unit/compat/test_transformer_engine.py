@@ -60,14 +60,10 @@ def test_the_old_form_is_understood():
 
 
 def test_contexts_of_the_caller_are_refused():
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(
+        ConfigError, match=r"transformer_engine\.checkpoint\.context_fn: the caller's contexts .* not entered"
+    ):
         te.checkpoint(torch.exp, torch.ones(2), context_fn=lambda: (contextlib.nullcontext(), contextlib.nullcontext()))
-    assert str(error.value) == (
-        "transformer_engine.checkpoint.context_fn: the caller's contexts around forward and recomputation are not "
-        "entered\n"
-        '    fix: choose per op with sac.apply(model, "selective"), or put state back with '
-        "sac.full.FullConfig(state=...)"
-    )
 
 
 def test_the_check_of_recomputation_is_passed_on():
@@ -92,13 +88,10 @@ def test_fp8_in_an_unknown_version_is_refused(monkeypatch, module):
     state = type("Manager", (), {"is_fp8_enabled": staticmethod(lambda: True)})
     fake = SimpleNamespace(FP8GlobalStateManager=state)
     monkeypatch.setitem(sys.modules, f"transformer_engine.pytorch.{module}", fake)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(
+        ConfigError, match=r"FP8 is on around the region, .* this version of TransformerEngine is not known"
+    ):
         te.checkpoint(torch.exp, torch.ones(2))
-    assert str(error.value) == (
-        "transformer_engine.checkpoint: FP8 is on around the region, and its scales and histories are not put back for "
-        "recomputation: this version of TransformerEngine is not known (1.6 to 2.20 are)\n"
-        "    fix: run this region without FP8, or call TransformerEngine's own checkpoint for it"
-    )
     state.is_fp8_enabled = staticmethod(lambda: False)
     te.checkpoint(torch.exp, torch.ones(2))
 

@@ -88,16 +88,8 @@ def stack(seq: int = 64, layers: int = 3) -> Built:
     return Stack(layers), _inputs(seq)
 
 
-def wrong_width() -> Built:
-    return Stack(), _inputs(width=WIDTH + 1)
-
-
 def looks() -> Built:
     return Looks(), _inputs()
-
-
-def no_blocks() -> Built:
-    return NoBlocks(), (torch.ones(WIDTH),)
 
 
 def of_library() -> Built:

@@ -42,11 +42,11 @@ class Recording(TorchDispatchMode):
         return out
 
 
-def ops_of(function: Callable[..., Tensor], *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Seen:
+def ops_of(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Seen:
     """What ``function`` runs in forward and backward on tensors of these shapes."""
     mode = fake_mode()
     with mode:
-        given = [torch.empty(*shape, dtype=dtype, requires_grad=True) for shape in shapes]
+        given = [torch.empty(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
     with Recording() as recording:
         function(*given).sum().backward()
     return recording.seen
@@ -58,139 +58,84 @@ def results(seen: Seen, op: str) -> list[tuple[int, ...]]:
     return found
 
 
-def attention(**options: Any) -> Callable[..., Tensor]:
-    return lambda q, k, v, *mask: F.scaled_dot_product_attention(q, k, v, *mask, **options)
-
-
-GROUPED = ((2, 8, 64, 32), (2, 2, 64, 32), (2, 2, 64, 32))
-ALIKE = ((2, 8, 64, 32),) * 3
-
-
 def kernels(seen: Seen) -> list[str]:
     """The kernels of attention, in the order in which they run."""
     return [name for name, _ in seen if "dot_product" in name]
 
 
-def test_rms_norm_is_one_op_with_its_backward():
-    seen = lowered(lambda: ops_of(lambda x, w: F.rms_norm(x, (32,), w), (2, 64, 32), (32,)), H100)
-    assert results(seen, "aten._fused_rms_norm") == [(2, 64, 32), (2, 64, 1)]
-    assert results(seen, "aten._fused_rms_norm_backward") == [(2, 64, 32), (32,)]
-    assert "aten.rsqrt" not in dict(seen)
+def attention(*, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Callable[..., Tensor]:
+    return lambda *given: F.scaled_dot_product_attention(*(x.to(dtype) for x in given), **options)
 
 
-def test_rms_norm_without_weight_has_no_gradient_for_one():
-    seen = lowered(lambda: ops_of(lambda x: F.rms_norm(x, (64, 32)), (2, 64, 32)), H100)
-    assert results(seen, "aten._fused_rms_norm") == [(2, 64, 32), (2, 1, 1)]
-    assert results(seen, "aten._fused_rms_norm_backward") == [(2, 64, 32)]
+def masked(dtype: torch.dtype, **options: Any) -> Callable[..., Tensor]:
+    mask = torch.ones(2, 1, 64, 64, dtype=dtype)
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask, **options)
 
 
-def test_attention_on_hopper_is_cudnns():
-    seen = lowered(lambda: ops_of(attention(is_causal=True, enable_gqa=True), *GROUPED), H100)
-    assert results(seen, CUDNN) == [(2, 8, 64, 32), (2, 8, 64, 1), (), ()]  # result, logsumexp, random state
-    assert results(seen, f"{CUDNN}_backward") == [*GROUPED]
+def by_choice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION]):
+        return F.scaled_dot_product_attention(q, k, v)
 
 
-def test_attention_on_ampere_is_flash():
-    seen = lowered(lambda: ops_of(attention(is_causal=True, enable_gqa=True), *GROUPED), A100)
-    assert results(seen, FLASH) == [(2, 8, 64, 32), (2, 8, 64), (2,), (), (0,)]  # …, random state, unused, debug mask
-    assert results(seen, f"{FLASH}_backward") == [*GROUPED]
+def multi_head(x: Tensor) -> Tensor:
+    return nn.MultiheadAttention(64, 4, batch_first=True, dtype=torch.bfloat16)(x, x, x, need_weights=False)[0]
 
 
-@pytest.mark.parametrize("device", [H100, A100])
-def test_grouped_heads_in_full_precision_are_for_no_kernel(device):
-    """The one that takes float32 takes as many heads of key and value as of query (torch 2.11 to 2.13)."""
+X, Q, ONE = (2, 64, 32), (2, 8, 64, 32), (2, 1, 64, 32)
+GROUPED, ALIKE, SHARED, ODD = (Q, (2, 2, 64, 32), (2, 2, 64, 32)), (Q,) * 3, (Q, ONE, ONE), ((2, 8, 64, 20),) * 3
+CAUSAL = attention(is_causal=True, enable_gqa=True)
+FLOAT, DOUBLE = torch.float32, torch.float64
+RMS, BACK = "aten._fused_rms_norm", "aten._fused_rms_norm_backward"
+# By name: the device, the function, its arguments, the kernel of attention, and other ops: the shapes of their results
+# (the first of them), or whether they run. Results of flash are followed by a random state, an unused one, and a mask.
+CASES: dict[str, tuple[Any, Callable[..., Tensor], tuple[tuple[int, ...], ...], str, dict[str, Any]]] = {
+    "rms norm": (H100, lambda x, w: F.rms_norm(x, (32,), w), (X, (32,)), "",
+                 {RMS: [X, (2, 64, 1)], BACK: [X, (32,)], "aten.rsqrt": False}),
+    "rms norm without weight": (H100, lambda x: F.rms_norm(x, (64, 32)), (X,), "", {RMS: [X, (2, 1, 1)], BACK: [X]}),
+    "layer norm": (H100, lambda x: F.layer_norm(x, (32,)), (X,), "",
+                   {"aten.native_layer_norm": [X, (2, 64, 1), (2, 64, 1)]}),
+    "dropout": (H100, lambda x: F.dropout(x, 0.1), (X,), "", {"aten.native_dropout": [X, X], "aten.bernoulli_": False}),
+    "dropout of nothing": (H100, lambda x: F.dropout(x, 0.0) + 1, (X,), "",
+                           {"aten.native_dropout": False, "aten.mul": False}),
+    "dropout in evaluation": (H100, lambda x: F.dropout(x, 0.5, False) + 1, (X,), "",
+                              {"aten.native_dropout": False, "aten.mul": False}),
+    "dropout of all": (H100, lambda x: F.dropout(x, 1.0), (X,), "", {"aten.native_dropout": False, "aten.mul": True}),
+    "Hopper": (H100, CAUSAL, GROUPED, CUDNN, {CUDNN: [Q, (2, 8, 64, 1), (), ()], f"{CUDNN}_backward": [*GROUPED]}),
+    "Ampere": (A100, CAUSAL, GROUPED, FLASH,
+               {FLASH: [Q, (2, 8, 64), (2,), (), (0,)], f"{FLASH}_backward": [*GROUPED]}),
+    # The kernel that takes float32 takes as many heads of key and value as of query (torch 2.11 to 2.13).
+    "grouped heads in float32": (H100, attention(dtype=FLOAT, enable_gqa=True), GROUPED, "",
+                                 {"aten._safe_softmax": True}),
+    "one head for all": (A100, attention(), SHARED, "", {}),
+    "one head for all that is said": (A100, attention(enable_gqa=True), SHARED, FLASH, {}),
+    "a choice of the model": (H100, by_choice, ALIKE, EFFICIENT, {}),
+    "mask and dropout, Hopper": (H100, masked(torch.bfloat16, dropout_p=0.1), ALIKE, CUDNN, {CUDNN: [Q]}),
+    "mask and dropout, Ampere": (A100, masked(torch.bfloat16, dropout_p=0.1), ALIKE, EFFICIENT, {EFFICIENT: [Q]}),
+    "a mask that is learnt": (H100, attention(), (*ALIKE, (2, 1, 64, 64)), EFFICIENT,
+                              {f"{EFFICIENT}_backward": [*ALIKE, (2, 8, 64, 64)]}),
+    "a boolean mask": (A100, masked(torch.bool), ALIKE, EFFICIENT, {"aten.where": [(2, 1, 64, 64)], EFFICIENT: [Q]}),
+    "float32": (A100, attention(dtype=FLOAT, is_causal=True), ALIKE, EFFICIENT, {EFFICIENT: [Q, (2, 8, 64), (), ()]}),
+    "float64": (H100, attention(dtype=DOUBLE), ALIKE, "", {"aten.bmm": True}),
+    "heads of odd size": (A100, attention(), ODD, FLASH, {FLASH: [(2, 8, 64, 24)], "aten.constant_pad_nd": True}),
+    "torch.nn": (H100, multi_head, ((2, 16, 64),), CUDNN, {}),
+}  # fmt: skip
 
-    def in_float32(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(is_causal=True, enable_gqa=True)(q.float(), k.float(), v.float())
 
-    seen = lowered(lambda: ops_of(in_float32, *GROUPED), device)
-    assert kernels(seen) == []
-    assert "aten._safe_softmax" in dict(seen)
-
-
-@pytest.mark.parametrize("device", [H100, A100])
-def test_one_head_for_all_is_for_no_kernel_unless_it_is_said(device):
-    one = (2, 1, 64, 32)
-    assert kernels(lowered(lambda: ops_of(attention(), ALIKE[0], one, one), device)) == []
-    assert kernels(lowered(lambda: ops_of(attention(enable_gqa=True), ALIKE[0], one, one), device))
+@pytest.mark.parametrize("name", CASES)
+def test_ops_are_those_of_the_device(name):
+    device, function, shapes, kernel, others = CASES[name]
+    seen = lowered(lambda: ops_of(function, *shapes), device)
+    assert kernels(seen) == ([kernel, f"{kernel}_backward"] if kernel else [])
+    for op, expected in others.items():
+        if isinstance(expected, bool):
+            assert (op in dict(seen)) is expected, op
+        else:
+            assert results(seen, op)[: len(expected)] == expected, op
 
 
 def test_a_user_may_ask_for_flash_instead(monkeypatch):
     monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     assert kernels(lowered(lambda: ops_of(attention(), *ALIKE), H100)) == [FLASH, f"{FLASH}_backward"]
-
-
-def test_the_kernels_that_the_model_allows_are_taken():
-    def chosen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION]):
-            return F.scaled_dot_product_attention(q, k, v)
-
-    assert kernels(lowered(lambda: ops_of(chosen, *ALIKE), H100)) == [EFFICIENT, f"{EFFICIENT}_backward"]
-
-
-@pytest.mark.parametrize(("device", "kernel"), [(H100, CUDNN), (A100, EFFICIENT)])
-def test_attention_with_a_mask_and_dropout(device, kernel):
-    mask = torch.zeros(2, 1, 64, 64, dtype=torch.bfloat16)
-    seen = lowered(lambda: ops_of(lambda q, k, v: attention(dropout_p=0.1)(q, k, v, mask), *ALIKE), device)
-    assert kernels(seen) == [kernel, f"{kernel}_backward"]
-    assert results(seen, kernel)[0] == ALIKE[0]
-
-
-def test_a_mask_that_is_learnt_is_not_for_cudnn():
-    seen = lowered(lambda: ops_of(attention(), *ALIKE, (2, 1, 64, 64)), H100)
-    assert kernels(seen) == [EFFICIENT, f"{EFFICIENT}_backward"]
-    assert results(seen, f"{EFFICIENT}_backward")[3] == (2, 8, 64, 64)
-
-
-def test_a_boolean_mask_becomes_numbers():
-    mask = torch.ones(2, 1, 64, 64, dtype=torch.bool)
-    seen = lowered(lambda: ops_of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask), *ALIKE), A100)
-    assert results(seen, "aten.where") == [(2, 1, 64, 64)]
-    assert results(seen, EFFICIENT)[0] == ALIKE[0]
-
-
-@pytest.mark.parametrize("device", [H100, A100])
-def test_attention_in_full_precision_is_the_efficient_one(device):
-    seen = lowered(lambda: ops_of(attention(is_causal=True), *ALIKE, dtype=torch.float32), device)
-    assert results(seen, EFFICIENT) == [(2, 8, 64, 32), (2, 8, 64), (), ()]
-
-
-def test_attention_that_no_kernel_takes_is_written_out():
-    seen = lowered(lambda: ops_of(attention(), *ALIKE, dtype=torch.float64), H100)
-    assert not kernels(seen)
-    assert [name for name, _ in seen].count("aten.bmm") == 6
-
-
-def test_heads_of_odd_size_are_padded_for_flash():
-    shape = (2, 8, 64, 20)
-    seen = lowered(lambda: ops_of(attention(), shape, shape, shape), A100)
-    assert results(seen, FLASH)[0] == (2, 8, 64, 24)
-    assert [shapes for name, shapes in seen if name == "aten.constant_pad_nd"][:3] == [[(2, 8, 64, 24)]] * 3
-
-
-def test_multi_head_attention_of_torch_is_lowered_too():
-    def work() -> list[str]:
-        module = nn.MultiheadAttention(64, 4, batch_first=True, dtype=torch.bfloat16)
-        return kernels(ops_of(lambda x: module(x, x, x, need_weights=False)[0], (2, 16, 64)))
-
-    assert lowered(work, H100) == [CUDNN, f"{CUDNN}_backward"]
-
-
-def test_dropout_is_one_op():
-    seen = lowered(lambda: ops_of(lambda x: F.dropout(x, 0.1), (2, 64)), H100)
-    assert results(seen, "aten.native_dropout") == [(2, 64), (2, 64)]
-    assert "aten.bernoulli_" not in dict(seen)
-
-
-@pytest.mark.parametrize(("p", "train", "ops"), [(0.0, True, []), (0.5, False, []), (1.0, True, ["aten.mul"])])
-def test_dropout_that_draws_nothing_draws_nothing(p, train, ops):
-    seen = lowered(lambda: ops_of(lambda x: F.dropout(x, p, train) + 1, (2, 64)), H100)
-    assert [name for name, _ in seen if "dropout" in name or name == "aten.mul"][:1] == ops
-
-
-def test_layer_norm_is_the_same_op():
-    seen = lowered(lambda: ops_of(lambda x: F.layer_norm(x, (64,)), (2, 64)), H100)
-    assert results(seen, "aten.native_layer_norm") == [(2, 64), (2, 1), (2, 1)]
 
 
 def test_recurrent_kernels_are_refused():

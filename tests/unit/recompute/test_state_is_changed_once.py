@@ -169,22 +169,6 @@ def test_random_numbers_after_a_step_are_those_without_us(name: str, entry: str,
     )
 
 
-@ON_EACH_WAY
-def test_random_numbers_drawn_between_forward_and_backward_do_not_matter(name: str, entry: str) -> None:
-    def draws_first(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Any]:
-        drawn = torch.rand(3)
-        loss.backward()
-        return [drawn, torch.rand(3)]
-
-    assert_same_training(
-        lambda: with_dropout(llama_stack(), attention=0.2),
-        VALUES[name],
-        entry=entry,
-        backward=draws_first,
-        steps=2,
-    )
-
-
 class Failing(nn.Module):
     """Draws random numbers, counts itself, and then fails on the runs that are listed."""
 
@@ -295,28 +279,6 @@ def test_grad_mode_inside_the_region_is_recomputed(name: str, entry: str) -> Non
         return h / scale + F.dropout(h.detach() @ block.a, 0.3).cos()
 
     assert_same_training(lambda: Stack(FunctionBlock(mixed)), VALUES[name], entry=entry, make_input=square, steps=2)
-
-
-@ON_EACH_WAY
-@pytest.mark.parametrize("inside", [True, False], ids=["inside the region", "around forward"])
-def test_autocast_is_recomputed(name: str, entry: str, inside: bool) -> None:
-    def cast(block: FunctionBlock, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
-            h = F.dropout(x @ block.a, 0.3).sin()
-        return (h.float() @ block.b).cos() * x
-
-    def run(model: nn.Module) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        (x,) = square()
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
-                loss = model(x).float().sum()
-            loss.backward()
-        return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-    reference = built(lambda: Stack(FunctionBlock(cast), FunctionBlock(cast)))
-    ours = install(built(lambda: Stack(FunctionBlock(cast), FunctionBlock(cast))), VALUES[name], entry)
-    assert_same(run(reference), run(ours))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

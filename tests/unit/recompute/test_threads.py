@@ -11,11 +11,10 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.support.blocks import (
     FULL,
@@ -27,9 +26,8 @@ from tests.support.blocks import (
     save,
     selective,
     ways,
-    with_dropout,
 )
-from tests.support.training import assert_same, assert_same_training, built, plain_backward
+from tests.support.training import assert_same, built
 
 VALUES = {
     "full": FULL,
@@ -38,58 +36,6 @@ VALUES = {
 }
 ON_EACH_WAY = pytest.mark.parametrize(("name", "entry"), ways(VALUES))
 ON_EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-
-
-def run_in_thread(work: Callable[[], Any]) -> Any:
-    """Run on a thread of its own; return its result or raise its error."""
-    results: list[Any] = []
-    errors: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:  # raised again on the caller's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
-
-
-def backward_elsewhere(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Any]:
-    return run_in_thread(lambda: plain_backward(loss, inputs, parameters))
-
-
-@ON_EACH_DEVICE
-@ON_EACH_WAY
-def test_backward_on_another_thread(name: str, entry: str, device: str) -> None:
-    assert_same_training(
-        lambda: with_dropout(llama_stack()),
-        VALUES[name],
-        entry=entry,
-        device=device,
-        backward=backward_elsewhere,
-        steps=2,
-    )
-
-
-@ON_EACH_DEVICE
-@ON_EACH_WAY
-def test_autocast_of_forward_holds_in_backward_on_another_thread(name: str, entry: str, device: str) -> None:
-    """Autocast is a state of the thread: recomputation elsewhere must still cast."""
-
-    def grads(model: Stack) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        with torch.autocast(device, torch.bfloat16):
-            loss = model(torch.randn(2, 8, 32, device=device)).float().square().mean()
-        run_in_thread(loss.backward)
-        return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-    ours = install(built(llama_stack, device), VALUES[name], entry)
-    assert_same(grads(built(llama_stack, device)), grads(ours))
 
 
 def on_two_threads(work: Callable[[int], None]) -> None:
@@ -140,27 +86,6 @@ def test_two_threads_train_two_models_at_once(name: str, entry: str) -> None:
     on_two_threads(work)
     for index in range(2):
         assert_same(expected[index], found[index])
-
-
-@ON_EACH_WAY
-def test_two_threads_run_one_model_at_once(name: str, entry: str) -> None:
-    """Regions of one model share what they learned, and nothing else."""
-    reference, model = built(llama_stack), install(built(llama_stack), VALUES[name], entry)
-    inputs = [torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
-    gate = threading.Barrier(2)
-    found: dict[int, tuple[Tensor, ...]] = {}
-
-    def grads(of: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(of(x).square().mean(), list(of.parameters()))
-
-    def work(index: int) -> None:
-        for _ in range(5):
-            gate.wait(timeout=60)
-            found[index] = grads(model, inputs[index])
-
-    on_two_threads(work)
-    for index in range(2):
-        assert all(torch.equal(a, b) for a, b in zip(grads(reference, inputs[index]), found[index], strict=True))
 
 
 FORKS = """

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -131,23 +130,6 @@ def test_data_parallel(shared):
         assert calls == ([2, 4] if shared else [2])
         for name, one in found.items():
             assert (nearly_same if shared else torch.equal)(one, right[name]), name
-
-
-def step_sharded(value: Any) -> dict[str, Tensor]:
-    model = stack(2)
-    if value is not None:
-        sac.apply(model, value)
-    for block in model:
-        fully_shard(block)
-    fully_shard(model)
-    for _ in range(2):
-        model(inputs_of(dist.get_rank())).square().sum().backward()
-    return {name: parameter.grad.to_local() for name, parameter in model.named_parameters()}
-
-
-def test_sharded():
-    for right, found in zip(run_ranks(2, step_sharded, None), run_ranks(2, step_sharded, LAYERS), strict=True):
-        assert_same(right, found)
 
 
 def in_dtensors(run: Run, placement: Placement) -> Seen:

@@ -24,21 +24,6 @@ def of_shape(shape: tuple[int, ...], kind: torch.dtype, run: Run) -> Seen:
     return found | {"gradient of the weight": weight.grad}
 
 
-def strides(run: Run) -> Seen:
-    x = torch.randn(4, 6, 5, 7, requires_grad=True)
-    convolution = nn.Conv2d(6, 3, 3)
-    views = [
-        x.to(memory_format=torch.channels_last),
-        (x * 2)[1:3, :, ::2],
-        (x * 2).transpose(1, 3).contiguous().transpose(1, 3),
-        (x[:1] * 2).expand(3, 6, 5, 7),
-        (x * 2).unflatten(0, (2, 2))[:, 1],
-    ]
-    for view in views:
-        run(lambda h: convolution(h).sigmoid(), view).square().sum().backward()
-    return {"gradient of the input": x.grad, **weights(convolution)}
-
-
 def chain(run: Run) -> Seen:
     """A residual around each region, dropout in it, the hidden state written to in between by the caller."""
     x = torch.randn(3, 5, requires_grad=True)
@@ -87,10 +72,6 @@ def nested_scattered_in_plain(run: Run) -> Seen:
     return nested(sac.checkpoint if run is not plainly else plainly, run)
 
 
-def nested_both(run: Run) -> Seen:
-    return nested(run, run)
-
-
 def nested(outer: Run, inner: Run) -> Seen:
     x = torch.randn(3, 5, requires_grad=True)
     models = nn.ModuleList([mlp(5) for _ in range(4)])
@@ -109,20 +90,6 @@ def under_hooks(run: Run) -> Seen:
         for model in models:
             h = run(model, h)
     return summed_up(h, x) | weights(models)
-
-
-def backward_often(run: Run) -> Seen:
-    x = torch.randn(3, 5, requires_grad=True)
-    models = nn.ModuleList([mlp(5) for _ in range(3)])
-    h = x * 2
-    for model in models:
-        h = run(model, h)
-    found = {}
-    for turn in range(3):
-        x.grad = None
-        h.square().sum().backward(retain_graph=turn < 2)
-        found |= {f"{turn} {name}": grad for name, grad in {"input": x.grad, **weights(models)}.items()}
-    return found
 
 
 def parts_of_backward(run: Run) -> Seen:
@@ -192,15 +159,12 @@ def never_backward(run: Run) -> Seen:
 PROGRAMS = {
     program.__name__: program
     for program in (
-        strides,
         chain,
         input_is_overwritten,
         written_in_the_region,
         nested_plain_in_scattered,
         nested_scattered_in_plain,
-        nested_both,
         under_hooks,
-        backward_often,
         parts_of_backward,
         two_graphs,
         retried,
@@ -225,7 +189,7 @@ def test_two_ranks(more, name):
 
 
 # It can take no part of a gradient, is equal to rounding only when nested, and cannot write to a tensor passed twice.
-NESTED = ("nested_scattered_in_plain", "nested_plain_in_scattered", "nested_both")
+NESTED = ("nested_scattered_in_plain", "nested_plain_in_scattered")
 NOT_REENTRANT = ("parts_of_backward", "written_in_the_region", *NESTED)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import sac
 from sac.full import FullConfig
 from tests.support.blocks import FunctionBlock, llama_stack
-from tests.support.cases import WIDTH, hidden, layer, loss_of
+from tests.support.cases import WIDTH, layer, loss_of
 from tests.support.custom_ops import Luck, lucky
 from tests.support.recording import Recorder, without_collector
 from tests.support.stored_regions import plainly
@@ -110,19 +110,6 @@ def test_forward_that_fails_can_be_run_again(store):
                 sac.checkpoint(fails, x * 1, config=value)
         sac.checkpoint(torch.sin, x * 1, config=value).sum().backward()
     assert torch.equal(x.grad, x.cos())
-
-
-@every_store
-def test_two_forwards_then_two_backwards(store):
-    value, model, (x, h) = FullConfig(**store), layer(dropout=0.3), hidden(4, WIDTH)
-
-    def grads(run: Any) -> list[Tensor]:
-        torch.manual_seed(1)
-        outputs = [run(model, h), run(model, h * 2)]
-        found = [torch.autograd.grad(loss_of([out]), [x, *model.parameters()], retain_graph=True) for out in outputs]
-        return [*found[0], *found[1]]
-
-    assert same(grads(plainly), grads(lambda function, h: sac.checkpoint(function, h, config=value)))
 
 
 # Regions in regions, and hooks around them
