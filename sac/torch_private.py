@@ -28,7 +28,6 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import keystr as keystr
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
@@ -236,7 +235,7 @@ def _is_there(*names: str) -> bool:
 def process_flags() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     """Yield a reader and a setter for each private flag of this torch, 2.11 to 2.13.
 
-    See Note [Flags of the process]. torch's public names for them check the build each time, load the compiler's
+    See `sac/engine/flags.py`. torch's public names for them check the build each time, load the compiler's
     configuration, or do not exist. A flag that a build lacks is not restored.
     """
     names = [

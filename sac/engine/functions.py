@@ -26,7 +26,7 @@ from sac.engine.handles import Handle
 from sac.engine.objects import NotLeaf, copied, is_own_object
 from sac.engine.rng import GeneratorStates, advanced, default_generators, set_states, states_of
 from sac.engine.table import NO_RULE, decide, site_name
-from sac.engine.tape import DiffersError, Tape, as_refs, from_refs
+from sac.engine.tape import DiffersError, Ref, Tape, as_refs, from_refs
 from sac.engine.tracker import active_mode, without_mode
 from sac.engine.verify import may_differ
 from sac.engine.whole import tensors_in
@@ -42,8 +42,11 @@ from sac.torch_private import (
     UnseenByModes,
     apply_function,
     compiler_is_tracing,
+    keystr,
     transform_is_active,
     tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
     tree_unflatten,
 )
 
@@ -734,6 +737,22 @@ def differs(tape: Tape, entry: int, values: dict[int, Any], unneeded: set[int]) 
         if not tape.is_written(value):
             values[value] = tensor
     return is_other
+
+
+def tensor_arguments(tape: Tape, entry: int) -> list[str]:
+    """Return the paths of a unit's arguments that hold tensors: ``args[0]``, ``kwargs['mask']``."""
+    call, args, kwargs = tape.units[entry].call, tape.args[entry], {}
+    if call.func is _call_again:
+        spec, count, objects = call.args[1]
+        leaves = [Ref(-1) if objects.get(index) else leaf for index, leaf in enumerate(args[:count])]
+        args, kwargs = tree_unflatten(leaves, spec)
+    paths = []
+    for name, tree in (("args", args), ("kwargs", kwargs)):
+        parts, _ = tree_flatten_with_path(tree, lambda node: type(node) not in (list, tuple, dict))
+        for path, part in parts:
+            if any(isinstance(leaf, Ref) for leaf in tree_leaves(part)):
+                paths.append(f"{name}{keystr(path)}")
+    return paths
 
 
 def _arguments(unit: Unit, values: dict[int, Any]) -> dict[int, Any]:

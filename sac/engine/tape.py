@@ -63,7 +63,7 @@ class Tape:
     def __init__(self, table: DecisionTable, owners: Sequence[nn.Module]) -> None:
         self.table, self._owners = table, owners
         self.sites: list[Any] = []  # call sites, of ops and of units
-        self.args: list[Any] = []  # arguments, with HOLE for tensors
+        self.args: list[Any] = []  # arguments, with HOLE for tensors; Ref where the site is not flat
         self.reads: list[list[int]] = []  # the values of these tensors
         self.firsts: list[int] = []  # the first value that the entry makes
         self.kwargs: dict[int, Any] = {}  # only of entries that have some

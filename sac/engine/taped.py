@@ -14,6 +14,7 @@ from torch.autograd.forward_ad import unpack_dual
 from sac.checksums import checksum, find_different
 from sac.engine.fp8 import Fp8Function, fp8_storages
 from sac.engine.frame import Frame, alive
+from sac.engine.functions import tensor_arguments
 from sac.engine.handles import EXTERNAL, KEPT, MISSING, OTHER, OTHER_FIX, WRITTEN, Handle
 from sac.engine.inputs import Inputs
 from sac.engine.offload import offload
@@ -480,9 +481,9 @@ class TapedFrame(Frame):
         """Have later calls save the results of a unit that has not repeated itself; warn once, or raise if strict."""
         unit, self._sums = self.tape.units[entry], {}
         path, facts = self.tape.sites[entry].path, self.group.functions[unit.key]
-        found = (
-            f"{unit.name} in {f'module {path}' if path else 'the region itself'} gives other values when it runs again"
-        )
+        found = f"{unit.name} in {_module(path)} gives other values when it runs again"
+        if arguments := tensor_arguments(self.tape, entry):
+            found += f" (arguments: {', '.join(arguments)})"
         rule = f"save it: a rule with `{unit.name.replace(' ', ': ')}` and `do: save`"
         if self.settings.refuses_differences:
             raise RegionError(Problem(self.where, found, fix=rule))

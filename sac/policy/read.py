@@ -78,15 +78,10 @@ def read_fields(
     return {key: value for key, value in read.items() if value is not None}
 
 
-GONE = {  # keys of earlier versions
-    "plan": "remove it: what a plan was made for is in its comments",
-    "offload": "remove it; `store: host` in the config value has the regions' inputs wait on the host",
-    "min_bytes": "remove it, or choose by `shape`",
-}
-
-
-def read_entries(node: Node, what: str, legal: Sequence[str], findings: Findings) -> dict[str, Node]:
-    """Return the values of a mapping by key; keys that are not in ``legal`` are findings."""
+def read_entries(
+    node: Node, what: str, legal: Sequence[str], findings: Findings, fixes: Mapping[str, str] | None = None
+) -> dict[str, Node]:
+    """Return the values of a mapping by key; keys that are not in ``legal`` are findings; ``fixes``: of some of them."""
     if not isinstance(node, MapNode):
         fix = 'write it as "key: value" pairs'
         findings.add(node.location, f"{what} is {describe(node)}", expected=f"a mapping of {listing(legal)}", fix=fix)
@@ -97,8 +92,9 @@ def read_entries(node: Node, what: str, legal: Sequence[str], findings: Findings
             if key.text in legal:
                 known[key.text] = value
             else:
-                found, near = f'unknown key "{shown(key.text)}" in {what}', nearest(key.text, legal)
-                fix = GONE.get(key.text) or (f'write "{near}"' if near else "remove it")
+                found, fix = f'unknown key "{shown(key.text)}" in {what}', (fixes or {}).get(key.text, "")
+                near = "" if fix else nearest(key.text, legal)
+                fix = fix or (f'write "{near}"' if near else "remove it")
                 findings.add(key.location, found, expected=listing(legal), nearest=near, fix=fix)
     return known
 
@@ -497,7 +493,10 @@ def read_dtypes(node: Node, what: str, findings: Findings) -> tuple[str, ...]:
 # -- Rules, and rules that can never fire
 
 DO_WORDS = (*(decision.value for decision in Decision), ALTERNATE)
-
+_RULE_FIXES = {
+    "min_bytes": "remove it, or choose by `shape`",  # a key of earlier versions
+    **{word: f'write "do: {word}"' for word in DO_WORDS},
+}
 
 _RULE: dict[str, Reader] = {
     "id": read_text,
@@ -543,7 +542,7 @@ _FIELDS = {"function": "functions", "unit": "units"}
 
 def _read_rule(node: Node, fallback_id: str, origin: str, findings: Findings) -> Rule | None:
     """Return the rule, or None if it is not a mapping."""
-    entries = read_entries(node, "a rule", RULE_KEYS, findings)
+    entries = read_entries(node, "a rule", RULE_KEYS, findings, _RULE_FIXES)
     if not isinstance(node, MapNode):
         return None
     if lacks("do", node, RULE_KEYS):
@@ -667,7 +666,7 @@ def read_policy(node: Node, fallback_name: str, source: str, findings: Findings,
         findings.stop(
             node.location, f"the policy is {describe(node)}", expected=f"a mapping of {', '.join(POLICY_KEYS)}", fix=fix
         )
-    entries = read_entries(node, "a policy", POLICY_KEYS, findings)
+    entries = read_entries(node, "a policy", POLICY_KEYS, findings, _FIXES)
     _check_top(node, findings, needs_schema=needs_schema)
     read = read_fields({key: value for key, value in entries.items() if key != "rules"}, _POLICY, findings)
     name = read.get("name", fallback_name)
@@ -732,5 +731,9 @@ _POLICY: dict[str, Reader] = {
     "sets": _read_sets,
     "regions": _read_regions,
     "default": _word([decision.value for decision in Decision]),
+}
+_FIXES = {  # of keys of earlier versions
+    "plan": "remove it: what a plan was made for is in its comments",
+    "offload": "remove it; `store: host` in the config value has the regions' inputs wait on the host",
 }
 POLICY_KEYS = (*_POLICY, "rules")  # the ids of rules begin with the policy's name

@@ -141,7 +141,8 @@ def test_long_files_are_refused() -> None:
         ("plan: {made_for: x}\nrules: []", "what a plan was made for is in its comments"),
         ("offload: {inputs: true}\nrules: []", "`store: host` in the config value"),
         ("rules: [{ops: matmul, min_bytes: 1KiB, do: save}]", "choose by `shape`"),
+        ("rules: [{ops: matmul, save: true}]", 'write "do: save"'),
     ],
 )
-def test_a_key_of_an_earlier_version(written: str, fix: str) -> None:
+def test_a_key_of_an_earlier_version_or_of_another_form(written: str, fix: str) -> None:
     assert fix in message(f"schema: sac/v1\n{written}\n")
