@@ -81,7 +81,7 @@ def read_fields(
 def read_entries(
     node: Node, what: str, legal: Sequence[str], findings: Findings, fixes: Mapping[str, str] | None = None
 ) -> dict[str, Node]:
-    """Return the values of a mapping by key; keys that are not in ``legal`` are findings; ``fixes``: of some of them."""
+    """Return the values of a mapping by key; other keys than ``legal`` are findings; ``fixes``: of some of them."""
     if not isinstance(node, MapNode):
         fix = 'write it as "key: value" pairs'
         findings.add(node.location, f"{what} is {describe(node)}", expected=f"a mapping of {listing(legal)}", fix=fix)
