@@ -16,7 +16,7 @@ from tests.support.blocks import Stack
 from tests.support.custom_ops import Luck, lucky
 from tests.support.oracle import assert_exact, assert_same_results, built_model, on_every_way
 from tests.support.pairs import in_pairs
-from tests.support.programs import CATALOGUE, WIDTH, Block, Program, programs
+from tests.support.programs import CATALOGUE, WIDTH, Block, Program
 from tests.support.recording import Recorder, without_collector
 from tests.support.ways import POLICIES, SELECTIVE, WAYS
 
@@ -168,11 +168,6 @@ def test_recomputation_runs_under_the_autocast_of_the_forward(forward: str, back
     """A replay runs below autocast, the casts being on the tape; a rerun under that of the forward."""
     program = Program("switches_inside", switches_inside)
     assert_same_results(partial(under, SURROUNDINGS[forward], SURROUNDINGS[backward]), program, way, "matmuls")
-
-
-@on_every_way(programs("autocast"))
-def test_programs_with_autocast(program: Program, way: str, policy: str) -> None:
-    assert_exact(program, way, policy)
 
 
 def autocast_now() -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from sac.errors import SacError, SacWarning
 from tests.support.blocks import selective
 from tests.support.custom_ops import Wobble, wobble
 from tests.support.oracle import assert_exact, assert_replayed_exactly, built_model, on_every_way, train_program
-from tests.support.programs import CATALOGUE, WIDTH, Block, Program, programs
+from tests.support.programs import WIDTH, Block, Program, programs
 from tests.support.recording import without_collector
 from tests.support.replay_kernels import at, tanh_into
 from tests.support.training import assert_same
@@ -30,11 +30,6 @@ from tests.support.ways import POLICIES, SELECTIVE, WAYS, Way
 
 REPLAYED = ("auto", "replay")
 PYTHON_AGAIN = ("full", "checkpoint", "reentrant")
-
-
-@on_every_way(programs("kernel"))
-def test_a_kernel_of_the_catalogue(program: Program, way: str, policy: str) -> None:
-    assert_exact(program, way, policy)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -75,22 +70,6 @@ def test_a_kernel_fills_an_allocation_and_an_op_goes_on_writing(factory: str, wa
         if way == "replay":
             assert_replayed_exactly(Program(f"{factory}, then {name}", body), policy, blocks=1, steps=2)
         assert_exact(Program(f"{factory}, then {name}", body), way, policy, blocks=1, steps=2)
-
-
-OVERWRITTEN = [
-    "rows_of_a_view",
-    "result_read_before_and_after",
-    "result_written_by_ops_and_kernels",
-    "saved_result_of_a_kernel_in_place",
-    "autograd_is_not_told",
-]
-
-
-@pytest.mark.parametrize("way", SELECTIVE)
-@pytest.mark.parametrize("policy", ["matmuls", "everything"])
-def test_a_saved_product_that_a_kernel_overwrites(policy: str, way: str) -> None:
-    for name in OVERWRITTEN:
-        assert_exact(CATALOGUE[name], way, policy, blocks=1, steps=2)
 
 
 # -- What Python writes between two ops

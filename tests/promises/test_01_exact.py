@@ -12,22 +12,13 @@ import functools
 import pytest
 import torch
 
-from tests.support.blocks import APPLY, FULL, alternate, policy, save, selective, square
-from tests.support.defects import DEFECTS, EVERYTHING, NOTHING, Defect
+from tests.support.blocks import APPLY, selective, square
+from tests.support.defects import DEFECTS, Defect
 from tests.support.oracle import assert_exact, on_every_way
-from tests.support.pairs import in_pairs
 from tests.support.programs import Program, programs
 from tests.support.stock import install_stock
 from tests.support.training import assert_same_training, deterministic
 
-OTHER_POLICIES = {
-    "everything": EVERYTHING,
-    "everything by glob": policy(save("*")),
-    "nothing": NOTHING,
-    "matmuls": policy(save("matmul", optional=True)),
-    "every second op": policy(alternate("*")),
-    "random": policy(save("random", optional=True)),
-}
 ON_EACH_DEFECT = pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.id)
 ON_EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 ON_EACH_ENTRY = pytest.mark.parametrize("entry", [*APPLY, "context_fn"])
@@ -46,24 +37,6 @@ def test_gradients_equal_where_stock_is_wrong(defect: Defect, device: str, entry
         assert_same_training(
             defect.build, selective(defect.policy), entry=entry, device=device, make_input=square, steps=2
         )
-
-
-@ON_EACH_DEVICE
-@in_pairs(defect=DEFECTS, name=OTHER_POLICIES.keys(), entry=(*APPLY, "context_fn"), ids=lambda defect: defect.id)
-def test_gradients_equal_under_every_other_policy(defect: Defect, name: str, device: str, entry: str) -> None:
-    with deterministic(device):
-        assert_same_training(
-            defect.build, selective(OTHER_POLICIES[name]), entry=entry, device=device, make_input=square, steps=2
-        )
-
-
-@pytest.mark.parametrize("engine", ["auto", "replay"])
-@ON_EACH_DEVICE
-@ON_EACH_DEFECT
-def test_gradients_equal_in_full(defect: Defect, device: str, engine: str) -> None:
-    """Of which, unless replay is asked for, only regions that need a recorder are replayed, from the second call on."""
-    with deterministic(device):
-        assert_same_training(defect.build, {**FULL, "engine": engine}, device=device, make_input=square, steps=3)
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="tells what torch 2.13 does, no other version")

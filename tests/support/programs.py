@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.support.blocks import MAX_TOKENS, GatedMLP, LlamaLikeBlock, Stack, rotate
-from tests.support.custom_ops import SquareByAccumulation, noisy_attention, noisy_scale, scale_by
+from tests.support.custom_ops import SquareByAccumulation, TanhByOutVariant, noisy_attention, noisy_scale, scale_by
 from tests.support.replay_kernels import FromOutside, TanhInPlace, tanh_into, twice_in_place
 from tests.support.runs import note_run, runs_of
 
@@ -132,6 +132,11 @@ def rows_that_grow(block: Block, x: Tensor) -> Tensor:
     return block.down(block.up(x).relu())
 
 
+@program("plain", children={"norm": lambda: nn.RMSNorm(WIDTH)})
+def fused_norm(block: Block, x: Tensor) -> Tensor:
+    return block.down(F.dropout(block.norm(block.up(x)), 0.3, True))
+
+
 @program("plain", "results")
 def two_results(block: Block, x: Tensor) -> Tensor:
     h = block.up(x).sin()
@@ -192,6 +197,11 @@ def write_by_an_out_variant(block: Block, x: Tensor) -> Tensor:
         scaled = h.detach().clone()
         torch.mul(scaled, 2.0, out=scaled)
     return block.down(h * scaled)
+
+
+@program("write")
+def result_of_an_out_variant(block: Block, x: Tensor) -> Tensor:
+    return block.down(TanhByOutVariant.apply(F.dropout(block.up(x), 0.3, True))) * x  # type: ignore[no-untyped-call]
 
 
 @program("write")
@@ -312,13 +322,15 @@ def noise_like_the_input(block: Block, x: Tensor) -> Tensor:
 @program("random")
 def sampled_indices(block: Block, x: Tensor) -> Tensor:
     index = torch.multinomial(block.up(x).softmax(-1), 4)
-    return block.down(x).gather(1, index).repeat(1, 2) * x
+    h = F.dropout(block.down(x).gather(1, index).repeat(1, 2), 0.3, True)
+    return h * h * x
 
 
 @program("random", "generator", not_under=("reentrant",))
 def generator_of_a_module(block: Block, x: Tensor) -> Tensor:
-    noise = torch.rand(x.shape, generator=block.generator)
-    return block.down(block.up(x) * noise).sin()
+    h = block.up(x) * torch.rand(x.shape, generator=block.generator)
+    kept = torch.empty(x.shape).bernoulli_(0.7, generator=block.generator)
+    return F.dropout(block.down(h).sin() * kept, 0.3, True) * h
 
 
 @program("random")
