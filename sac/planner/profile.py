@@ -11,7 +11,7 @@ from sac.engine.schedule import schedule_replay
 
 # Note [Profiles]
 #
-# A profile is the tape of one region (`sac/engine/tape.py`) without tensors. It has numbered values; each is made by one
+# A profile is the tape of a region (`sac/engine/tape.py`) without tensors. It has numbered values; each is made by one
 # entry, or by none (a leaf: an input or a parameter). Values are located in storages; a storage is identified by its
 # first value, the root. A *save option* is the set of entries whose results are saved. `schedule_replay`, which the
 # engine itself uses, computes its cost: the entries that run again, and the values that are held because replay

@@ -6,6 +6,7 @@ import copy
 import io
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -26,9 +27,8 @@ from tests.promises.test_05_backward_often import (
 )
 from tests.support.blocks import FunctionBlock, Stack, llama_stack, policy, save, selective, square, with_dropout
 from tests.support.recording import Recorder
-from tests.support.training import assert_same, assert_same_training, built, train
+from tests.support.training import assert_same, assert_same_training, built, plain_backward, train
 from tests.support.whole_module_blocks import EVERY, Apply, Output, stack_of, whole
-from tests.unit.recompute.test_threads import backward_elsewhere
 
 VALUES = {
     "modules alone": selective(policy(whole("{self_attn,mlp}"))),
@@ -38,6 +38,12 @@ VALUES = {
 ON_EACH_VALUE = pytest.mark.parametrize("name", VALUES)
 WAYS = pytest.mark.parametrize("entry", ["apply", "context_fn with module"])
 ALONE = selective(policy(whole(EVERY)))
+
+
+def backward_elsewhere(*given: Any) -> Any:
+    """Backward in another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(plain_backward, *given).result()
 
 
 def dropped() -> Stack:
