@@ -1,25 +1,26 @@
-"""Danger 3: what autograd holds in place of a saved tensor, and when it reads it: once, twice, never, or too early."""
+"""Danger 3: what autograd holds in place of a saved tensor, and when it reads it: never, too early, or inside a region.
+
+How often backward may read is `tests/promises/test_05_backward_often.py`.
+"""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import sac
 from tests.support.blocks import Stack
-from tests.support.custom_ops import Luck, SineReadTwice, lucky
+from tests.support.custom_ops import Luck, lucky
 from tests.support.oracle import assert_exact, assert_same_results, built_model, on_every_way
 from tests.support.programs import WIDTH, Block, Program
 from tests.support.recording import Recorder, without_collector
-from tests.support.training import gradient_penalty, inputs_then_weights
 from tests.support.ways import NONE, WAYS
 
 NOT_REENTRANT = frozenset({"reentrant"})  # torch refuses `grad` and gradients of gradients there
@@ -34,79 +35,10 @@ def smooth(block: Block, x: Tensor) -> Tensor:
     return F.layer_norm(block.down(h), (WIDTH,)).sigmoid() * x.sin()
 
 
-def towers(block: Block, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Two results that share nothing."""
-    left = F.dropout(block.up(x).tanh(), 0.3)
-    return left * x.sin(), F.dropout(block.down(y), 0.3).tanh() * y.cos()
-
-
-def two_inputs(step: int) -> tuple[Tensor, ...]:
-    return torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
-
-
 SMOOTH = Program("smooth", smooth, not_under=NOT_REENTRANT)
-TOWERS = Program("towers", towers, inputs=two_inputs, not_under=NOT_REENTRANT)
 
 
-# -- Backward again, in part, or with a graph of its own
-
-
-def twice(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor | None]:
-    loss.backward(retain_graph=True)
-    first = [p.grad.clone() for p in parameters if p.grad is not None]
-    loss.backward()
-    return first
-
-
-def three_times_by_grad(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor | None]:
-    leaves, seen = [*inputs, *parameters], []
-    for retain in (True, True, False):
-        seen += torch.autograd.grad(loss, leaves, retain_graph=retain)
-    return seen
-
-
-@pytest.mark.parametrize("backward", [twice, three_times_by_grad, inputs_then_weights, gradient_penalty])
-@on_every_way([SMOOTH])
-def test_backward_again_while_the_graph_is_kept(program: Program, way: str, policy: str, backward: Any) -> None:
-    assert_exact(program, way, policy, backward=backward)
-
-
-def one_after_the_other(model: Stack) -> dict[str, Tensor]:
-    """The results share nothing, so the graph is not retained between the two."""
-    left, right = model(*(x.requires_grad_() for x in two_inputs(0)))
-    left.square().sum().backward()
-    right.square().sum().backward()
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
-@on_every_way([TOWERS])
-def test_disjoint_results_in_two_backwards(program: Program, way: str, policy: str) -> None:
-    assert_same_results(one_after_the_other, program, way, policy)
-
-
-@on_every_way([SMOOTH])
-def test_backward_again_without_the_graph_is_refused(program: Program, way: str, policy: str) -> None:
-    model = built_model(program, WAYS[way], policy)
-    for _ in range(3):
-        loss = model(torch.randn(WIDTH, WIDTH)).sum()
-        loss.backward()
-        with pytest.raises(RuntimeError):
-            loss.backward()
-
-
-# -- Reads that are not one for each backward
-
-
-def reads_twice(block: Block, x: Tensor) -> Tensor:
-    h = F.dropout(block.up(x), 0.3)
-    return block.down(SineReadTwice.apply(h)) * h.cos()  # type: ignore[no-untyped-call]
-
-
-@on_every_way([Program("reads_twice", reads_twice, not_under=frozenset({"context_fn"}))])
-def test_one_backward_may_read_a_value_twice(program: Program, way: str, policy: str) -> None:
-    assert_exact(program, way, policy)
-    if way != "reentrant":
-        assert_exact(program, way, policy, backward=twice)
+# -- Reads outside of a backward
 
 
 @pytest.mark.parametrize("way", [name for name in WAYS if name not in OF_TORCH])

@@ -1,7 +1,7 @@
 """Nothing is held that is part of a cycle through autograd's nodes, which the collector does not see.
 
 A region that holds its caller's object, an attribute or a context value that has the region itself in its history is
-never freed. So it holds none of them; and what it does hold is free with the graph, without the collector.
+never freed. So it holds none of them. What it does hold is free with the graph: `tests/promises/test_07_no_leaks.py`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.support.custom_ops import Luck, lucky
 from tests.support.oracle import built_model
 from tests.support.programs import CATALOGUE, WIDTH, Block, Program
-from tests.support.recording import Recorder, without_collector
-from tests.support.ways import POLICIES, WAYS
+from tests.support.recording import without_collector
+from tests.support.ways import WAYS
 
 ALIVE: weakref.WeakSet[Tensor] = weakref.WeakSet()
 MEMORY: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("MEMORY", default=None)
@@ -136,52 +136,6 @@ def test_what_a_module_holds_of_the_call_does_not_hold_the_module() -> None:
         assert seen() is None
 
 
-# -- What a call holds is free with its graph
-
-HELD = [
-    "two_products",
-    "writes_with_a_read_between",
-    "small_view_of_a_large_product",
-    "two_dropouts",
-    "mixture_of_experts",
-    "batch_norm",
-    "plain_attributes",
-    "autocast_inside",
-    "kernel_fills_empty",
-    "kernel_in_place",
-    "result_that_no_op_made",
-]
-
-
-@EVERY_WAY
-def test_nothing_lives_after_backward_while_the_loss_is_held(way: str) -> None:
-    for place, program in enumerate(CATALOGUE[name] for name in HELD):
-        model = built_model(program, WAYS[way], [*POLICIES][place % len(POLICIES)])
-        for _ in range(2):
-            x = torch.randn(WIDTH, WIDTH, requires_grad=True)
-            with without_collector(), Recorder() as recorder:
-                out = model(x * 1)
-                loss = out.square().sum()
-                loss.backward()
-            held = (out, loss, x.grad, [p.grad for p in model.parameters()], list(model.buffers()))
-            assert (program.name, recorder.live_bytes(besides=held)) == (program.name, 0)
-            model.zero_grad()
-
-
-@EVERY_WAY
-def test_nothing_lives_after_the_graph_is_dropped(way: str) -> None:
-    for place, program in enumerate(CATALOGUE[name] for name in HELD):
-        model = built_model(program, WAYS[way], [*POLICIES][(place + 1) % len(POLICIES)])
-        for backwards in (0, 2, 0):
-            with without_collector(), Recorder() as recorder:
-                out = model(torch.randn(WIDTH, WIDTH, requires_grad=True) * 1)
-                for _ in range(backwards):
-                    out.sum().backward(retain_graph=True)
-                del out
-            model.zero_grad()
-            assert (program.name, recorder.live_bytes(besides=list(model.buffers()))) == (program.name, 0)
-
-
 @pytest.mark.parametrize("way", ["auto", "replay", "served rerun"])  # without a tape: until the forward ends
 def test_an_intermediate_value_dies_in_the_forward(way: str) -> None:
     """Whoever records a forward keeps no tensor alive but those that a policy saves."""
@@ -247,15 +201,3 @@ def test_inputs_are_free_after_an_error_in_the_forward(way: str) -> None:
                 Luck.left = True
             del x
             assert seen() is None
-
-
-def test_steps_do_not_add_objects() -> None:
-    for way in ("full", "auto", "replay", "served rerun"):
-        model: nn.Module = built_model(CATALOGUE["two_dropouts"], WAYS[way], "matmuls")
-        counts = []
-        with without_collector():
-            for _ in range(6):
-                model(torch.randn(WIDTH, WIDTH)).sum().backward()
-                model.zero_grad()
-                counts.append(sum(isinstance(thing, Tensor) for thing in gc.get_objects()))
-        assert len(set(counts[2:])) == 1, (way, counts)

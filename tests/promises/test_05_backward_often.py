@@ -13,50 +13,56 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.blocks import (
-    APPLY,
-    FULL,
-    FunctionBlock,
-    Stack,
-    alternate,
-    install,
-    llama_stack,
-    policy,
-    save,
-    selective,
-    square,
-    tokens,
-    ways,
-    with_dropout,
-)
+from tests.support.blocks import FULL, FunctionBlock, Stack, policy, save, selective, square
 from tests.support.custom_ops import SineReadTwice
+from tests.support.oracle import assert_exact, assert_same_results, built_model, on_every_way
+from tests.support.programs import CATALOGUE, WIDTH, Block, Program
 from tests.support.recording import Recorder, without_collector
 from tests.support.stock import install_stock
-from tests.support.training import assert_same, assert_same_training, built, gradient_penalty, inputs_then_weights
+from tests.support.training import assert_same_training, gradient_penalty, inputs_then_weights
+from tests.support.ways import WAYS
 
-VALUES = {
-    "full": FULL,
-    "nothing": selective(policy()),
-    "attention and alternating matmuls": selective(policy(save("attention"), alternate("matmul"))),
-    "every second op": selective(policy(alternate("*"))),
-    "everything": selective(policy(default="save")),
-}
-ON_EACH_WAY = pytest.mark.parametrize(("name", "entry"), ways(VALUES))
+NOT_REENTRANT = frozenset({"reentrant"})  # torch refuses `grad` and gradients of gradients there
+
+
+def smooth(block: Block, x: Tensor) -> Tensor:
+    """Operators that save their own results, whose graphs lead to the saved tensors themselves."""
+    h = F.dropout(block.up(x).tanh(), 0.3).exp()
+    return F.layer_norm(block.down(h), (WIDTH,)).sigmoid() * x.sin()
+
+
+def towers(block: Block, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Two results that share nothing."""
+    left = F.dropout(block.up(x).tanh(), 0.3)
+    return left * x.sin(), F.dropout(block.down(y), 0.3).tanh() * y.cos()
+
+
+def reads_twice(block: Block, x: Tensor) -> Tensor:
+    h = F.dropout(block.up(x), 0.3)
+    return block.down(SineReadTwice.apply(h)) * h.cos()  # type: ignore[no-untyped-call]
+
+
+def two_inputs(step: int) -> tuple[Tensor, ...]:
+    return torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
+
+
+SMOOTH = Program("smooth", smooth, not_under=NOT_REENTRANT)
+TOWERS = Program("towers", towers, inputs=two_inputs, not_under=NOT_REENTRANT)
+READS_TWICE = Program("reads_twice", reads_twice, not_under=frozenset({"context_fn"}))
 
 
 def twice(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor | None]:
     loss.backward(retain_graph=True)
-    first = [p.grad.clone() for p in parameters]
+    first = [p.grad.clone() for p in parameters if p.grad is not None]
     loss.backward()
     return first
 
 
 def three_times_by_grad(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor | None]:
-    return [
-        grad
-        for again in (True, True, False)
-        for grad in torch.autograd.grad(loss, [*inputs, *parameters], retain_graph=again)
-    ]
+    leaves, seen = [*inputs, *parameters], []
+    for retain in (True, True, False):
+        seen += torch.autograd.grad(loss, leaves, retain_graph=retain)
+    return seen
 
 
 def second_derivative_only(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor | None]:
@@ -64,141 +70,99 @@ def second_derivative_only(loss: Tensor, inputs: list[Tensor], parameters: list[
     return list(torch.autograd.grad(sum(grad.square().sum() for grad in grads), inputs))
 
 
-@ON_EACH_WAY
-@pytest.mark.parametrize("backward", [twice, three_times_by_grad, inputs_then_weights])
-def test_backward_again_while_the_graph_is_retained(backward: Callable[..., Any], name: str, entry: str) -> None:
-    assert_same_training(lambda: with_dropout(llama_stack()), VALUES[name], entry=entry, backward=backward, steps=2)
+def another_loss(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor | None]:
+    loss.backward(retain_graph=True)
+    loss.sin().backward()
+    return []
 
 
-def smooth(block: FunctionBlock, x: Tensor) -> Tensor:
-    h = F.dropout((x @ block.a).tanh(), 0.3, True)
-    return F.layer_norm(h @ block.b, (8,)) * x.sin()
+BACKWARDS = [twice, three_times_by_grad, inputs_then_weights, gradient_penalty, second_derivative_only, another_loss]
 
 
-@ON_EACH_WAY
-@pytest.mark.parametrize("backward", [gradient_penalty, second_derivative_only])
-def test_double_backward(backward: Callable[..., Any], name: str, entry: str) -> None:
-    """Attention on CPU has no second derivative, so the region has none."""
-    if name == "attention and alternating matmuls":
-        value: Any = selective(policy(alternate("matmul")))
-    else:
-        value = VALUES[name]
-    assert_same_training(
-        lambda: Stack(FunctionBlock(smooth), FunctionBlock(smooth)),
-        value,
-        entry=entry,
-        backward=backward,
-        make_input=square,
-        steps=2,
-    )
+@pytest.mark.parametrize("backward", BACKWARDS)
+@on_every_way([SMOOTH])
+def test_backward_again_while_the_graph_is_kept(program: Program, way: str, policy: str, backward: Any) -> None:
+    assert_exact(program, way, policy, backward=backward)
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="tells what torch 2.13 does, no other version")
-@pytest.mark.parametrize("backward", [twice, three_times_by_grad, inputs_then_weights, gradient_penalty])
-def test_stock_allows_backward_only_once(backward: Callable[..., Any]) -> None:
-    with pytest.raises(RuntimeError, match="backward an extra time"):
-        assert_same_training(
-            lambda: Stack(FunctionBlock(smooth)),
-            selective(policy(save("matmul"))),
-            backward=backward,
-            make_input=square,
-            put=install_stock,
-        )
+@pytest.mark.parametrize("backward", [twice, inputs_then_weights])
+@on_every_way([CATALOGUE["llama_block"]], "full", "auto", "replay", "served rerun", "context_fn", "checkpoint")
+def test_backward_again_through_attention(program: Program, way: str, policy: str, backward: Any) -> None:
+    """Attention on CPU has no second derivative."""
+    assert_exact(program, way, policy, backward=backward)
 
 
-def two_losses(model: Stack, retain: bool) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    (x,) = tokens()
-    shared = model(x)
-    shared.square().sum().backward(retain_graph=retain)
-    shared.sin().sum().backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-@ON_EACH_WAY
-def test_two_losses_on_one_region(name: str, entry: str) -> None:
-    def build() -> nn.Module:
-        return with_dropout(llama_stack())
-
-    ours = install(built(build), VALUES[name], entry)
-    assert_same(two_losses(built(build), retain=True), two_losses(ours, retain=True))
-
-
-@ON_EACH_WAY
-def test_two_losses_without_retain_are_refused_as_without_us(name: str, entry: str) -> None:
-    with pytest.raises(RuntimeError, match="backward"):
-        two_losses(built(llama_stack), retain=False)
-    with pytest.raises(RuntimeError):
-        two_losses(install(built(llama_stack), VALUES[name], entry), retain=False)
-
-
-class TwoTowers(nn.Module):
-    """A region whose two outputs share nothing, so autograd runs backward on each without retaining."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        left = F.dropout(self.left(x).tanh(), 0.3, True)
-        return left * x.sin(), F.dropout(self.right(y), 0.3, True).tanh() * y.cos()
-
-
-def disjoint_backwards(model: Stack) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    left, right = model(torch.randn(4, 8), torch.randn(4, 8))
+def one_after_the_other(model: Stack) -> dict[str, Tensor]:
+    """The results share nothing, so the graph is not retained between the two."""
+    left, right = model(*(x.requires_grad_() for x in two_inputs(0)))
     left.square().sum().backward()
     right.square().sum().backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: p.grad for name, p in model.named_parameters()}
 
 
-@ON_EACH_WAY
-def test_disjoint_outputs_of_one_region_in_two_backwards(name: str, entry: str) -> None:
-    def build() -> Stack:
-        return Stack(TwoTowers(), TwoTowers())
-
-    ours = install(built(build), VALUES[name], entry)
-    assert_same(disjoint_backwards(built(build)), disjoint_backwards(ours))
+@on_every_way([TOWERS])
+def test_disjoint_results_in_two_backwards(program: Program, way: str, policy: str) -> None:
+    assert_same_results(one_after_the_other, program, way, policy)
 
 
-@ON_EACH_WAY
-def test_backward_through_part_of_the_outputs_frees_the_rest_with_the_graph(name: str, entry: str) -> None:
-    model = install(built(lambda: Stack(TwoTowers())), VALUES[name], entry)
+@on_every_way([TOWERS])
+def test_backward_through_part_of_the_outputs_frees_the_rest_with_the_graph(
+    program: Program, way: str, policy: str
+) -> None:
+    model = built_model(program, WAYS[way], policy, blocks=1)
     for _ in range(2):
         with without_collector():
             recorder = Recorder()
             with recorder:
-                left, right = model(torch.randn(4, 8), torch.randn(4, 8))
+                left, right = model(*two_inputs(0))
                 left.sum().backward()
             del left, right
             model.zero_grad()
             assert recorder.live_bytes() == 0
 
 
-def reads_twice(block: FunctionBlock, x: Tensor) -> Tensor:
-    h = F.dropout(x @ block.a, 0.3, True)
-    return SineReadTwice.apply(h) @ block.b * h.cos()
+@on_every_way([SMOOTH])
+def test_backward_again_without_the_graph_is_refused(program: Program, way: str, policy: str) -> None:
+    model = built_model(program, WAYS[way], policy)
+    for _ in range(3):
+        loss = model(torch.randn(WIDTH, WIDTH)).sum()
+        loss.backward()
+        with pytest.raises(RuntimeError):
+            loss.backward()
 
 
-@pytest.mark.parametrize(("name", "entry"), ways(VALUES, APPLY))
-def test_saved_tensors_may_be_read_twice(name: str, entry: str) -> None:
-    """torch's own frame hands each value out once, so only the region frame of ours can hold this."""
-    assert_same_training(
-        lambda: Stack(FunctionBlock(reads_twice)), VALUES[name], entry=entry, make_input=square, steps=2
-    )
-
-
-def test_plain_checkpoint_refuses_to_be_read_twice() -> None:
-    with pytest.raises(RuntimeError, match="already unpacked once"):
-        assert_same_training(lambda: Stack(FunctionBlock(reads_twice)), FULL, make_input=square, put=install_stock)
-
-
-def routed_then_read_twice(block: FunctionBlock, x: Tensor) -> Tensor:
-    h = reads_twice(block, x)
-    rows = (h > 0).nonzero()
-    return h.cos() * h.sin() + rows.sum()
+@on_every_way([READS_TWICE])
+def test_one_backward_may_read_a_value_twice(program: Program, way: str, policy: str) -> None:
+    """torch's own frame hands each value out once."""
+    assert_exact(program, way, policy)
+    if way != "reentrant":
+        assert_exact(program, way, policy, backward=twice)
 
 
 def test_reading_twice_does_not_ask_for_what_comes_later() -> None:
     """The second read fills one tensor and stops there, before the routing op whose result is held."""
-    assert_same_training(lambda: Stack(FunctionBlock(routed_then_read_twice)), FULL, make_input=square, backward=twice)
+
+    def then_routes(block: Block, x: Tensor) -> Tensor:
+        h = reads_twice(block, x)
+        rows = (h > 0).nonzero()
+        return h.cos() * h.sin() + rows.sum()
+
+    assert_exact(Program("then_routes", then_routes), "full", blocks=1, backward=twice)
+
+
+def smooth_in_stock(block: FunctionBlock, x: Tensor) -> Tensor:
+    return F.layer_norm((x @ block.a).tanh().exp() @ block.b, (WIDTH,)).sigmoid() * x.sin()
+
+
+def reads_twice_in_stock(block: FunctionBlock, x: Tensor) -> Tensor:
+    return SineReadTwice.apply(x @ block.a) @ block.b  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="tells what torch 2.13 does, no other version")
+@pytest.mark.parametrize("backward", BACKWARDS[:4])
+def test_stock_allows_backward_only_once(backward: Callable[..., Any]) -> None:
+    value, options = selective(policy(save("matmul"))), {"make_input": square, "put": install_stock}
+    with pytest.raises(RuntimeError, match="backward an extra time"):
+        assert_same_training(lambda: Stack(FunctionBlock(smooth_in_stock)), value, backward=backward, **options)
+    with pytest.raises(RuntimeError, match="already unpacked once"):
+        assert_same_training(lambda: Stack(FunctionBlock(reads_twice_in_stock)), FULL, **options)

@@ -8,129 +8,56 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.support.blocks import (
-    APPLY,
-    FULL,
-    FunctionBlock,
-    Stack,
-    alternate,
-    install,
-    llama_stack,
-    policy,
-    save,
-    selective,
-    square,
-    tokens,
-    ways,
-    with_dropout,
-)
-from tests.support.defects import DEFECTS
-from tests.support.pairs import in_pairs
+from tests.support.blocks import APPLY, FunctionBlock, Stack, install, policy, save, selective, square
+from tests.support.oracle import built_model, on_every_way
+from tests.support.programs import CATALOGUE, Block, Program, programs
 from tests.support.recording import Recorder, without_collector
-from tests.support.training import built
+from tests.support.training import built, summed
+from tests.support.ways import WAYS
 
-VALUES = {
-    "full": FULL,
-    "nothing": selective(policy()),
-    "attention and alternating matmuls": selective(policy(save("attention"), alternate("matmul"))),
-    "everything": selective(policy(default="save")),
-}
-ON_EACH_WAY = pytest.mark.parametrize(("name", "entry"), ways(VALUES))
+# its workspace outlives the region
+FREED = [program for program in programs() if program.name != "workspace_overwritten_first" and not program.around]
 
 
-def dropped_llama() -> Stack:
-    return with_dropout(llama_stack(), attention=0.2)
+@on_every_way(FREED)
+def test_nothing_lives_after_backward(program: Program, way: str, policy: str) -> None:
+    """Even while the caller still holds the output and the loss; and nothing of a graph that is dropped."""
+    model = built_model(program, WAYS[way], policy)
+    for step in range(2):
+        with without_collector(), Recorder() as recorder:
+            given = [x.requires_grad_() for x in program.inputs(step)]
+            out = model(*(x * 1 for x in given))
+            loss = summed([out])
+            loss.backward()
+        held = (out, loss, [x.grad for x in given], given, [p.grad for p in model.parameters()], list(model.buffers()))
+        assert recorder.live_bytes(besides=held) == 0
+        model.zero_grad()
+        del held, given, out, loss
+    with without_collector(), Recorder() as recorder:
+        out = model(*program.inputs(2))
+        del out
+        assert recorder.live_bytes(besides=list(model.buffers())) == 0
 
 
-def in_place(block: FunctionBlock, x: Tensor) -> Tensor:
-    h = x @ block.a
-    h.add_(1).relu_()
-    return (h[:2].sin().sum() * h) @ block.b
-
-
-BUILDS: dict[str, tuple[Callable[[], nn.Module], Callable[..., tuple[Tensor, ...]]]] = {
-    "llama": (dropped_llama, tokens),
-    "in place and a view": (lambda: Stack(FunctionBlock(in_place)), square),
-    **{defect.id: (defect.build, square) for defect in DEFECTS},
-}
-# that context_fn is told of the module makes no difference to what a build leaves behind
-ON_EACH_BUILD = in_pairs(
-    build=BUILDS.keys(),
-    name=VALUES.keys(),
-    entry=(*APPLY, "context_fn"),
-    unless=lambda build, name, entry: (name, entry) not in ways(VALUES, (*APPLY, "context_fn")),
-)
-
-
-@ON_EACH_BUILD
-def test_nothing_lives_after_backward(build: str, name: str, entry: str) -> None:
-    """Even while the caller still holds the output and the loss."""
-    make, make_input = BUILDS[build]
-    model = install(built(make), VALUES[name], entry)
-    for _ in range(3):
+@on_every_way([CATALOGUE[name] for name in ("llama_block", "two_dropouts", "mixture_of_experts")])
+def test_neither_inputs_nor_values_live_after_a_retained_graph_is_dropped(
+    program: Program, way: str, policy: str
+) -> None:
+    model = built_model(program, WAYS[way], policy)
+    for backwards in (2, 1, 0):
         with without_collector():
             recorder = Recorder()
-            given = make_input("cpu")
             with recorder:
-                out = model(*given)
-                loss = out.square().sum()
-                loss.backward()
-            held = (out, loss, [p.grad for p in model.parameters()], list(model.buffers()))
-            assert recorder.live_bytes(besides=held) == 0
-            model.zero_grad()
-
-
-@ON_EACH_BUILD
-def test_nothing_lives_after_the_graph_is_dropped(build: str, name: str, entry: str) -> None:
-    make, make_input = BUILDS[build]
-    model = install(built(make), VALUES[name], entry)
-    for _ in range(2):
-        with without_collector():
-            recorder = Recorder()
-            given = make_input("cpu")
-            with recorder:
-                out = model(*given)
-            del out
-            assert recorder.live_bytes(besides=list(model.buffers())) == 0
-
-
-@ON_EACH_WAY
-def test_nothing_lives_after_a_retained_graph_is_dropped(name: str, entry: str) -> None:
-    model = install(built(dropped_llama), VALUES[name], entry)
-    for _ in range(2):
-        with without_collector():
-            recorder = Recorder()
-            (x,) = tokens()
-            with recorder:
+                (x,) = program.inputs(0)
+                seen = weakref.ref(x.requires_grad_())
                 loss = model(x).square().sum()
-                loss.backward(retain_graph=True)
-                loss.backward(retain_graph=True)
-            model.zero_grad()
-            del loss
-            assert recorder.live_bytes() == 0
-
-
-@ON_EACH_WAY
-def test_region_inputs_are_not_held(name: str, entry: str) -> None:
-    """Neither the tensor handed in nor its storage outlives the graph and the caller."""
-    model = install(built(dropped_llama), VALUES[name], entry)
-    for backward in (True, True, False):
-        with without_collector():
-            recorder = Recorder()
-            with recorder:
-                (x,) = tokens()
-                x.requires_grad_()
-                seen = weakref.ref(x)
-                loss = model(x).square().sum()
-                if backward:
-                    loss.backward()
+                for _ in range(backwards):
+                    loss.backward(retain_graph=True)
             del x, loss
             model.zero_grad()
             assert seen() is None
@@ -155,20 +82,17 @@ def test_what_one_branch_was_recomputed_from_goes_before_the_other_branch(entry:
     assert second.requires_grad
 
 
-RUNS_AGAIN = [way for way in ways(VALUES) if way[0] != "everything" and way[1] == "apply, rerun"]
+@pytest.mark.parametrize("way", ["full", "served rerun", "checkpoint"])
+def test_nothing_lives_after_an_error_in_recompute(way: str) -> None:
+    """Where the region's Python runs again: replay runs none of it."""
 
-
-@pytest.mark.parametrize(("name", "entry"), RUNS_AGAIN)
-def test_nothing_lives_after_an_error_in_recompute(name: str, entry: str) -> None:
-    """Where the region's Python runs again: replay runs none of it, and nothing need be recomputed of all saved."""
-
-    def fails_again(block: FunctionBlock, x: Tensor) -> Tensor:
-        h = (x @ block.a).sin()
+    def fails_again(block: Block, x: Tensor) -> Tensor:
+        h = block.up(x).sin()
         if block.runs == 2:
             raise KeyError("the user's own")
-        return (h @ block.b).cos()
+        return block.down(h).cos()
 
-    model = install(built(lambda: Stack(FunctionBlock(fails_again))), VALUES[name], entry)
+    model = built_model(Program("fails_again", fails_again), WAYS[way], blocks=1)
     recorder = Recorder()
     with recorder:
         loss = model(*square()).sum()
@@ -180,35 +104,26 @@ def test_nothing_lives_after_an_error_in_recompute(name: str, entry: str) -> Non
     assert recorder.live_bytes() == 0
 
 
-@ON_EACH_WAY
-def test_eight_steps_do_not_grow(name: str, entry: str) -> None:
-    model = install(built(dropped_llama), VALUES[name], entry)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+@on_every_way([CATALOGUE[name] for name in ("llama_block", "two_dropouts")])
+def test_steps_do_not_grow(program: Program, way: str, policy: str) -> None:
+    model = built_model(program, WAYS[way], policy)
     live: list[int] = []
     objects: list[int] = []
     recorder = Recorder()
     with without_collector():
-        for _ in range(8):
-            (x,) = tokens()
+        for step in range(8):
             with recorder:
-                model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+                model(*program.inputs(step)).square().mean().backward()
+            model.zero_grad()
             live.append(recorder.live_bytes())
             objects.append(sum(isinstance(thing, Tensor) for thing in gc.get_objects()))
     assert live[1:] == [0] * 7
     assert len(set(objects[2:])) == 1, objects
 
 
-def kept_alone(model: Stack, x: Tensor) -> Any:
-    with Recorder() as recorder:
-        out = model(x)
-    return recorder, out
-
-
-@ON_EACH_WAY
-def test_no_grad_keeps_nothing(name: str, entry: str) -> None:
-    model = install(built(dropped_llama), VALUES[name], entry)
-    with without_collector(), torch.no_grad():
-        recorder, out = kept_alone(model, *tokens())
+@on_every_way([CATALOGUE["two_dropouts"]])
+def test_no_grad_keeps_nothing(program: Program, way: str, policy: str) -> None:
+    model = built_model(program, WAYS[way], policy)
+    with without_collector(), torch.no_grad(), Recorder() as recorder:
+        out = model(*program.inputs(0))
         assert recorder.live_bytes(besides=out) == 0
