@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -16,6 +17,10 @@ from sac.errors import ConfigError, ModelError, PolicyError, Problem
 from sac.policy.load import PolicySource, load_policy
 from sac.policy.model import Decision, Policy, Rule
 
+_without_module: dict[Policy, DecisionTable] = {}
+_tables: WeakKeyDictionary[nn.Module, dict[Policy, DecisionTable]] = WeakKeyDictionary()
+_MOST_TABLES = 64
+
 
 def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callable[[], Any]:
     """Return a ``context_fn`` for ``torch.utils.checkpoint.checkpoint(…, use_reentrant=False, context_fn=…)``.
@@ -23,12 +28,27 @@ def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callabl
     ``policy`` is anything that ``sac.load_policy`` accepts. It is carried out as under ``sac.apply``. Rules that
     match modules or layers need ``module``, the checkpointed block: its sub-modules are then tracked while they run
     (``sac.remove`` removes the tracking). Without it, optional ones that save match nothing. The position of the
-    block in a model is unknown here, so rules with ``blocks`` are refused.
+    block in a model is unknown here, so rules with ``blocks`` are refused. It may be called once, or before each call
+    of the block: what earlier calls with the same policy and module have shown is kept.
 
     Raises ``PolicyError`` for an invalid policy or one that offloads, ``ConfigError`` if a rule needs ``module`` and it
     is missing, and ``ModelError`` if ``module`` does not provide what a rule needs.
     """
-    resolved = usable_policy(load_policy(policy))
+    policy = load_policy(policy)
+    tables = _without_module if module is None else _tables.setdefault(module, {})
+    if policy not in tables:
+        if len(tables) >= _MOST_TABLES:
+            tables.clear()
+        tables[policy] = _table(policy, module)
+    table = tables[policy]
+    if module is None:
+        return partial(checkpoint_contexts, table, "")
+    track_modules([module])
+    return partial(checkpoint_contexts, table, "", module)
+
+
+def _table(policy: Policy, module: nn.Module | None) -> DecisionTable:
+    resolved = usable_policy(policy)
     if offloading := _offloading(resolved.policy):
         raise PolicyError(offloading)
     needing = [one for one in resolved.rules if one.rule.module is not None or one.rule.is_for_some_regions]
@@ -37,13 +57,11 @@ def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callabl
         if needed:
             raise ConfigError([_needs_module(rule) for rule in needed])
         left = tuple(one for one in resolved.rules if one not in needing)
-        return partial(checkpoint_contexts, resolved.table(one.index for one in left), "")
+        return resolved.table(one.index for one in left)
     located = [one.rule for one in needing if one.rule.blocks]
     if located:
         raise ModelError([_needs_model(rule) for rule in located])
-    table = _table(resolved, module, [one.rule for one in needing])
-    track_modules([module])
-    return partial(checkpoint_contexts, table, "", module)
+    return _table_of_layer(resolved, module, [one.rule for one in needing])
 
 
 def _offloading(policy: Policy) -> list[Problem]:
@@ -64,7 +82,7 @@ def _offloading(policy: Policy) -> list[Problem]:
     return problems
 
 
-def _table(resolved: ResolvedPolicy, module: nn.Module, needing: list[Rule]) -> DecisionTable:
+def _table_of_layer(resolved: ResolvedPolicy, module: nn.Module, needing: list[Rule]) -> DecisionTable:
     layered = [rule for rule in needing if rule.layers is not None and not rule.layers.is_all]
     if not layered:
         return _table_of(resolved, 0)

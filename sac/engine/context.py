@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from sac.engine.fp8 import Fp8Function
-from sac.engine.region import Region, RegionGroup, parts_of_function
+from sac.engine.region import Region, group_of, parts_of_function
 from sac.engine.settings import PLAIN, Settings, as_torch_says
 from sac.engine.table import DecisionTable
 from sac.engine.taped import TapedFrame
@@ -27,7 +27,6 @@ from sac.torch_private import CHECKPOINT_FUNCTION, pop_hooks, push_hooks
 # the call or runs the function again. The function and its arguments are read from torch's Python frame, which asks for
 # the contexts.
 
-_GROUP = "group_of_contexts"  # attribute of a table: what calls with it have shown
 _NAME = "sac.context_fn"
 _ELSEWHERE = "pass it to torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=...)"
 _FIRST = "run the model once under torch.no_grad() before training"
@@ -52,16 +51,7 @@ def eager_contexts(
     call = _call_of_torch()
     if in_graph:
         call = call._replace(settings=replace(call.settings, preserve_rng_state=True))
-    return _Forward(_group_of(table), module, call), nullcontext()
-
-
-def _group_of(table: DecisionTable) -> RegionGroup:
-    group: RegionGroup | None = vars(table).get(_GROUP)
-    if group is None:
-        group = RegionGroup(table, _NAME)
-        group.lists_ops = False
-        setattr(table, _GROUP, group)
-    return group
+    return _Forward(table, module, call), nullcontext()
 
 
 def _call_of_torch() -> _Call:
@@ -84,8 +74,8 @@ def _call_of_torch() -> _Call:
 class _Forward(AbstractContextManager[None]):
     """Around the forward: the hooks and the mode of a region's frame."""
 
-    def __init__(self, group: RegionGroup, module: nn.Module | None, call: _Call) -> None:
-        self._group, self._module = group, module
+    def __init__(self, table: DecisionTable, module: nn.Module | None, call: _Call) -> None:
+        self._table, self._module = table, module
         self._call: _Call | None = call
         self._frame: Any = None
         self._stack = ExitStack()
@@ -93,15 +83,17 @@ class _Forward(AbstractContextManager[None]):
     def __enter__(self) -> None:
         assert self._call is not None
         (function, args, kwargs, settings), self._call = self._call, None
-        parts = [part for part in parts_of_function(function) if isinstance(part, nn.Module)]
         known = () if self._module is None else (self._module,)
-        owners = (*known, *parts, *(argument for argument in args if isinstance(argument, nn.Module)))
+        parts = parts_of_function(function)
+        group = group_of([*known] or parts, self._table, _NAME)
+        modules = [part for part in parts if isinstance(part, nn.Module)]
+        owners = (*known, *modules, *(argument for argument in args if isinstance(argument, nn.Module)))
         if any(is_lazy(parameter) for owner in owners for parameter in owner.parameters()):
             found = "a lazy module would create its parameters in this call, which recomputation cannot repeat"
             raise RegionError(Problem(_NAME, found, fix=_FIRST))
         outer = _hooks_around()
-        self._frame = frame = Region(self._group, "").frame(function, owners, settings, outer)
-        frame.begin(args, kwargs, outer, is_careful=bool(self._group.careful))
+        self._frame = frame = Region(group, "").frame(function, owners, settings, outer)
+        frame.begin(args, kwargs, outer, is_careful=bool(group.careful))
         whole = frame.mode.whole if isinstance(frame, TapedFrame) and frame.mode is not None else None
         if whole is not None:
             whole.count_hooks = 2  # those of torch too

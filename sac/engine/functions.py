@@ -356,8 +356,10 @@ class UnitCall:
             scope.strict = "writes to arguments, or communicates"  # and must do so once
             wanted = _unexplained(tape, scope, results)
         # Under `verify: never` most Functions are units, whose ops a rerun on another rank would send again.
-        if is_unit and self._sends() and rule is None and mode.probes:
+        if is_unit and rule is None and self._sends() and mode.probes:
             self.decision = Decision.SAVE
+        elif is_unit and rule is None:
+            self.decision = mode.table.default
         inner = [value for value in range(self.first_value, len(roots)) if value in tape.kept]
         last = len(roots)
         if is_unit:

@@ -29,7 +29,7 @@ from sac.engine.op_trace import (
 from sac.engine.reentrant import can_be_reentrant, run_reentrant
 from sac.engine.schedule import Schedule
 from sac.engine.settings import ALWAYS, REPLAY, RERUN, Settings, as_torch_says
-from sac.engine.table import NO_RULE, DecisionTable, rebuild_table
+from sac.engine.table import NO_RULE, DecisionTable
 from sac.engine.taped import TapedFrame
 from sac.engine.untraced import count_compiled
 from sac.errors import Problem, RegionError, SacWarning
@@ -94,16 +94,10 @@ class RegionGroup:
             warnings.warn(str(problem), SacWarning, stacklevel=2)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        table = self.table
-        rules = tuple(bound.index for bound in table.rules)
-        return _rebuild, (table.policy, rules, table.must_save, self.name)
+        return RegionGroup, (self.table, self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionGroup:
         return self  # what the group has learnt is also true of copies of its regions
-
-
-def _rebuild(policy: Policy, indices: tuple[int, ...], must_save: bool, name: str) -> RegionGroup:
-    return RegionGroup(rebuild_table(policy, indices, must_save), name)
 
 
 class Region:
@@ -244,16 +238,22 @@ def run_as_region(
 ) -> Any:
     """Run ``function(*args, **kwargs)`` as a region; functions of the same code and modules share a group."""
     parts = parts_of_function(function)
-    key = tuple(part.__code__ if type(part) is types.FunctionType else weakref.ref(part) for part in parts)
-    group = _groups.get(key)
-    if group is None:
-        if len(_groups) >= _MOST_GROUPS:
-            _groups.clear()
-        group = _groups[key] = RegionGroup(FULL_TABLE, "full")
-        group.lists_ops = False
+    group = group_of(parts, FULL_TABLE, "full")
     region = Region(group, getattr(function, "__qualname__", type(function).__name__))
     owners = tuple(part for part in parts if isinstance(part, nn.Module))
     return region.run(function, owners, settings, args, kwargs)
+
+
+def group_of(parts: list[Any], table: DecisionTable, name: str) -> RegionGroup:
+    """Return the group of regions without a place in a model, by the modules and the code of their functions."""
+    key = tuple(part.__code__ if type(part) is types.FunctionType else weakref.ref(part) for part in parts)
+    group = _groups.get((table, key))
+    if group is None:
+        if len(_groups) >= _MOST_GROUPS:
+            _groups.clear()
+        group = _groups[table, key] = RegionGroup(table, name)
+        group.lists_ops = False
+    return group
 
 
 def parts_of_function(function: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -90,9 +90,10 @@ class Served(RegionMode):
     the region may run its ops in another order.
     """
 
-    def __init__(self, tape: Tape, where: str) -> None:
+    def __init__(self, tape: Tape, where: str, tell: Callable[[int, str, str], None]) -> None:
+        """``tell``: is passed the entry of a call whose arguments differ, what was found, and a fix; it may raise."""
         super().__init__(tape.table)
-        self.is_over = False
+        self.is_over, self._tell = False, tell
         self._tape, self._where = tape, where
         self._calls: dict[Any, int] = defaultdict(int)
         self._addresses = {address: root for address, root in tape.leaf_roots.items() if tape.leaves[root].is_parameter}
@@ -163,7 +164,9 @@ class Served(RegionMode):
             waiting[number] = entry  # it may still come
             self._others[key] = described(metadata_of(args), sums)
         if any(same_sums(tape.argument_sums.get(later, ()), sums) for later in waiting.values()):
-            self.check()  # another order: the i-th tensor that autograd saves is not that of the forward
+            # another order: the i-th tensor that autograd saves is not that of the forward
+            _, found, fix = next(self._differences())
+            raise RegionError(Problem(self._where, found, fix=fix))
         return None
 
     def _fetch(self, value: int) -> Tensor:
@@ -185,15 +188,19 @@ class Served(RegionMode):
         self._refuse(site, f"has saved another tensor in recomputation ({describe(tensor)})")
 
     def check(self) -> None:
-        """Raise if a call ran with other arguments than in the forward, and no later one had these."""
+        """Tell of a call that ran with other arguments than in the forward, if no later one had these."""
+        for difference in self._differences():
+            self._tell(*difference)
+            break
+
+    def _differences(self) -> Iterator[tuple[int, str, str]]:
         tape = self._tape
         for key, arguments in self._others.items():
             for number, entry in self._waiting[key].items():
                 then = described(tape.metadata[entry], tape.argument_sums.get(entry, ()))
                 site = tape.sites[entry]
                 found = f"call {number} of {site_name(site)} in {_module(site)} ran in forward with {then}"
-                problem = Problem(self._where, f"{found} and in recomputation with {arguments}", fix=_OTHER_TENSORS)
-                raise RegionError(problem)
+                yield entry, f"{found} and in recomputation with {arguments}", _OTHER_TENSORS
 
     def _serve(self, site: CallSite, entry: int, args: Any) -> Any:
         tape = self._tape

@@ -234,6 +234,9 @@ class DecisionTable:
         # Path -> id of an op (its hash is Python code) -> call site.
         self.sites_at: dict[str, dict[int, CallSite]] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.policy, tuple(bound.index for bound in self.rules), self.must_save)
+
     def rule_name(self, index: int) -> str:
         """Return the id of the rule with this index; ``default`` for ``NO_RULE``."""
         return next((one.rule.id for one in self.rules if one.index == index), "default")
@@ -455,7 +458,7 @@ def _told(where: str, problem: NameProblem) -> Problem:
     return Problem(where, problem.found, expected=problem.legal, nearest=problem.nearest, fix=problem.fix)
 
 
-def rebuild_table(policy: Policy, indices: Iterable[int], must_save: bool) -> DecisionTable:
+def _rebuild(policy: Policy, indices: Iterable[int], must_save: bool) -> DecisionTable:
     """Rebuild a table from its pickled parts."""
     return resolve_policy(policy).table(indices, must_save=must_save)
 

@@ -72,13 +72,13 @@ class TapedFrame(Frame):
         self.mode.verifies, self.mode.where = verifies, self.where
         self.mode.facts, self.mode.probes = group.functions, verify != NEVER
         self.mode.takes_functions = self._replays
-        self.mode.keeps_units = self.settings.engine == REPLAY and is_new
         self._spans: list[tuple[range, str, str]] = []
+        self.mode.spans = None if self._replays else self._spans
+        self.mode.keeps_units = self.settings.engine == REPLAY and is_new
         self._sums: dict[int, Any] = {}  # checksums of what autograd saved, by handle
         self.mode.compares_arguments = is_new
         if is_new or verify == ALWAYS:
             self.mode.sums = self._sums
-            self.mode.spans = None if self._replays else self._spans
         self._schedule: Schedule | None = None
         self._wanted: list[tuple[int, int, int]] = []
         self.figures: SavedFigures | None = None
@@ -267,7 +267,27 @@ class TapedFrame(Frame):
             site = tape.sites[entry]
             if not site.is_view and not all(value in kept for value in tape.results(entry)):
                 asked.update(tape.roots[value] for value in tape.reads[entry])
-        return {value for value in kept if tape.makers[value] < last and self._is_asked(value, asked)}
+        inside = self._inside_only()
+        return {
+            value
+            for value in kept
+            if tape.makers[value] < last and value not in inside and self._is_asked(value, asked)
+        }
+
+    def _inside_only(self) -> set[int]:
+        """Return the kept values that only a Function's forward uses: without a region, nothing would hold them."""
+        tape, saved = self.tape, {self.tape.roots[handle.position[0]] for handle in alive(self._handles)}
+        inside: set[int] = set()
+        for span, _, _ in self._spans:
+            made = {value for value in tape.kept if tape.makers[value] in span and tape.roots[value] not in saved}
+            later = range(span.stop, len(tape.sites)) if made else ()
+            used = {tape.roots[value] for entry in later for value in tape.reads[entry]}
+            inside |= {
+                value
+                for value in made
+                if tape.roots[value] not in used and not tape.sites[tape.makers[value]].must_save
+            }
+        return inside
 
     def _is_asked(self, value: int, asked: set[int]) -> bool:
         tape, maker = self.tape, self.tape.makers[value]
@@ -365,7 +385,7 @@ class TapedFrame(Frame):
                 self.group.give_up(str(reason), self.where)
             for handle in waiting.values():
                 handle.value = None
-        self._rerun(waiting, Served(self.tape, self.where))
+        self._rerun(waiting, Served(self.tape, self.where, self._tell))
         compares = self.settings.verify == ALWAYS or not self.group.verified
         if self._sums and compares and self.settings.preserve_rng_state:
             self._verify_rerun(waiting)
@@ -452,30 +472,38 @@ class TapedFrame(Frame):
         if not different:
             return
         handle = waiting[different[0]]
-        found = f"saved tensor {handle.index} ({describe(handle.value)}{self._maker(handle)}) has other values in "
-        found += f"recomputation than in forward: {OTHER}"
+        maker = self.tape.makers[handle.position[0]]
+        of = f", of {site_name(self.tape.sites[maker])} in {_module(self.tape.sites[maker].path)}" if maker >= 0 else ""
+        found = f"saved tensor {handle.index} ({describe(handle.value)}{of}{self._depends(maker)}) has other values in "
+        self._tell_of(f"{found}recomputation than in forward: {OTHER}", OTHER_FIX)
+
+    def _tell(self, entry: int, found: str, fix: str) -> None:
+        """Tell of an entry that a rerun repeats with other arguments: a kernel's, or the region takes other tensors."""
+        kernel = self._depends(entry)
+        if not kernel:
+            raise RegionError(Problem(self.where, found, fix=fix))
+        self.group.verified, self._sums = True, {}  # one warning
+        self._tell_of(f"{found}{kernel}", f"save it in a region that is replayed; otherwise {OTHER_FIX}")
+
+    def _tell_of(self, found: str, fix: str) -> None:
+        """Warn that recomputation differs; raise if the settings refuse that."""
         if self.settings.refuses_differences:
-            raise RegionError(Problem(self.where, found, fix=OTHER_FIX))
-        fix = f"{OTHER_FIX}. The gradients of this step may differ"
+            raise RegionError(Problem(self.where, found, fix=fix))
+        fix = f"{fix}. The gradients of this step may differ"
         warnings.warn(str(Problem(self.where, found, fix=fix)), SacWarning, stacklevel=2)
 
     def _may_differ(self, handle: Handle) -> bool:
         return may_differ(self.tape, handle.position[:1], handle.metadata[2])
 
-    def _maker(self, handle: Handle) -> str:
-        """Return what has computed a saved tensor, and the last Function on which it depends."""
-        tape, entry = self.tape, self.tape.makers[handle.position[0]]
-        if entry < 0:
-            return ""
-        site = tape.sites[entry]
-        text = f", of {site_name(site)} in {_module(site.path)}"
+    def _depends(self, entry: int) -> str:
+        """Return the last Function on which an entry depends."""
         depends = {entry}
         for earlier in range(entry, -1, -1):  # entries read what earlier ones have made
             if earlier in depends:
                 if span := next((span for span in self._spans if earlier in span[0]), None):
-                    return f"{text}, which depends on {span[1]} in {_module(span[2])}"
-                depends.update(tape.makers[value] for value in tape.reads[earlier])
-        return text
+                    return f", which depends on {span[1]} in {_module(span[2])}"
+                depends.update(self.tape.makers[value] for value in self.tape.reads[earlier])
+        return ""
 
     def _save_from_now_on(self, entry: int, filled: list[tuple[int, Tensor]], waiting: dict[int, Handle]) -> None:
         """Have later calls save the results of a unit that has not repeated itself; warn once, or raise if strict."""

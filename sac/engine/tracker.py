@@ -121,7 +121,7 @@ class RegionMode(BareMode):
 
     supports_higher_order_operators = True
     takes_functions = False  # whether calls of autograd functions are recorded
-    spans: list[tuple[range, str, str]] | None = None  # if they are not: entries, function, module, for messages
+    spans: list[tuple[range, str, str]] | None = None  # if they are not: entries, function, module
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -1,9 +1,7 @@
 """Kernels as they are published, on raw memory: fused norms, rotations in place, losses that write their gradient.
 
 Each is an autograd Function whose kernels read and write memory without ops, as Triton kernels and pybind calls do.
-Kernels that do not repeat themselves are left out (a dispatch whose order of rows changes from call to call, a library
-that takes another algorithm in recomputation): every way but replay is wrong there today, as torch is; the issue "a
-kernel is a unit" has to add them, with `verify` as an error that names the Function.
+Kernels that do not repeat themselves are in `promises/test_units_that_do_not_repeat.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.oracle import assert_exact, assert_replayed_exactly, on_every_way
+from tests.support.oracle import assert_exact, assert_replayed_exactly, built_model, on_every_way, train_step
 from tests.support.programs import WIDTH, Program
+from tests.support.recording import kept_bytes
 from tests.support.replay_kernels import at
-from tests.support.ways import POLICIES, SELECTIVE
+from tests.support.ways import NONE, POLICIES, SELECTIVE, WAYS, Way
 
 TOKENS, HEADS, CLASSES = 6, 2, 5
 
@@ -282,3 +281,15 @@ def test_replays_of_them_are_exact_without_comparing(policy: str) -> None:
     """But for those that tell nobody what they write over, the rotation and the loss."""
     for program in KERNELS[3:]:
         assert_replayed_exactly(program, policy, steps=2)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", SELECTIVE)
+@pytest.mark.parametrize("program", KERNELS, ids=str)
+def test_no_policy_keeps_more_than_no_checkpointing(program: Program, way: str, policy: str) -> None:
+    def kept(chosen: Way) -> int:
+        model = built_model(program, chosen, policy)
+        train_step(program, model, 0)
+        return kept_bytes(model, rows(1))
+
+    assert kept(WAYS[way]) <= kept(NONE)

@@ -190,10 +190,23 @@ def test_other_ways_name_the_function_too(way: str) -> None:
         step(Called(WAYS[way]))
 
 
-def test_full_warns_in_the_first_step_only() -> None:
-    model = model_of({"mode": "full", "blocks": ["*"]})
-    with pytest.warns(UserWarning, match=r"depends on function Dispatch in the region itself"):
+def test_context_fn_may_be_called_in_each_step() -> None:
+    model = Called(WAYS["context_fn"])
+    with pytest.warns(UserWarning, match=r"results are kept from now on"):
         step(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = step(model)
+    model.call = lambda block, x: block(x)
+    assert all(map(torch.equal, step(model), found))
+
+
+@pytest.mark.parametrize("value", [{"mode": "full"}, {**SELECTIVE, "engine": "rerun"}], ids=["full", "served"])
+def test_a_rerun_warns_in_the_first_step_only(value: dict[str, Any]) -> None:
+    model = model_of({**value, "blocks": ["*"]})
+    with pytest.warns(UserWarning, match=r"depends on function Dispatch in the region itself") as found:
+        step(model)
+    assert len([one for one in found if "depends on" in str(one.message)]) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(model)
