@@ -342,6 +342,15 @@ def dynamo_is_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def last_graph_break() -> str:
+    """Return Dynamo's explanation of the last new graph break in this process, ``""`` if there is none; 2.0 to 2.13."""
+    counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    text = next(reversed(counters.get("graph_break", {})), "")
+    lines = [line.strip() for line in text.splitlines()]
+    explained = (line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: "))
+    return next(explained, lines[0] if lines else "")
+
+
 _mode_keys: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
 _TRACING = [key for name in ("PROXY", "FUNCTIONAL") if (key := getattr(_mode_keys, name, None)) is not None]
 

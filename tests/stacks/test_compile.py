@@ -550,6 +550,31 @@ def test_a_region_with_a_graph_break_runs_in_eager(value: Any) -> None:
         whole(model, "aot_eager")(*tokens())
 
 
+@pytest.mark.parametrize("first", ["compile", "apply"])
+def test_a_compiled_block_with_a_graph_break_is_told_once(first: str) -> None:
+    torch._dynamo.reset()
+    model, (x,) = built(lambda: Stack(Breaking(), Breaking())), tokens()
+    steps = [lambda: [block.compile(backend="aot_eager") for block in model.blocks], lambda: sac.apply(model, FULL)]
+    for one in steps if first == "compile" else reversed(steps):
+        one()
+    with pytest.warns(SacWarning) as caught:
+        model(x).sum().backward()
+    (told,) = [str(one.message) for one in caught if issubclass(one.category, SacWarning)]
+    assert told.startswith("blocks.0: it was compiled, but runs uncompiled, since there is a graph break in it: ")
+    assert "User-inserted graph break" in told
+
+
+@pytest.mark.parametrize(("build", "stance"), [(lambda: Stack(Breaking()), "force_eager"), (llama_stack, "default")])
+def test_a_block_that_runs_in_eager_by_request_is_not_told(build: Any, stance: str) -> None:
+    torch._dynamo.reset()
+    model, (x,) = sac.apply(built(build), FULL), tokens()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    with torch.compiler.set_stance(stance), warnings.catch_warnings():
+        warnings.simplefilter("error", SacWarning)
+        model(x).sum().backward()
+
+
 @pytest.mark.parametrize(("budget", "value", "products"), [(0.05, PRODUCTS, 28), (0.05, FULL, 40), (0.0, PRODUCTS, 41)])
 def test_a_memory_budget_is_told_and_has_no_say_unless_it_is_zero(budget: float, value: Any, products: int) -> None:
     with functorch_config.patch(activation_memory_budget=budget), pytest.warns(SacWarning) as caught:
