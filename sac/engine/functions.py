@@ -25,7 +25,7 @@ from sac.checksums import checksum, find_different
 from sac.engine.handles import Handle
 from sac.engine.objects import NotLeaf, copied, is_own_object
 from sac.engine.rng import GeneratorStates, advanced, default_generators, set_states, states_of
-from sac.engine.table import NO_RULE, decide, site_name
+from sac.engine.table import NO_RULE, site_name
 from sac.engine.tape import DiffersError, Ref, Tape, as_refs, from_refs
 from sac.engine.tracker import active_mode, without_mode
 from sac.engine.verify import may_differ
@@ -185,7 +185,10 @@ class Facts:
 
 
 class UnitSite:
-    """Stands for a call site in the tape. ``op``: the class of a Function, or the label of a named piece."""
+    """Stands for a call site in the tape. ``op``: the class of a Function, or the label of a named piece.
+
+    ``name``: in messages; ``rule_name``: what a rule's ``function:`` or ``unit:`` names, after that word.
+    """
 
     is_flat = is_view = is_inplace_view = is_custom_op = is_collective = may_save = has_decision = writes = False
     must_save, savable_if, traits = False, None, OpTraits()
@@ -194,6 +197,8 @@ class UnitSite:
     def __init__(self, op: Any, name: str, path: str, rules: Any) -> None:
         self.op, self.name, self.path, self.conditional_rules = op, name, path, rules
         self.is_named = isinstance(op, str)
+        module = "" if self.is_named or op.__module__ == "__main__" else f"{op.__module__}."
+        self.rule_name = op if self.is_named else f"function {module}{op.__qualname__}"
         self.is_compiled = name == "function CompiledFunction" and hasattr(op, "compiled_fw")
 
 
@@ -344,10 +349,9 @@ class UnitCall:
         op_written -= scope.opaque
         self.decision, self.rule, rule = Decision.RECOMPUTE, NO_RULE, None
         if self.site.conditional_rules:
-            self.decision, rule = decide(mode, self.site, self.args, {}, out)
+            self.decision, rule = mode.decide_on_unit(self.site, self.args, out)
             if rule is not None:
                 self.rule = rule.index
-                mode.hits[rule.index] = mode.hits.get(rule.index, 0) + 1
             if self.decision.keeps:
                 scope.strict = scope.strict or "a rule saves it"
         wanted = _unexplained(tape, scope, results)
@@ -366,9 +370,8 @@ class UnitCall:
             last, served = self._add_unit(results, handles, wanted, written, op_written, positions, aliased, inner)
             inner = [value for value in inner if makers[value] not in served]
             if mode.op_trace is not None:
-                mode.op_trace.add_unit(
-                    self.site, rule, self.decision, [one.tensor for one in results if one.is_returned]
-                )
+                returned = [one.tensor for one in results if one.is_returned]
+                mode.op_trace.add_unit(self.site, rule, self.decision, self.arguments, returned, scope.first)
         tape.fresh.difference_update([root for root in tape.fresh if root >= self.first_value])
         tape.constants = {root: entry for root, entry in tape.constants.items() if root < self.first_value}
         for value in range(self.first_value, last):  # tensors that live on and that nothing can give again

@@ -87,8 +87,16 @@ class OpTraceRecorder:
         called = call_key[0], f"module {type(module).__name__}", call_key[1]
         self._append(called, rule.decision, rule, f"rule {rule.rule.id}", kept_bytes, flops, tensor)
 
-    def add_unit(self, site: Any, rule: ResolvedRule | None, decision: Decision, returned: Sequence[Any]) -> None:
-        """Append a call of an autograd Function or of a named piece, whose ops have rows of their own."""
+    def add_unit(
+        self,
+        site: Any,
+        rule: ResolvedRule | None,
+        decision: Decision,
+        arguments: Sequence[Any],
+        returned: Sequence[Any],
+        first: int,
+    ) -> None:
+        """Append a call of an autograd Function or of a named piece, whose ops, from entry ``first``, have own rows."""
         key = site.path, site.name
         count = self._calls[key] = self._calls.get(key, -1) + 1
         size = sum({storage_address(tensor): storage_bytes(tensor) for tensor in returned}.values())

@@ -16,7 +16,7 @@ from sac.engine.autocast import callers_autocast
 from sac.engine.handles import EXTERNAL, KEPT, Handle
 from sac.engine.op_trace import OpTraceRecorder
 from sac.engine.rng import GeneratorStates, advanced, default_generators
-from sac.engine.table import NO_RULE, CallSite, DecisionTable, decide, gathers, run_op
+from sac.engine.table import NO_RULE, CallSite, DecisionTable, ResolvedRule, decide, gathers, run_op
 from sac.engine.tape import HOLE, Tape, as_refs
 from sac.engine.tracker import RegionMode
 from sac.engine.verify import sums_of_arguments
@@ -286,6 +286,13 @@ class TapeMode(RegionMode):
                 tape.after[entry] = self.last_draw[1]
         if self.op_trace is not None:
             self.op_trace.add(site, rule, decision, args, kwargs, out)
+
+    def decide_on_unit(self, site: Any, args: Any, out: Any) -> tuple[Decision, ResolvedRule | None]:
+        """Return the decision of the rules on the results of a unit, and the rule that matched."""
+        decision, rule = decide(self, site, args, {}, out)
+        if rule is not None:
+            self.hits[rule.index] = self.hits.get(rule.index, 0) + 1
+        return decision, rule
 
     def pack(self, tensor: Tensor, handle: Handle) -> None:
         """Decide what the handle of a tensor that autograd saves now holds."""

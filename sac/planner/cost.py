@@ -15,6 +15,7 @@ from sac.ops.registry import NamePattern
 from sac.ops.save_sets import BACKWARD_MARKS, SAVE_SETS
 from sac.planner.devices import Device
 from sac.planner.profile import Entry
+from sac.policy.patterns import fits_name
 from sac.tensors import storage_bytes, tensors_of
 
 # Note [The time of an op]
@@ -53,6 +54,8 @@ def op_class(entry: Entry) -> str:
 
 @cache
 def _is_of(op: str, save_set: str) -> bool:
+    if op.startswith("function "):
+        return any(fits_name(pattern, op.removeprefix("function ")) for pattern in SAVE_SETS[save_set].functions)
     is_backward = any(mark in op for mark in BACKWARD_MARKS)
     return not is_backward and any(NamePattern(one.name).matches(op) for one in SAVE_SETS[save_set].entries)
 
@@ -64,6 +67,17 @@ def is_causal(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return False
     index = names.index("is_causal")
     return (kwargs.get("is_causal", False) if index >= len(args) else args[index]) is True
+
+
+def attention_flops(name: str, arguments: Sequence[Tensor]) -> int:
+    """Return the FLOPs of a Function of attention; 0 for another one, or if its arguments tell no sizes.
+
+    Queries, keys and values are (batch, length, heads, width), as flash-attn and xformers take them.
+    """
+    if not _is_of(name, "attention") or len(arguments) < 3 or any(one.dim() != 4 for one in arguments[:3]):
+        return 0
+    queries, keys, values = arguments[:3]
+    return 2 * keys.shape[1] * (queries.numel() + queries.numel() // queries.shape[3] * values.shape[3])
 
 
 def moved_bytes(args: Any, kwargs: Any, out: Any) -> int:

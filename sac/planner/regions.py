@@ -71,6 +71,7 @@ class BudgetForward(RegionForward):
         self.block = block
         self.full = self.region
         self.planned: Region | None = None
+        self.profiled: RegionGroup | None = None  # of the profile
         self.is_plain = False  # whether the plan is no checkpointing
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +151,7 @@ class BudgetRegions:
         forwards = {one.block.path: one for one in self.forwards}
         resolved = usable_policy(self.config.policy or _EVERYTHING)
         for block, group in groups_of(resolved, [one.block for one in forwards.values()], "selective"):
-            forwards[block.path].region = ProfiledRegion(block, group)
+            forwards[block.path].region, forwards[block.path].profiled = ProfiledRegion(block, group), group
 
     def profiles(self) -> tuple[RegionProfile, ...]:
         """Return the profiles that the calls have made."""
@@ -172,6 +173,9 @@ class BudgetRegions:
         for block, group in groups_of(resolved, [one.block for one in forwards.values()], "selective"):
             forward, region = forwards[block.path], Region(group, block.path)
             forward.planned = region
+            if (profiled := forward.profiled) is not None:  # a planned call keeps nothing to verify units anew
+                group.functions.update(profiled.functions)
+                group.verified = group.verified or profiled.verified
             if block.path in planned.full:
                 forward.planned = forward.full
                 forward.full.group.give_up("it is not planned", block.path)

@@ -50,7 +50,7 @@ class _Site:
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """A rule to be: ``names`` are its ops, ``modules`` and ``calls`` None for all."""
+    """A rule to be: ``names`` are its ops, Functions or units, ``modules`` and ``calls`` None for all."""
 
     names: tuple[str, ...]
     modules: frozenset[str] | None
@@ -100,7 +100,7 @@ def saved_by(policy: Policy, profile: RegionProfile) -> frozenset[int]:
     """Return the entries that the rules of a policy on ops save in a region, as far as ops and modules tell."""
     saved = set()
     for entry in profile.candidates:
-        rule = next((one for one in policy.rules if one.ops and matches_entry(one, entry)), None)
+        rule = next((one for one in policy.rules if not one.matches_module and matches_entry(one, entry)), None)
         if rule is not None and rule.do == Decision.SAVE.value:
             saved.add(entry.number)
     return frozenset(saved)
@@ -137,7 +137,7 @@ def rules_of(
             _word(product.names),
             product.layers,
             barred,
-            ops=product.names,
+            **_named(product.names),
             module=None if product.modules is None else PathPattern.parse(_pattern(modules)),
             call=None if product.calls is None else Calls(index=product.calls),
         )
@@ -148,12 +148,18 @@ def matches_entry(rule: Rule, entry: Entry) -> bool:
     """Return whether a rule on ops matches this entry of a region that it is for."""
     at_module = rule.module is None or rule.module.matches(entry.module)
     fits = rule.fits_shape(entry.shape) and (not rule.dtype or entry.dtype in rule.dtype)
-    return at_module and fits and (rule.call is None or rule.call.matches(entry.call)) and is_named(rule.ops, entry.op)
+    if not (at_module and fits and (rule.call is None or rule.call.matches(entry.call))):
+        return False
+    kind, _, name = entry.op.partition(" ")
+    return is_named(rule.ops, entry.op) or (bool(name) and rule.matches_unit(name, name if kind == "unit" else ""))
 
 
 @cache
 def is_named(names: tuple[str, ...], op: str) -> bool:
-    """Return whether an op is one of those that a rule names, in each of its calls."""
+    """Return whether an op or a unit is one of those that a rule names, in each of its calls."""
+    kind, _, name = op.partition(" ")
+    if name:
+        return op in names or resolve_ops(names).matches_unit(name, name if kind == "unit" else "")
     found, matcher = find_op(op), resolve_ops(names)
     return op in names or (found is not None and matcher.matches(found) and not matcher.conditional(found))
 
@@ -177,7 +183,8 @@ def _products(sites: Sequence[_Site]) -> list[_Product]:
     """Return products that together match each site in all layers that save it, and in none that recomputes it."""
 
     def is_allowed(product: _Product) -> bool:
-        return not any(site.recomputed & product.layers and product.matches(site) for site in sites)
+        is_mixed = len({name.partition(" ")[0] if " " in name else "" for name in product.names}) > 1
+        return not is_mixed and not any(site.recomputed & product.layers and product.matches(site) for site in sites)
 
     found: list[_Product] = []
     for site in sorted((site for site in sites if site.saved), key=lambda one: -len(one.saved)):
@@ -198,6 +205,13 @@ def _products(sites: Sequence[_Site]) -> list[_Product]:
             pairs = [*combinations(found, 2)]
     order = {site: number for number, site in enumerate(sites)}
     return sorted(found, key=lambda one: min(order[site] for site in sites if one.matches(site)))
+
+
+def _named(names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Return the matcher of a rule on these ops, Functions or units."""
+    kind = names[0].partition(" ")[0] if " " in names[0] else ""
+    key = {"function": "functions", "unit": "units"}.get(kind, "ops")
+    return {key: tuple(name.removeprefix(f"{kind} ") for name in names)}
 
 
 def _packet(op: str) -> str:
@@ -226,6 +240,8 @@ def layers_of(numbers: Iterable[int]) -> Layers:
 
 def _word(names: Sequence[str]) -> str:
     """Return the name of a rule on these ops."""
+    if " " in names[0]:
+        return names[0].rpartition(" ")[2].rpartition(".")[2]
     first = names[0].split(".")
     return (first[1] if len(first) > 1 else first[0]).split("::")[-1].strip("_")
 

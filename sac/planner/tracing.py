@@ -17,12 +17,12 @@ from sac.engine.op_trace import OpTraceRecorder, RegionStats
 from sac.engine.recorder import TapeMode
 from sac.engine.region import Region, RegionGroup
 from sac.engine.settings import REPLAY, Settings
-from sac.engine.table import CallSite, DecisionTable, decide
+from sac.engine.table import CallSite, DecisionTable, ResolvedRule, decide
 from sac.engine.tape import Tape
 from sac.engine.taped import TapedFrame
 from sac.ops.names import op_name
 from sac.outer_hooks import PackHooks
-from sac.planner.cost import is_causal, moved_bytes
+from sac.planner.cost import attention_flops, is_causal, moved_bytes
 from sac.planner.profile import Entry, Need, RegionProfile
 from sac.policy.model import Decision
 from sac.tensors import storage_bytes, tensors_of
@@ -74,6 +74,18 @@ class _ProfileTrace(OpTraceRecorder):
             self._after_op(entry)
             self._look(entry, out)
 
+    def add_unit(self, site: Any, rule: Any, decision: Decision, arguments: Any, returned: Any, first: int) -> None:
+        """Append a unit, the last entry of the tape; it runs the ops inside again."""
+        super().add_unit(site, rule, decision, arguments, returned, first)
+        entry, row = len(self._tape.sites) - 1, self.rows[-1]
+        inside = [self.sizes[number] for number in range(first, entry) if number in self.sizes]
+        flops, moved = (sum(one[key] for one in inside) for key in ("flops", "moved_bytes"))
+        self.sizes[entry] = {
+            **{"call": row.call, "shape": row.shape, "dtype": row.dtype},
+            "flops": flops or attention_flops(site.rule_name, arguments),
+            "moved_bytes": max(moved, moved_bytes(arguments, {}, returned)),
+        }
+
     def _look(self, entry: int, out: Any) -> None:
         """Note which values are alive now that an op has returned ``out``."""
         tape, alive = self._tape, self._alive
@@ -97,6 +109,13 @@ class _ProfilingMode(TapeMode):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._would_save: set[int] = set()
+        self.units: set[Any] = set()  # sites of units that a policy would save
+
+    def decide_on_unit(self, site: Any, args: Any, out: Any) -> tuple[Decision, ResolvedRule | None]:
+        """See ``TapeMode.decide_on_unit``; a call of which ops explain everything does not become a unit."""
+        if super().decide_on_unit(site, args, out)[0].keeps:
+            self.units.add(site)
+        return Decision.RECOMPUTE, None
 
     def _decide(self, site: CallSite, entry: int, args: Any, kwargs: Any, out: Any) -> None:
         if site.must_save:
@@ -121,6 +140,8 @@ class _ProfilingFrame(TapedFrame):
         self._block, self._after_op = block, after_op
         self.profile: RegionProfile | None = None
         super().__init__(*args, trace=None, replays=True)
+        assert self.mode is not None
+        self.mode.keeps_units = False  # later steps do not
 
     def _new_tape(self) -> _SizedTape:
         return _SizedTape(self.group.table, self.owners)
@@ -153,18 +174,21 @@ class _ProfilingFrame(TapedFrame):
         )
 
     def _entry(self, number: int, saved: set[int], sizes: dict[int, dict[str, Any]]) -> Entry:
-        tape, site = self.tape, self.tape.sites[number]
-        results, is_op = tape.results(number), type(site) is CallSite
+        tape, mode, site = self.tape, self.mode, self.tape.sites[number]
+        assert isinstance(mode, _ProfilingMode)
+        results, is_op, is_unit = tape.results(number), type(site) is CallSite, number in tape.units
+        is_kept = is_unit and any(value in tape.kept for value in results)  # it communicates
         return Entry(
             number=number,
-            module=site.path if is_op else "",
-            op=op_name(site.op) if is_op else "",
+            module=site.path if is_op or is_unit else "",
+            op=op_name(site.op) if is_op else site.rule_name if is_unit else "",
             **{"call": 0, **sizes.get(number, {})},
             reads=tuple(tape.reads[number]),
             makes=tuple(results),
             writes=tuple(dict.fromkeys(tape.writes_of(number))),
-            savable=is_op and bool(results) and all(value in saved for value in results),
-            must_save=is_op and site.must_save and any(value in saved for value in results),
+            savable=bool(results)
+            and (site in mode.units if is_unit else is_op and all(one in saved for one in results)),
+            must_save=is_kept or (is_op and site.must_save and any(value in saved for value in results)),
             is_collective=is_op and site.is_collective,
             is_view=is_op and site.is_view,
         )
