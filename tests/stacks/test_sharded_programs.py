@@ -20,10 +20,14 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import sac
+from tests.dangers.test_11_published_kernels import TOKENS as KERNEL_ROWS
+from tests.dangers.test_11_published_kernels import Decoder as Kernels
 from tests.stacks.composition import Outcome, differences, outcome, train
 from tests.stacks.data_parallel import Batches, put, shard_fsdp2, trained, units_of
 from tests.stacks.decoders import BLOCK_OF, BLOCKS, Decoder, ExpertsBlock, decoder
 from tests.support.model_zoo import tiny
+from tests.support.programs import WIDTH as KERNEL_WIDTH
+from tests.support.rank_programs import FunctionalSum
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_same
 
@@ -175,6 +179,35 @@ def replicated_and_sharded(value: Any, order: str) -> Outcome:
     return trained(around(order, value, decoder("experts"), shard, tp_group=mesh["shard"]), same_data=True)
 
 
+class WithKernels(Kernels):
+    """A layer of kernels, and a Function that communicates."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return FunctionalSum.apply(super().forward(x).tanh()).sin()
+
+
+def kernels_accumulated(value: Any, order: str) -> Outcome:
+    """Two micro-batches per step, of which the first does not reduce gradients."""
+    torch.manual_seed(1)
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+
+    def shard(model: Any) -> None:
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+
+    model = around(order, value, nn.Sequential(*(WithKernels() for _ in range(3))), shard)
+
+    def step() -> Tensor:
+        for is_last in (False, True):
+            model.set_requires_gradient_sync(is_last)
+            loss = model(torch.randn(KERNEL_ROWS, KERNEL_WIDTH, generator=generator)).square().mean()
+            loss.backward()
+        return loss
+
+    return outcome(step, model)
+
+
 @functools.cache
 def without_us(program: Callable[..., Outcome], world: int, *args: Any) -> list[Outcome]:
     return run_ranks(world, program, "none", "before", *args)
@@ -194,6 +227,7 @@ CASES: list[tuple[Callable[..., Outcome], Any, str, tuple[Any, ...]]] = [
     (in_chunks, CHUNKS, "before", ()),
     (in_chunks, CHUNKS, "after", ()),
     (in_chunks, CHUNKS | {"use_reentrant": True}, "after", ()),
+    *((kernels_accumulated, value, order, ()) for value in BOTH for order in ("before", "after")),
     (replicated_and_sharded, "full", "before", ()),
     (replicated_and_sharded, SCATTERED, "before", ()),
 ]
@@ -206,7 +240,10 @@ def test_as_without_us(program: Callable[..., Outcome], value: Any, order: str, 
     ours = run_ranks(world, program, value, order, *more)
     assert [differences(one, reference) for one, reference in zip(ours, plain, strict=True)] == [[]] * world
     assert ours[0].flops > plain[0].flops
-    if program not in (several_forwards, backward_twice, removed):  # they do not say when forward is over
+    if program is kernels_accumulated:  # all that it sends belongs to units
+        assert ours[0].collectives.keys() == ours[1].collectives.keys() == plain[0].collectives.keys()
+        assert ours[0].collectives == ours[1].collectives
+    elif program not in (several_forwards, backward_twice, removed):  # they do not say when forward is over
         assert ours[0].kept_bytes < plain[0].kept_bytes
     if world == 4:
         gathers = BLOCKS if value is SCATTERED else 0  # the input of each region, once
