@@ -172,7 +172,8 @@ class KindReport:
     same, and no bytes are known.
     ``traced``: None if no region was compiled. ``compiled_graphs``: compiled graphs that ran inside the region; rules
     treat each of them as one op.
-    ``input_host_bytes``: inputs kept in host memory for a device, in addition to ``input_bytes``.
+    ``input_bytes``: inputs, and copies of inputs and buffers from before the region wrote to them;
+    ``input_host_bytes``: inputs kept in host memory for a device, in addition.
     ``dead_bytes``: saved by decision, then freed at the end of forward because backward can never read them.
     ``offloads``: what became of what rules offload; ``saved_bytes`` counts what stayed on the device, not what has
     moved to the host.

@@ -95,7 +95,9 @@ class Frame:
         self._end(self.state.end())
         self.is_open = False
         if self._owes is not None or any(handle.state == MISSING for handle in alive(self._handles)):
-            self.input_bytes = self.inputs.bytes
+            on_device, on_host = self.inputs.bytes
+            before = self.tape.before if self.tape is not None else {}  # of inputs and buffers, before a write
+            self.input_bytes = on_device + sum(copy.nbytes() for _, copy in before.values()), on_host
         else:
             self._drop()
 

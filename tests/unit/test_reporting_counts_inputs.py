@@ -87,3 +87,21 @@ def test_what_is_recomputed_counts_its_inputs_once() -> None:
     x = square()[0].requires_grad_()
     model(x).sum().backward()
     assert sac.report(model).kinds[0].input_bytes == x.nbytes
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.norm(x)).relu()
+
+
+@pytest.mark.parametrize("value", ["full", selective(policy(save("matmul")))], ids=["full", "selective"])
+def test_copies_of_buffers_from_before_the_forward_are_counted(value: Any) -> None:
+    model = sac.apply(Stack(Normed()), value)
+    x = torch.randn(4, 8)
+    model(x).sum().backward()
+    (kind,) = sac.report(model).kinds
+    assert kind.input_bytes == x.nbytes + sum(buffer.nbytes for buffer in model.buffers())
