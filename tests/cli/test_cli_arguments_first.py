@@ -10,14 +10,15 @@ import pytest
 from torch import nn
 
 from sac.policy.load import shipped_policies
+from sac.tools import comparison
 from sac.tools.cli import main
 
 LLAMA = "hf:examples/llama-3.2-1b.json"
 TOY = "tests.unit.planner.plan_models:stack"
 ALL = ("trace", "compare", "plan")
 POLICIES = ", ".join(("none", "full", "selective", *shipped_policies()))
-SIZE = "is not a size\n    legal: 1, 2, 3, …"
-UNKNOWN = f': "lama" is not known\n    did you mean: llama\n    legal: {POLICIES}, a path to a YAML file, or a mapping'
+SIZE = "is not a size / legal: 1, 2, 3, …"
+UNKNOWN = f': "lama" is not known / did you mean: llama / legal: {POLICIES}, a path to a YAML file, or a mapping'
 
 
 class Built(AssertionError):
@@ -30,7 +31,8 @@ def _no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise Built(type(self).__name__)
 
     transformers = pytest.importorskip("transformers")
-    # their files make modules when they are imported
+    # these files make modules when they are imported
+    assert comparison
     assert transformers.LlamaForCausalLM
     assert transformers.ViTForImageClassification
     assert transformers.CLIPModel
@@ -52,71 +54,47 @@ def command(name: str, *more: str, model: str = LLAMA) -> list[str]:
     return [name, *([] if "--model" in more else ["--model", model]), *budget, *more]
 
 
-# The commands, what they are given (a `*` is the folder of the test), and how the error begins.
-CASES: list[tuple[tuple[str, ...], str, str]] = [
-    (ALL, "--layers 0", f"--layers: 0 {SIZE}"),
-    (ALL, "--seq=-1", f"--seq: -1 {SIZE}"),
-    (ALL, "--batch 0", f"--batch: 0 {SIZE}"),
-    (ALL, "--vocab 0", f"--vocab: 0 {SIZE}"),
-    (
-        ALL,
-        "--dtype bfloat",
-        "--dtype: unknown dtype 'bfloat'\n    did you mean: bfloat16\n    legal: float32",
-    ),
-    (
-        ALL,
-        "--model hf:nowhere.json",
-        "--model: cannot read nowhere.json: No such file or directory\n    legal: a ",
-    ),
-    (ALL, "--model tests.nowhere:f", "--model: 'tests.nowhere:f': no module named 'tests.nowhere'"),
-    (ALL, f"--model {TOY[:-1]}", f"--model: '{TOY[:-1]}': module "),
-    (ALL, "--model llama", "--model: 'llama' is not a model spec"),
-    (
-        ALL,
-        "--model hf:*/clip.json",
-        "--seq: CLIPModel has 77 positions, fewer than a row of 128 tokens\n    legal: 1",
-    ),
-    (("trace", "compare"), "--device gpu", "--device: 'gpu' cannot be measured\n    legal: cpu, cuda"),
-    (("trace",), "--policy lama", f"--policy{UNKNOWN}"),
-    (("compare",), "--modes lama", f"--modes{UNKNOWN}"),
-    (("trace",), "--policy */mine.yaml", "*/mine.yaml:4:"),
-    (("compare",), "--modes */mine.yaml", "*/mine.yaml:4:"),
-    (
-        ("compare",),
-        "--text examples/text.txt --model hf:*/vit.json",
-        "--text: ViTForImageClassification reads 'pixel",
-    ),
-    (("compare",), "--steps 1", "--steps: 1 steps cannot be timed: the first one warms up\n    legal: 2, 3, 4, …"),
-    (("compare",), "--optimizer adam", "--optimizer: unknown optimizer 'adam'\n    did you mean: adamw"),
-    (("compare",), "--text nowhere", "--text: cannot read nowhere: No such file or directory\n    legal: a text file"),
-    (
-        ("compare",),
-        "--text examples/text.txt --vocab 200",
-        "--vocab: 200 tokens cannot hold the bytes of a text",
-    ),
-    (("compare",), "--picture */mine.yaml/c.svg", "*/mine.yaml/c.svg: the file cannot be written: Not a directory"),
-    (
-        ("compare",),
-        "--picture */c.foo",
-        "*/c.foo: the picture cannot be saved: Format 'foo' is not supported",
-    ),
-    (("plan",), "--device h1000", "device: the planner has no figures for 'h1000'\n    did you mean: h100"),
-    (("plan",), "--budget lots", 'budget: "lots" is not a budget: it is not a number with a unit'),
-    (("plan",), "--optimizer adamm", "optimizer: 'adamm' is not known\n    did you mean: adam"),
-    (("plan",), "--fsdp 1", "ranks: 1 ranks to shard over\n    legal: 2, 3, 4, …"),
-    (("plan",), "--out nowhere/p.yaml", "nowhere/p.yaml: the file cannot be written: No such file or directory"),
-]
+# The commands; what they are given (`*`: the folder of the test); how the error begins (` / ` begins a line of it).
+TABLE = f"""
+all           | --layers 0 | --layers: 0 {SIZE}
+all           | --seq=-1 | --seq: -1 {SIZE}
+all           | --batch 0 | --batch: 0 {SIZE}
+all           | --vocab 0 | --vocab: 0 {SIZE}
+all           | --dtype bfloat | --dtype: unknown dtype 'bfloat' / did you mean: bfloat16 / legal: float32
+all           | --model hf:nowhere.json | --model: cannot read nowhere.json: No such file or directory / legal: a
+all           | --model tests.nowhere:f | --model: 'tests.nowhere:f': no module named 'tests.nowhere'
+all           | --model {TOY[:-1]} | --model: '{TOY[:-1]}': module
+all           | --model llama | --model: 'llama' is not a model spec
+all           | --model hf:*/clip.json | --seq: CLIPModel has 77 positions, fewer than a row of 128 tokens / legal: 1
+trace compare | --device gpu | --device: 'gpu' cannot be measured / legal: cpu, cuda
+trace         | --policy lama | --policy{UNKNOWN}
+compare       | --modes lama | --modes{UNKNOWN}
+trace         | --policy */mine.yaml | */mine.yaml:4:
+compare       | --modes */mine.yaml | */mine.yaml:4:
+compare       | --text examples/text.txt --model hf:*/vit.json | --text: ViTForImageClassification reads 'pixel
+compare       | --steps 1 | --steps: 1 steps cannot be timed: the first one warms up / legal: 2, 3, 4, …
+compare       | --optimizer adam | --optimizer: unknown optimizer 'adam' / did you mean: adamw
+compare       | --text nowhere | --text: cannot read nowhere: No such file or directory / legal: a text file
+compare       | --text examples/text.txt --vocab 200 | --vocab: 200 tokens cannot hold the bytes of a text
+compare       | --picture */mine.yaml/c.svg | */mine.yaml/c.svg: the file cannot be written: Not a directory
+compare       | --picture */c.foo | */c.foo: the picture cannot be saved: Format 'foo' is not supported
+plan          | --device h1000 | device: the planner has no figures for 'h1000' / did you mean: h100
+plan          | --budget lots | budget: "lots" is not a budget: it is not a number with a unit
+plan          | --optimizer adamm | optimizer: 'adamm' is not known / did you mean: adam
+plan          | --fsdp 1 | ranks: 1 ranks to shard over / legal: 2, 3, 4, …
+plan          | --out nowhere/p.yaml | nowhere/p.yaml: the file cannot be written: No such file or directory
+"""
+CASES = [tuple(cell.strip() for cell in row.split("|")) for row in TABLE.strip().splitlines()]
 
 
 @pytest.mark.parametrize(("names", "given", "text"), CASES)
-def test_refused(
-    names: tuple[str, ...], given: str, text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_refused(names: str, given: str, text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     if "--picture" in given:
         pytest.importorskip("matplotlib")
     more = given.replace("*", str(tmp_path)).split()
-    for name in names:
-        assert refusal(capsys, *command(name, *more)).startswith(text.replace("*", str(tmp_path)))
+    expected = text.replace("*", str(tmp_path)).replace(" / ", "\n    ")
+    for name in ALL if names == "all" else names.split():
+        assert refusal(capsys, *command(name, *more)).startswith(expected)
 
 
 def test_a_trace_file_that_cannot_be_written(
