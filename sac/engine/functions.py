@@ -337,16 +337,16 @@ class UnitCall:
     def _end(self, out: Any) -> None:
         """Decide what is explained; add the unit."""
         tape, scope, mode = self.tape, self.scope, self.mode
-        handles = {number: handle for number, reference in enumerate(scope.saved) if (handle := reference())}
-        results = self._results(out, handles)
         roots, makers = tape.roots, tape.makers
-        positions = {roots[value]: position for position, value in reversed([*enumerate(self.reads)])}
-        aliased = {positions[roots[one.value]] for one in results if one.is_returned and roots[one.value] in positions}
-        written = self._written(results, positions, aliased)
-        inside = range(scope.first, len(tape.sites))
-        writing = (entry for entry in inside if tape.sites[entry].writes)
+        self.handles = {number: handle for number, reference in enumerate(scope.saved) if (handle := reference())}
+        self.results = self._results(out)
+        self.positions = {roots[value]: position for position, value in reversed([*enumerate(self.reads)])}
+        returned = (roots[one.value] for one in self.results if one.is_returned)
+        self.aliased = {self.positions[root] for root in returned if root in self.positions}
+        self.written = self._written()
+        writing = (entry for entry in range(scope.first, len(tape.sites)) if tape.sites[entry].writes)
         op_written = {root for entry in writing for root in tape.writes_of(entry) if makers[root] < scope.first}
-        op_written -= scope.opaque
+        self.op_written = op_written - scope.opaque
         self.decision, self.rule, rule = Decision.RECOMPUTE, NO_RULE, None
         if self.site.conditional_rules:
             self.decision, rule = mode.decide_on_unit(self.site, self.args, out)
@@ -354,11 +354,11 @@ class UnitCall:
                 self.rule = rule.index
             if self.decision.keeps:
                 scope.strict = scope.strict or "a rule saves it"
-        wanted = _unexplained(tape, scope, results)
-        is_unit = bool(wanted or written)
-        if is_unit and (op_written or written or self._sends()) and not scope.strict:
+        self.wanted = _unexplained(tape, scope, self.results)
+        is_unit = bool(self.wanted or self.written)
+        if is_unit and (self.op_written or self.written or self._sends()) and not scope.strict:
             scope.strict = "writes to arguments, or communicates"  # and must do so once
-            wanted = _unexplained(tape, scope, results)
+            self.wanted = _unexplained(tape, scope, self.results)
         # Under `verify: never` most Functions are units, whose ops a rerun on another rank would send again.
         if is_unit and rule is None and self._sends() and mode.probes:
             self.decision = Decision.SAVE
@@ -367,11 +367,11 @@ class UnitCall:
         inner = [value for value in range(self.first_value, len(roots)) if value in tape.kept]
         last = len(roots)
         if is_unit:
-            last, served = self._add_unit(results, handles, wanted, written, op_written, positions, aliased, inner)
+            last, served = self._add_unit(inner)
             inner = [value for value in inner if makers[value] not in served]
             if mode.op_trace is not None:
-                returned = [one.tensor for one in results if one.is_returned]
-                mode.op_trace.add_unit(self.site, rule, self.decision, self.arguments, returned, scope.first)
+                out = [one.tensor for one in self.results if one.is_returned]
+                mode.op_trace.add_unit(self.site, rule, self.decision, self.arguments, out, scope.first)
         tape.fresh.difference_update([root for root in tape.fresh if root >= self.first_value])
         tape.constants = {root: entry for root, entry in tape.constants.items() if root < self.first_value}
         for value in range(self.first_value, last):  # tensors that live on and that nothing can give again
@@ -381,90 +381,77 @@ class UnitCall:
                     del tape.ids[id(tensor)]
                 else:
                     tape.fresh.add(roots[value])
-        for handle in handles.values():
+        for handle in self.handles.values():
             mode.decide_on(handle, handle.value)
         if inner:
-            explained = [one.value for one in results if roots[one.value] not in wanted]
+            explained = [one.value for one in self.results if roots[one.value] not in self.wanted]
             _drop_kept(tape, inner, explained, scope.first)
 
-    def _results(self, out: Any, handles: dict[int, Handle]) -> list[_Result]:
+    def _results(self, out: Any) -> list[_Result]:
         results = []
         for number, tensor in enumerate(tensors_in(out)):
             value = self.tape.known(tensor)
             results.append(_Result(True, number, tensor, self.mode.same_as(tensor) if value is None else value))
-        return results + [_Result(False, number, one.value, one.position[0]) for number, one in handles.items()]
+        return results + [_Result(False, number, one.value, one.position[0]) for number, one in self.handles.items()]
 
-    def _written(self, results: list[_Result], positions: dict[int, int], aliased: set[int]) -> set[int]:
+    def _written(self) -> set[int]:
         """Return the positions of the arguments that were written to where no op is seen to."""
-        tape, scope, facts = self.tape, self.scope, self.facts
+        tape, facts = self.tape, self.facts
         written: set[int] = set()
-        if scope.sums is not None:
-            written = self._examined(results, positions, aliased)
+        if self.scope.sums is not None:
+            written = self._examined()
         elif facts is not None:
             written = {position for position in facts.written if position < len(self.reads)}
             if facts.strict:
-                written |= aliased - facts.aliased
+                written |= self.aliased - facts.aliased
         elif not self.site.is_compiled:
-            written = set(aliased)
+            written = set(self.aliased)
         # An argument that was uninitialised memory: the call fills it
         written |= {position for position, value in enumerate(self.reads) if tape.roots[value] in tape.fresh}
         for position in written:
             root = tape.roots[self.reads[position]]
             if tape.makers[root] < 0 and root not in tape.before and root not in tape.writers:
-                tape.why_not = (
-                    tape.why_not or f"{self.site.name} writes to a tensor from outside where no op is seen to"
-                )
+                reason = f"{self.site.name} writes to a tensor from outside where no op is seen to"
+                tape.why_not = tape.why_not or reason
         return written
 
-    def _examined(self, results: list[_Result], positions: dict[int, int], aliased: set[int]) -> set[int]:
+    def _examined(self) -> set[int]:
         """Look once more at results and arguments; note the facts, and return what was written to."""
         tape, scope = self.tape, self.scope
-        scope.look(one.tensor for one in results)
+        scope.look(one.tensor for one in self.results)
         scope.look(self.arguments)
         at = {storage_address(tensor): position for position, tensor in reversed([*enumerate(self.arguments)])}
         written = {at[address] for address in scope.hidden if address in at}
         facts = self.mode.facts.setdefault(self.key, Facts())
-        facts.aliased |= aliased
+        facts.aliased |= self.aliased
         facts.written |= written
         facts.strict = facts.strict or bool(scope.hidden)
         if scope.hidden:
             scope.strict = scope.strict or "hidden writes"
-        fresh = {place for place, value in enumerate(self.reads) if tape.roots[value] in tape.fresh & positions.keys()}
+        fresh = {place for place, value in enumerate(self.reads) if tape.roots[value] in tape.fresh}
         for position in written | fresh:
             root = tape.roots[self.reads[position]]
             if root in self.copies:
                 tape.before[root], tape.is_careful = self.copies[root], True
         return written
 
-    def _add_unit(
-        self,
-        results: list[_Result],
-        handles: dict[int, Handle],
-        wanted: set[int],
-        written: set[int],
-        op_written: set[int],
-        positions: dict[int, int],
-        aliased: set[int],
-        inner: list[int],
-    ) -> tuple[int, set[int]]:
+    def _add_unit(self, inner: list[int]) -> tuple[int, set[int]]:
         """Append the unit; return its first value, and the inner entries that are served when it runs again."""
         tape, roots = self.tape, self.tape.roots
         unit = len(tape.sites)
         tape.append(self.site, self.template, [*self.reads, *self._read_inside(unit)], {})
         tape.unit_of.update((entry, unit) for entry in tape.collectives if entry >= self.scope.first)
-        served, saves = self._what_to_keep(unit, inner, [(one.tensor, roots[one.value]) for one in results], wanted)
+        served, saves = self._what_to_keep(unit, inner)
         rule = self.rule if self.decision.keeps else tape.rule_of[inner[0]] if inner else NO_RULE
         new_values: dict[int, int] = {}
         new_roots: dict[int, int] = {}
         described = []
-        for result in results:
+        for result in self.results:
             root = roots[result.value]
-            if root not in wanted:
-                if not result.is_returned and (
-                    (root in positions and positions[root] in written)
-                    or (root in op_written and handles[result.number].position[1] > self._first_write(root))
-                ):
-                    handles[result.number].position = result.value, unit + 1
+            handle = None if result.is_returned else self.handles[result.number]
+            if root not in self.wanted:
+                if handle is not None and self._is_saved_after_a_write(root, handle):
+                    handle.position = result.value, unit + 1
                 continue
             if result.value not in new_values:
                 new = new_values[result.value] = tape.add_value(result.tensor, new_roots.get(root, -1), unit)
@@ -474,31 +461,37 @@ class UnitCall:
                     tape.kept[new] = detached(result.tensor)
                     tape.kept_roots.add(roots[new])
                     tape.rule_of[new] = rule
-            if not result.is_returned:
-                handles[result.number].position = new_values[result.value], unit + 1
+            if handle is not None:
+                handle.position = new_values[result.value], unit + 1
         if len(described) != 1:
             tape.counts[unit] = len(described)
-        self._move_writes(unit, written, op_written, positions)
+        self._move_writes(unit)
         if moved := advanced(self.states):
             tape.states[unit] = moved
-        returned = [one.tensor for one in results if one.is_returned] if aliased else []
+        returned = [one.tensor for one in self.results if one.is_returned] if self.aliased else []
         dirty = {
             value
             for value, tensor in zip(self.reads, self.arguments, strict=True)
-            if roots[value] in op_written or any(tensor is other for other in returned)
+            if roots[value] in self.op_written or any(tensor is other for other in returned)
         }
         tape.units[unit] = Unit(
             self.site.name, self.call, described, self.needs, dirty, self.grad, self.autocast, self.key, served
         )
         if (self.mode.verifies or (self.facts is None and self.mode.probes)) and not self._sends():
-            made = [(new_values[one.value], one.tensor) for one in results if one.value in new_values]
-            made += [(self.reads[position], self.arguments[position]) for position in written]
+            made = [(new_values[one.value], one.tensor) for one in self.results if one.value in new_values]
+            made += [(self.reads[position], self.arguments[position]) for position in self.written]
             for value, tensor in made:
                 if value not in tape.kept and not is_in_flight(tensor):
                     tape.units[unit].then.append((value, (tensor.shape, tensor.dtype), checksum(tensor)))
                     if self.mode.keeps_units and tape.makers[value] == unit:
                         tape.units[unit].spare[value] = detached(tensor)
         return tape.firsts[unit], set(served.values())
+
+    def _is_saved_after_a_write(self, root: int, handle: Handle) -> bool:
+        """Return whether autograd saved an argument with what the call has written to it."""
+        if self.positions.get(root) in self.written:
+            return True
+        return root in self.op_written and handle.position[1] > self._first_write(root)
 
     def _sends(self) -> bool:
         """Return whether the call communicates with other ranks."""
@@ -534,9 +527,7 @@ class UnitCall:
                 found = f"{name} reads a tensor that is not among its arguments and that {op} has computed"
                 raise RegionError(Problem(self.mode.where, found, fix="pass it to the unit as an argument"))
 
-    def _what_to_keep(
-        self, unit: int, inner: list[int], results: list[tuple[Tensor, int]], wanted: set[int]
-    ) -> tuple[dict[tuple[int, int], int], bool]:
+    def _what_to_keep(self, unit: int, inner: list[int]) -> tuple[dict[tuple[int, int], int], bool]:
         """Return what is served when the function runs again, and whether its own results are saved instead."""
         tape, scope = self.tape, self.scope
         facts: Facts | None = self.mode.facts.get(self.key)
@@ -546,16 +537,18 @@ class UnitCall:
         if self.decision.keeps or (facts is not None and facts.unsteady):
             return {}, True
         unservable = facts.unservable if facts is not None else set()
-        return _cheaper(tape, inner, scope.first, unit, unservable, [one for one in results if one[1] in wanted])
+        results = [(one.tensor, tape.roots[one.value]) for one in self.results]
+        wanted = [one for one in results if one[1] in self.wanted]
+        return _cheaper(tape, inner, scope.first, unit, unservable, wanted)
 
-    def _move_writes(self, unit: int, written: set[int], op_written: set[int], positions: dict[int, int]) -> None:
+    def _move_writes(self, unit: int) -> None:
         """Make the unit the writer of what the call has written to, in place of its ops."""
         tape = self.tape
-        for root in op_written:
+        for root in self.op_written:
             tape.writers[root] = [entry for entry in tape.writers[root] if entry < self.scope.first]
-            position = positions.get(root)
+            position = self.positions.get(root)
             tape.wrote(self.reads[position] if position is not None else root, unit)
-        for position in written:
+        for position in self.written:
             tape.wrote(self.reads[position], unit)
 
 

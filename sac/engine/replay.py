@@ -30,6 +30,9 @@ class ChangedError(Exception):
 def replay(tape: Tape, schedule: Schedule, wanted: list[tuple[int, int, int]]) -> Iterator[tuple[int, Tensor]]:
     """Run ``schedule``, which fills ``wanted``; yield each handle's index with its value."""
     schedule = _with_changes(tape, schedule, wanted)
+    steps = {step[0] for step in schedule.steps}
+    if (tape.drawing & steps) - tape.states.keys() or {tape.chained.get(entry, entry) for entry in steps} - steps:
+        raise CannotReplayError("an op would draw again whose random state was let go of")
     values = _start(tape, schedule)
     with _generators_kept(tape), torch.no_grad():
         guards = _below_autograd()

@@ -89,6 +89,7 @@ class Tape:
             int, int
         ] = {}  # such an entry -> the one before, if nothing else was drawn between; -1: none
         self.chained: dict[int, int] = {}  # the same if its states are not held
+        self.drawing: set[int] = set()  # all such entries, when states that no schedule needs have been let go of
         self.after: dict[int, GeneratorStates] = {}  # kept entry -> the same after it
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # passed to ops, with states before the first
         self.autocast: dict[int, Any] = {}  # entry of a custom op -> whether its body runs under autocast

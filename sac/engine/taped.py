@@ -241,6 +241,7 @@ class TapedFrame(Frame):
             routed = [value for value in tape.kept if getattr(tape.sites[tape.makers[value]], "must_save", False)]
             starts = dict.fromkeys([*self._schedule.kept, *served, *routed])
             tape.kept = {value: tape.kept[value] for value in starts}
+            tape.drawing = {*tape.states}
             tape.states = {entry: states for entry, states in tape.states.items() if entry in running}
             tape.chained = {
                 entry: tape.follows[entry] for entry in tape.states if tape.follows.get(entry, -1) in running

@@ -126,3 +126,63 @@ def test_context_fn_refuses_weights_that_change_between_the_passes() -> None:
         block.up.weight.mul_(2.0)
     with pytest.raises(RegionError, match=r"a tensor from outside the region \(float32\[8, 8\]\) was changed in place"):
         out.sum().backward()
+
+
+class DrawsInPlaceLater(nn.Module):
+    """`rrelu` fills what autograd has saved last; the other calls draw too, and save as many tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.calls = nn.Linear(4, 12), nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part[None, None] for part in self.qkv(x).chunk(3, 1))
+        h = x + F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)[0, 0]
+        self.calls += 1
+        return F.rrelu(h, training=True) if self.calls % 2 == 0 else self.out(h)
+
+
+@pytest.mark.parametrize("value", [FULL, MATMULS], ids=["full", "matmuls"])
+def test_an_op_that_saves_what_it_draws_is_noticed_in_its_first_call(value: dict[str, Any]) -> None:
+    assert all(map(torch.equal, trained(DrawsInPlaceLater), trained(DrawsInPlaceLater, value)))
+
+
+class Clamps(nn.Module):
+    """Writes to its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.alpha_dropout(x, 0.3, True)
+        with torch.no_grad():
+            self.out.weight.clamp_(-0.4, 0.4)
+        return self.out(h)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("engine", ["auto", "replay"])
+def test_what_is_remade_does_not_draw_anew(engine: str, early_stop: bool) -> None:
+    """The second call writes to what the replay of the first starts from, which then takes another schedule."""
+    rule = {**save("*", shape=["...", ">=4"]), "optional": True}
+    value = selective(policy(rule), engine=engine, early_stop=early_stop, verify="never")
+    assert all(map(torch.equal, trained(Clamps, calls=2), trained(Clamps, value, calls=2)))
+
+
+def trained(build: Any, value: dict[str, Any] | None = None, calls: int = 1) -> list[Tensor]:
+    """Gradients of three steps of one block, and the random state after each."""
+    torch.manual_seed(0)
+    model = Stack(build())
+    if value is not None:
+        sac.apply(model, value)
+    found = []
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        for _ in range(calls):
+            x = model(x)
+        model.zero_grad()
+        x.square().sum().backward()
+        found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        found.append(torch.get_rng_state())
+    return found
