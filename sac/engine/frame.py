@@ -59,7 +59,6 @@ class Frame:
         self.call: CallNode | None = None  # if something of it may wait in host memory
         # If activations are kept although other ranks may recompute: what was written to, with contents and version.
         self._owes: list[tuple[Tensor, Any, int]] | None = None
-        self._computed = 0  # tensors that autograd saved, without parameters and views of them
         self._packed: list[tuple[Tensor, int]] = []  # what autograd saves, with its version; until the forward ends
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_careful: bool) -> Any:
@@ -111,8 +110,6 @@ class Frame:
             fix = "do not fork inside of the block, or leave the block out of checkpointing"
             raise RegionError(Problem(self.where, found, fix=fix))
         handle = Handle(len(self._handles), tensor)
-        base = tensor._base
-        self._computed += type(tensor if base is None else base) is not Parameter
         self._handles.append(weakref.ref(handle))
         return handle
 
@@ -150,12 +147,11 @@ class Frame:
     def _seen(self, handles: Sequence[Handle], *, draws: bool) -> Counter[Any]:
         """Return what may be a choice or a draw: integer and bool tensors that autograd saves, by dtype, and draws.
 
-        Arguments, parameters and buffers do not count. Draws of a call that saves more tensors than others may be by an
-        op that saves what it draws.
+        Arguments, parameters and buffers do not count.
         """
         seen: Counter[Any] = Counter()
         if draws:
-            seen["draws", self._computed] = 1
+            seen["draws"] = 1
         choices = [handle for handle in handles if not _is_number(handle.metadata[1])]
         if choices:
             tensors = [tensor for _, tensor in self.inputs.tensors] + self.state.tensors

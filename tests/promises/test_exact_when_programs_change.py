@@ -128,25 +128,6 @@ def test_context_fn_refuses_weights_that_change_between_the_passes() -> None:
         out.sum().backward()
 
 
-class DrawsInPlaceLater(nn.Module):
-    """`rrelu` fills what autograd has saved last; the other calls draw too, and save as many tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out, self.calls = nn.Linear(4, 12), nn.Linear(4, 4), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part[None, None] for part in self.qkv(x).chunk(3, 1))
-        h = x + F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)[0, 0]
-        self.calls += 1
-        return F.rrelu(h, training=True) if self.calls % 2 == 0 else self.out(h)
-
-
-@pytest.mark.parametrize("value", [FULL, MATMULS], ids=["full", "matmuls"])
-def test_an_op_that_saves_what_it_draws_is_noticed_in_its_first_call(value: dict[str, Any]) -> None:
-    assert all(map(torch.equal, trained(DrawsInPlaceLater), trained(DrawsInPlaceLater, value)))
-
-
 class Clamps(nn.Module):
     """Writes to its weight."""
 
