@@ -187,7 +187,7 @@ class Facts:
 class UnitSite:
     """Stands for a call site in the tape. ``op``: the class of a Function, or the label of a named piece.
 
-    ``name``: in messages; ``rule_name``: what a rule's ``function:`` or ``unit:`` names, after that word.
+    ``name``: in messages; ``rule_name``: the same with the module of the class, as a rule names it.
     """
 
     is_flat = is_view = is_inplace_view = is_custom_op = is_collective = may_save = has_decision = writes = False

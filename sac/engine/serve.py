@@ -189,9 +189,8 @@ class Served(RegionMode):
 
     def check(self) -> None:
         """Tell of a call that ran with other arguments than in the forward, if no later one had these."""
-        for difference in self._differences():
+        if (difference := next(self._differences(), None)) is not None:
             self._tell(*difference)
-            break
 
     def _differences(self) -> Iterator[tuple[int, str, str]]:
         tape = self._tape
