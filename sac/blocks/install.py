@@ -18,18 +18,18 @@ from sac.blocks.find import Block, rules_here
 from sac.blocks.other_checkpointing import disable_guards, refuse_callers, refuse_flags
 from sac.blocks.paths import parts_of
 from sac.engine.compiled import run_in_eager, run_traced
-from sac.engine.op_trace import RegionStats
 from sac.engine.region import Region, RegionGroup, run_modules
-from sac.engine.settings import PLAIN, Settings
-from sac.engine.table import DecisionTable, ResolvedPolicy
+from sac.engine.settings import PLAIN, RERUN, Settings
+from sac.engine.table import ResolvedPolicy
 from sac.engine.tracker import TrackedForward, class_forward, takes_module, traced_forward
-from sac.errors import ModelError, PolicyError, Problem, RegionError, SacWarning, listing
+from sac.errors import ModelError, PolicyError, Problem, RegionError, SacWarning, listing, nearest
 from sac.policy.load import is_shipped, shipped_policies
 from sac.policy.model import Rule
 
 # -- Rules without a match: before anything runs, and after every region has run
 
 COMPILED = "compiled"  # the save-set of compiled graphs as a whole
+_OPTIONAL = "mark the rule `optional: true` if it may match nothing"
 
 
 class UnmatchedRules:
@@ -44,15 +44,20 @@ class UnmatchedRules:
         self._compiled: list[str] = []
         self._rules = list(rules)
         self._hit: set[str] = set()
+        self._units: set[str] = set()  # "function NAME" and "unit NAME" that have run
+        self._reruns = False
         self.strict = strict
         self.waits = bool(self._pending)
 
-    def saw(self, path: str, table: DecisionTable, stats: RegionStats) -> None:
-        """Record that a region has run; ``stats`` holds the hits of its call. May raise ``RegionError`` if strict."""
-        self._hit.update(one.rule.id for one in table.rules if one.index in stats.saved.hits)
-        self._pending.discard(path)
+    def saw(self, region: Region) -> None:
+        """Record that a region has run, and what its rules have matched. May raise ``RegionError`` if strict."""
+        stats, group = region.stats, region.group
+        self._hit.update(one.rule.id for one in group.table.rules if one.index in stats.saved.hits)
+        self._units |= group.units_seen
+        self._reruns = self._reruns or stats.engine == RERUN
+        self._pending.discard(region.path)
         if stats.compiled_graphs:
-            self._compiled.append(path)
+            self._compiled.append(region.path)
         if self._pending and stats.calls < 2:
             return
         self.waits = False
@@ -60,7 +65,7 @@ class UnmatchedRules:
         idle = self.idle()
         if not idle:
             return
-        problems = _problems(idle, _of_no_call, any_hit=bool(self._hit))
+        problems = _problems(idle, self._of_no_call, any_hit=bool(self._hit))
         if problems and self.strict:
             raise RegionError(problems)
         for problem in problems:
@@ -74,6 +79,20 @@ class UnmatchedRules:
     def idle(self) -> list[Rule]:
         """Return the rules that have matched nothing so far and are not optional."""
         return [rule for rule in self._rules if rule.id not in self._hit and not rule.optional]
+
+    def _of_no_call(self, rule: Rule) -> Problem:
+        key = "function" if rule.functions else "unit"
+        names = rule.functions or rule.units
+        what = "module" if rule.matches_module else key if names else "op"
+        found = f'rule "{rule.id}" matched no {what} in any region of the model'
+        if names and self._reruns:
+            fix = "rules on functions and units hold where a region is replayed; here it runs again as Python"
+            return Problem(rule.where(), found, fix=f"{fix}: leave `engine: rerun` out, or name ops")
+        if names:
+            seen = sorted(name.partition(" ")[2] for name in self._units if name.startswith(key))
+            near = next(filter(None, (nearest(name, seen) for name in names)), "")
+            return Problem(rule.where(), found, listing(seen), near, _OPTIONAL)
+        return _idle(rule.where(), what, found=found)
 
 
 def rules_without_place(
@@ -129,11 +148,6 @@ def _compiled_problem(paths: list[str]) -> Problem:
     )
 
 
-def _of_no_call(rule: Rule) -> Problem:
-    what = "module" if rule.matches_module else "op"
-    return _idle(rule.where(), what, found=f'rule "{rule.id}" matched no {what} in any region of the model')
-
-
 def _of_no_place(blocks: Sequence[Block], rule: Rule) -> Problem:
     if rule.blocks and not any(pattern.matches(block.path) for pattern in rule.blocks for block in blocks):
         patterns = ", ".join(f'"{pattern.text}"' for pattern in rule.blocks)
@@ -148,8 +162,7 @@ def _of_no_place(blocks: Sequence[Block], rule: Rule) -> Problem:
 
 def _idle(where: str, what: str, *, found: str) -> Problem:
     """Return the problem of a rule without effect; ``what`` is there none of: op, module."""
-    fix = f"`sac trace` lists the {what}s there are; mark the rule `optional: true` if it may match nothing"
-    return Problem(where, found, fix=fix)
+    return Problem(where, found, fix=f"`sac trace` lists the {what}s there are; {_OPTIONAL}")
 
 
 # -- Instance-level forwards: installing and removing regions
@@ -234,7 +247,7 @@ class RegionForward(InstalledForward):
             refuse_callers(module, region.path)
         output = self._call(*args, **kwargs)
         if watch.waits and region.stats.calls:  # 0 if this call ran without checkpointing
-            watch.saw(region.path, region.group.table, region.stats)
+            watch.saw(region)
         return output
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:

@@ -104,7 +104,9 @@ class ReportCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Log the figures if they are due; all ranks call ``trainer.log``, which logs on the first."""
         if state.global_step % self.every == 0 and _is_on(model):
+            asked = control.should_log
             self.trainer.log(report(model).scalars())
+            control.should_log = asked  # the Trainer takes any log for its own, which is still to come
 
 
 def take_over(model: nn.Module, value: Any = "selective") -> nn.Module:

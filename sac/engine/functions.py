@@ -296,7 +296,7 @@ class UnitCall:
                     tape.will_write(self.reads[position])
         scope.strict = self._why_strict(examines)
         self.grad, self.autocast, self.states = torch.is_grad_enabled(), autocast_states(), _states()
-        self.first_value = len(tape.roots)
+        self.first_value, self.first_row = len(tape.roots), len(mode.op_trace.rows) if mode.op_trace else 0
         self.needs = {
             value: (tensor.requires_grad, value in tape.leaves and tape.leaves[value].is_parameter)
             for value, tensor in zip(self.reads, self.arguments, strict=True)
@@ -371,7 +371,7 @@ class UnitCall:
             inner = [value for value in inner if makers[value] not in served]
             if mode.op_trace is not None:
                 out = [one.tensor for one in self.results if one.is_returned]
-                mode.op_trace.add_unit(self.site, rule, self.decision, self.arguments, out, scope.first)
+                mode.op_trace.add_unit(self.site, rule, self.decision, self.arguments, out, self.first_row)
         tape.fresh.difference_update([root for root in tape.fresh if root >= self.first_value])
         tape.constants = {root: entry for root, entry in tape.constants.items() if root < self.first_value}
         for value in range(self.first_value, last):  # tensors that live on and that nothing can give again

@@ -96,8 +96,12 @@ class OpTraceRecorder:
         returned: Sequence[Any],
         first: int,
     ) -> None:
-        """Append a call of an autograd Function or of a named piece, whose ops, from entry ``first``, have own rows."""
+        """Append a call of an autograd Function or of a named piece; rows from ``first`` are those of its ops."""
         key = site.path, site.name
+        if decision.keeps:
+            for number in range(first, len(self.rows)):
+                if self.rows[number].reason == "default":
+                    self.rows[number] = replace(self.rows[number], reason=f"inside {site.name}")
         count = self._calls[key] = self._calls.get(key, -1) + 1
         size = sum({storage_address(tensor): storage_bytes(tensor) for tensor in returned}.values())
         reason = "must-save" if rule is None and decision.keeps else _reason(site, rule, decision)  # it communicates

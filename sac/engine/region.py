@@ -93,6 +93,12 @@ class RegionGroup:
             problem = Problem(where, f"replay cannot be used here: {reason}", fix=fix)
             warnings.warn(str(problem), SacWarning, stacklevel=2)
 
+    @property
+    def units_seen(self) -> set[str]:
+        """The autograd Functions and named pieces that calls have shown, as ``function NAME`` or ``unit NAME``."""
+        called = [key[1] for key in self.functions if isinstance(key[0], str)]
+        return {one if isinstance(one, str) else f"function {one.__qualname__}" for one in called}
+
     def __reduce__(self) -> tuple[Any, ...]:
         return RegionGroup, (self.table, self.name)
 

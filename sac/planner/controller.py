@@ -86,7 +86,7 @@ class BudgetPlan:
         return (
             f"planned for a budget of {bytes_text(self.allowed)}: predicted peak {bytes_text(self.peak)} (least "
             f"{bytes_text(self.least)}, without checkpointing {bytes_text(self.most)}), "
-            f"{again:.0%} of the blocks' forward run again ({seconds_text(self.seconds)})"
+            f"{seconds_text(self.seconds)} of recomputing and recording, {again:.0%} of the blocks' forward"
             + (f", {self.in_flight} forwards in flight" if self.in_flight > 1 else "")
             + (": no checkpointing is needed" if self.most <= self.allowed else "")
             + (f"; a faster option of {path} would take {bytes_text(size)}" if path else "")

@@ -181,9 +181,8 @@ class BudgetRegions:
                 forward.full.group.give_up("it is not planned", block.path)
             forward.is_plain = block.path in planned.plain
             if forward.is_plain:
-                rules = [one.index for one in group.table.rules]
                 size = planned.held[block.path]
-                saved = SavedFigures(size, 0, dict.fromkeys(rules, size), dict.fromkeys(rules, 1))
-                region.stats = RegionStats(1, saved)
+                rule = next(one.index for one in group.table.rules if one.rule.matches_module)  # saves the whole block
+                region.stats = RegionStats(1, SavedFigures(size, 0, {rule: size}, {rule: 1}))
         self.used = ""
         self.use(PLANNED)

@@ -196,7 +196,3 @@ _COMMANDS: dict[str, Command] = {
     "compare": _compare,
     "plan": _plan,
 }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -95,6 +95,29 @@ def test_gradients_are_exact_whatever_is_saved(rules: str, engine: str) -> None:
     assert all(map(torch.equal, expected, trained({"policy": policy(*RULES[rules]), "engine": engine})))
 
 
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        ("auto", "matched no unit .*\n    did you mean: rope\n    legal: gate, mlp, rope"),
+        ("rerun", "runs again as Python"),
+    ],
+)
+def test_a_rule_that_names_no_unit_is_told_what_there_is(engine: str, told: str) -> None:
+    rules = policy({"unit": "roep", "do": "save"}, {"ops": "aten.addmm", "do": "save"})
+    with pytest.warns(sac.errors.SacWarning, match=told):
+        trained({"policy": rules, "engine": engine}, steps=1)
+
+
+def test_the_report_does_not_list_ops_inside_a_saved_unit_as_recomputed() -> None:
+    model: Any = sac.apply(
+        nn.Sequential(Block()), {"mode": "selective", "policy": policy(*RULES["mlp"]), "blocks": ["*"]}
+    )
+    model(torch.ones(4, 8)).sum().backward()
+    recomputed = {one.op for kind in sac.report(model).kinds for one in kind.unmatched}
+    assert "aten.sin.default" in recomputed
+    assert not recomputed & {"aten.tanh.default", "aten.native_dropout.default"}
+
+
 def test_a_saved_unit_is_not_called_again() -> None:
     expected = trained({"policy": policy({"ops": "aten.cos", "do": "save"})})
     again = calls.copy()

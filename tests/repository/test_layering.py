@@ -29,7 +29,7 @@ LAYERS = (
     {"planner"},
     {"compat"},
     {"tools"},
-    {"__init__"},  # the face
+    {"__init__", "__main__"},  # the face
 )
 RANKS = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
 FACE = ("apply", "remove", "load_policy", "context_fn", "checkpoint", "report", "plan")
