@@ -143,32 +143,6 @@ def test_as_much_is_held_as_under_rerun(body: Body, chosen: Any) -> None:
     assert held_bytes(body, chosen, "auto") == rerun
 
 
-def test_python_that_fails_on_what_it_is_served_runs_without_it() -> None:
-    """The served product is changed a second time, and the region refuses that."""
-
-    def body(block: FunctionBlock, x: Tensor) -> Tensor:
-        h = x @ block.a
-        before = h.cos()
-        h.detach().numpy()[:] += 100
-        if bool((h > 150).any()):
-            raise ValueError("not this")
-        return (before * h.sin()) @ block.b
-
-    expected, _ = steps(stack(body))
-    assert all(map(torch.equal, expected, steps(sac.apply(stack(body), selective(MIXED)))[0]))
-
-
-def test_an_error_of_the_region_itself_is_raised() -> None:
-    def body(block: FunctionBlock, x: Tensor) -> Tensor:
-        if block.runs > 1:
-            raise ValueError("of the region")
-        return ((x @ block.a).sin() + OFFSET).cos() @ block.b
-
-    loss = sac.apply(stack(body), selective(MIXED))(*square()).sum()
-    with pytest.raises(ValueError, match="of the region"):
-        loss.backward()
-
-
 def adds_up(block: FunctionBlock, x: Tensor) -> Tensor:
     h = FunctionalSum.apply((x @ block.a).sin())
     if block.leaves_replay:

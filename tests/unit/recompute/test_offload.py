@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 import sac
 from sac.blocks.install import regions_of
-from sac.engine.settings import Settings
 from sac.errors import RegionError, SacWarning
 from sac.full import FullConfig
 from sac.stores import transfers
@@ -38,7 +36,7 @@ from tests.support.blocks import (
 from tests.support.defects import DEFECTS
 from tests.support.pairs import in_pairs
 from tests.support.recording import without_collector
-from tests.support.simulated_streams import Simulation, simulated_streams, take_cpu_for_a_device
+from tests.support.simulated_streams import Simulation, simulated_streams
 from tests.support.training import (
     assert_same_training,
     built,
@@ -160,26 +158,6 @@ def test_same_training(monkeypatch, name, engine, program, backward, spares):
     assert simulation.races == []
 
 
-@pytest.mark.parametrize("name", ["products", "whole modules", "whole blocks"])
-def test_inputs_on_the_host_as_well(device, name):
-    assert_same_training(llama_stack, selective(POLICIES[name], store="host", keep="all"), steps=2)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_several_micro_batches_in_flight(device, engine):
-    plain, ours = built(llama_stack), built(llama_stack)
-    sac.apply(ours, selective(POLICIES["products"], engine=engine))
-    for model in (plain, ours):
-        torch.manual_seed(5)
-        outs = [model(*tokens()) for _ in range(3)]
-        for out in (outs[1], outs[0], outs[2]):
-            out.square().sum().backward()
-        del out, outs
-    pairs = zip(plain.parameters(), ours.parameters(), strict=True)
-    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
-    assert is_idle(ours)
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_calls_on_other_streams(device, engine):
     """Streams are asked for in each call: forward and backward of each step run on another one."""
@@ -239,13 +217,6 @@ def test_nothing_is_left_when_graphs_are_gone(device, engine, name):
                 assert all(of is None or of.is_idle() for of in one.applied.settings.transfers._of.values())
 
 
-def test_forward_without_grad_sends_nothing(device):
-    model = sac.apply(built(llama_stack), selective(POLICIES["products"]))
-    with torch.no_grad():
-        model(*tokens())
-    assert not [line for line in device.log if line.endswith("copies")]
-
-
 class Keeping(nn.Module):
     """Keeps a value that a rule offloads, and changes it before backward if told to."""
 
@@ -267,29 +238,6 @@ def test_what_others_hold_stays(device, engine):
     assert figures(model) == [(0, 0, {"held elsewhere too": 256})]
     out.sum().backward()
     assert model.blocks[0].kept is not None
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_result_of_the_region_stays(device, engine):
-    model = sac.apply(
-        built(lambda: Stack(FunctionBlock(lambda block, x: (x @ block.a).sin() @ block.b))),
-        selective(policy(offload("*")), engine=engine),
-    )
-    out = model(*square())
-    assert figures(model)[0][0] == 2 * 256  # the first product and its sine
-    out.square().sum().backward()
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("store", ["host", "contiguous+host"])
-def test_inputs_on_the_host_next_to_rules_that_offload(device, engine, store):
-    slots = {"num_checkpoints": 2} if "contiguous" in store else {}
-    value = selective(POLICIES["products"], engine=engine, store=store, **slots)
-    assert_same_training(llama_stack, value, make_input=tokens)
-    model = sac.apply(built(llama_stack), value)
-    model(*tokens())
-    assert [kind.input_host_bytes for kind in sac.report(model).kinds] == [2048]
-    assert len({id(one.applied.settings.transfers) for one in regions_of(model)}) == 1
 
 
 def test_small_storages_stay(device, monkeypatch):
@@ -340,22 +288,6 @@ def test_host_without_room(device, monkeypatch, engine):
     out.sum().backward()
 
 
-@pytest.mark.parametrize("name", ["by default", "whole blocks", "products"])
-def test_forward_mode_holds_values(device, name):
-    """A value on the host would come back without its tangent."""
-    found = []
-    for value in (None, selective(POLICIES[name])):
-        model = built(lambda: Stack(FunctionBlock(views), FunctionBlock(views)))
-        model = model if value is None else sac.apply(model, value)
-        torch.manual_seed(4)
-        (x,), (tangent,) = square(), square()
-        with forward_ad.dual_level():
-            out = model(forward_ad.make_dual(x.requires_grad_(), tangent))
-            moved = forward_ad.unpack_dual(out).tangent
-            found.append([moved.detach(), *torch.autograd.grad(moved.sum() + out.sum(), [x, *model.parameters()])])
-    assert all(map(torch.equal, *found))
-
-
 def text_of_full_host(held: str, used: str) -> str:
     return (
         f"host_memory: {held} of values stay on the device, since host memory has no room for them: of the 8.0 KiB "
@@ -371,13 +303,6 @@ def test_full_host_warns_once(device):
         for _ in range(2):
             model(*tokens()).sum().backward()
     assert [str(one.message) for one in caught] == [text_of_full_host("8.0 KiB", "8.0 KiB")]
-
-
-def test_full_host_is_an_error_under_strict(device):
-    model = sac.apply(built(llama_stack), selective(POLICIES["products"], host_memory="8KiB", strict=True))
-    with pytest.raises(RegionError) as caught:
-        model(*tokens())
-    assert str(caught.value) == text_of_full_host("8.0 KiB", "8.0 KiB")
 
 
 def test_memory_that_cannot_be_pinned_counts_as_full(device, monkeypatch):
@@ -406,24 +331,6 @@ def test_graph_capture_is_refused(device, value):
 # Where nothing is gained
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_values_in_host_memory_are_held_and_the_report_says_so(engine):
-    assert_same_training(llama_stack, selective(POLICIES["products"], engine=engine))
-    model = sac.apply(built(llama_stack), selective(POLICIES["products"], engine=engine))
-    model(*tokens()).sum().backward()
-    assert figures(model) == [(0, 0, {"device memory is host memory": 16384})] * 2
-    told = str(sac.report(model))
-    assert "  offloaded by rule rule-0: 16.0 KiB held on the device: device memory is host memory" in told
-    assert {row.decision for row in sac.reporting.decisions_of(model)} == {"offload", "recompute"}
-
-
-def test_device_without_streams_holds_values(monkeypatch):
-    take_cpu_for_a_device(monkeypatch, None)
-    model = sac.apply(built(llama_stack), selective(POLICIES["products"]))
-    model(*tokens()).sum().backward()
-    assert figures(model) == [(0, 0, {"device memory is host memory": 16384})] * 2
-
-
 def test_report_of_what_is_on_the_host(device):
     model = sac.apply(built(llama_stack), selective(POLICIES["products"]))
     model(*tokens()).sum().backward()
@@ -434,20 +341,3 @@ def test_report_of_what_is_on_the_host(device):
     told = str(report)
     assert "keeps 2.0 KiB per region (0 B saved, 2.0 KiB of inputs; 16.0 KiB offloaded to host memory)" in told
     assert "  offloaded by rule rule-0: 16.0 KiB to host memory" in told
-
-
-def test_regions_without_offload_start_nothing(device):
-    model = sac.apply(built(llama_stack), selective(policy(save("matmul"))))
-    model(*tokens()).sum().backward()
-    assert device.made == 0
-    assert device.log == []
-    assert Settings().transfers._of == {}
-
-
-def test_a_block_that_is_saved_as_a_whole_runs_plainly_beside_rules_that_offload(device):
-    model = built(llama_stack)
-    sac.apply(model, selective(policy({"module": "", "layers": [1], "do": "save"}, offload("matmul"))))
-    model(*tokens())
-    first, second = (one.region for one in regions_of(model))
-    assert [bool(one.group.table.offloads) for one in (first, second)] == [True, False]
-    assert [bool(one.stats.offloads) for one in (first, second)] == [True, False]

@@ -23,7 +23,6 @@ from tests.support.blocks import (
     with_dropout,
 )
 from tests.support.pairs import in_pairs
-from tests.support.stock import install_stock
 from tests.support.training import assert_same_training, deterministic
 
 VALUES = {
@@ -89,58 +88,3 @@ def test_backend_chosen_around_forward_only_is_used_again(name: str, entry: str)
                 return super().forward(*values)
 
     assert_same_training(lambda: AroundForward(*llama_stack().blocks), VALUES[name], entry=entry, steps=2)
-
-
-class ExpertLayer(nn.Module):
-    """A decoder layer of a tiny Qwen3-MoE, with the rotary tables that its model would hand in."""
-
-    def __init__(self, implementation: str) -> None:
-        super().__init__()
-        from transformers import Qwen3MoeConfig
-        from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
-
-        config = Qwen3MoeConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            moe_intermediate_size=32,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_experts=4,
-            num_experts_per_tok=2,
-            num_hidden_layers=1,
-            vocab_size=32,
-            decoder_sparse_step=1,
-            norm_topk_prob=True,
-            attn_implementation="sdpa",
-            experts_implementation=implementation,
-        )
-        self.layer = qwen.Qwen3MoeDecoderLayer(config, 0)
-        self.rotary = qwen.Qwen3MoeRotaryEmbedding(config)
-        with torch.no_grad():
-            for parameter in self.layer.parameters():
-                if parameter.dim() > 1:  # some are left uninitialised for the model to fill
-                    parameter.normal_(0, 0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
-        out = self.layer(x, position_embeddings=self.rotary(x, places), position_ids=places)
-        return out[0] if isinstance(out, tuple) else out
-
-
-@in_pairs(
-    implementation=["eager", "grouped_mm"],
-    name=VALUES.keys(),
-    entry=(*APPLY, "context_fn"),
-    unless=lambda implementation, name, entry: (name, entry) not in WAYS,
-)
-def test_mixture_of_experts(implementation: str, name: str, entry: str) -> None:
-    assert_same_training(
-        lambda: Stack(ExpertLayer(implementation), ExpertLayer(implementation)), VALUES[name], entry=entry, steps=2
-    )
-
-
-@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="tells what torch 2.13 does, no other version")
-def test_stock_cannot_save_everything_of_a_mixture_of_experts() -> None:
-    with pytest.raises(RuntimeError, match="has been mutated"):
-        assert_same_training(lambda: Stack(ExpertLayer("eager")), VALUES["everything"], put=install_stock)

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import sac
-from tests.support.blocks import FunctionBlock, Stack, alternate, install, policy, save, selective, square
+from tests.support.blocks import FunctionBlock, Stack, alternate, policy, save, selective, square
 from tests.support.rank_programs import SummedOverRanks
 from tests.support.ranks import run_ranks
 from tests.support.recording import Recorder, backward_ops
@@ -59,18 +58,6 @@ def test_the_ladder_of_products_in_backward(name: str, engine: str) -> None:
         assert backward_ops(model, (x,)).ops["aten.mm.default"] == products
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_saved_product_that_only_recomputation_reads_is_held(engine: str) -> None:
-    """The sum behind it runs again, and finds it."""
-    value = selective(policy(save("matmul", call={"index": [3]})), engine=engine, early_stop=False)
-    model = sac.apply(built(lambda: Stack(FunctionBlock(four_products))), value)
-    x = square()[0].requires_grad_()
-    model(x).sum().backward()
-    (kind,) = sac.report(model).kinds
-    assert (kind.saved_bytes, kind.dead_bytes) == (x.nbytes, 0)
-    assert kind.engine == ("rerun" if engine == "rerun" else "replay")
-
-
 TO_THE_END: dict[str, Any] = {
     "full": {"mode": "full", "blocks": ["blocks.*"], "early_stop": False},
     **{f"nothing saved, {one}": selective(policy(), engine=one, early_stop=False) for one in ENGINES},
@@ -96,15 +83,6 @@ def test_every_op_that_is_not_saved_runs_again(name: str) -> None:
 def reads_inputs_and_parameters(block: FunctionBlock, x: Tensor) -> Tensor:
     """Backward reads nothing that an op makes."""
     return x @ block.a + 1
-
-
-@pytest.mark.parametrize("name", TO_THE_END)
-def test_a_region_of_which_only_inputs_are_read_runs_again_too(name: str) -> None:
-    """So does another rank's, which may have more to read."""
-    model = sac.apply(built(lambda: Stack(FunctionBlock(reads_inputs_and_parameters))), TO_THE_END[name])
-    for _ in range(3):
-        x = square()[0].requires_grad_()
-        assert backward_ops(model, (x,)).ops["aten.add.Tensor"] == 1
 
 
 def trailing(block: FunctionBlock, x: Tensor) -> Tensor:
@@ -172,14 +150,6 @@ def collectives(name: str) -> list[int]:
 @pytest.mark.parametrize("name", TO_THE_END)
 def test_ranks_that_run_other_ops_around_a_collective_meet_in_it(name: str) -> None:
     assert run_ranks(2, collectives, name, timeout=60) == [[1] * 3] * 2
-
-
-@pytest.mark.parametrize(("name", "products"), [("the last saved", 11), ("every second saved", 10), ("all saved", 8)])
-def test_the_ladder_inside_torchs_checkpoint(name: str, products: int) -> None:
-    model = install(built(lambda: Stack(FunctionBlock(four_products))), selective(LADDER[name][0]), "context_fn")
-    with set_checkpoint_early_stop(False):
-        x = square()[0].requires_grad_()
-        assert backward_ops(model, (x,)).ops["aten.mm.default"] == products
 
 
 def test_a_function_runs_to_the_end() -> None:

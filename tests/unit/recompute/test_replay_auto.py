@@ -14,8 +14,6 @@ from torch.autograd.graph import save_on_cpu
 import sac
 from sac.errors import RegionError, SacWarning
 from tests.support.blocks import FULL, FunctionBlock, Stack, policy, save, selective, square
-from tests.support.recording import Recorder, kept_bytes, without_collector
-from tests.support.replay_kernels import FromOutside, tanh_into, twice_in_place
 from tests.support.replay_programs import POLICIES, applied, block_of, python_runs
 from tests.support.training import assert_same, built, train
 
@@ -72,18 +70,6 @@ with torch.inference_mode():
     OFFSET = torch.ones(8, 8)
 
 
-def fills_memory(block: FunctionBlock, x: Tensor) -> Tensor:
-    return tanh_into(x @ block.a, torch.empty_like).sin() @ block.b
-
-
-def fills_memory_of_a_saved_product(block: FunctionBlock, x: Tensor) -> Tensor:
-    return twice_in_place(x @ block.a).sin() @ block.b
-
-
-def comes_from_outside(block: FunctionBlock, x: Tensor) -> Tensor:
-    return FromOutside.apply(x @ block.a).sin() @ block.b
-
-
 def exp_unseen(x: Tensor) -> Tensor:
     """As in a compiled function: autograd saves what no mode has seen."""
     guard = torch._C._DisableTorchDispatch()
@@ -128,33 +114,6 @@ def test_giving_way_is_reported_and_nothing_else_says_it(body: Body) -> None:
     assert engines(model) == ("rerun", GIVES_WAY[body])
     assert python_runs(model) >= 3
     assert f"run again as Python, not replayed: {GIVES_WAY[body]}" in str(sac.report(model))
-
-
-UNITS = [fills_memory, fills_memory_of_a_saved_product, comes_from_outside]
-
-
-@pytest.mark.parametrize("body", [two_products, *UNITS, *GIVES_WAY], ids=lambda body: body.__name__)
-@pytest.mark.parametrize("name", POLICIES)
-def test_no_more_is_kept_than_under_rerun(name: str, body: Body) -> None:
-    rerun, auto = (
-        kept_bytes(applied(block_of(body), selective(POLICIES[name], **more)), square())
-        for more in ({"engine": "rerun"}, {})
-    )
-    assert auto <= rerun
-
-
-def kept_past_autocast(engine: str) -> int:
-    """Bytes that two calls leave for backward when autocast, which casts weights once for both, has been left."""
-    model, x = applied(block_of(two_products), selective(MATMULS, engine=engine)), torch.randn(8, 8)
-    with without_collector():
-        recorder = Recorder()
-        with torch.autocast("cpu", torch.bfloat16), recorder:
-            outputs = [model(x) for _ in range(2)]
-        return recorder.live_bytes(besides=outputs)
-
-
-def test_a_cast_of_a_weight_is_not_held_when_autocast_is_left() -> None:
-    assert kept_past_autocast("auto") <= kept_past_autocast("rerun")
 
 
 # Tensors from outside

@@ -14,9 +14,7 @@ from sac.reporting import decisions_of
 from sac.tools.comparison import count_flops
 from tests.stacks.composition import differences, forward_done, outcome
 from tests.support import whole_module_blocks as blocks
-from tests.support.blocks import FULL, llama_stack, policy, save, selective, square, tokens
-from tests.support.mode_probe import SEEN
-from tests.support.recording import without_collector
+from tests.support.blocks import FULL, llama_stack, policy, selective, square, tokens
 from tests.support.training import built, train
 from tests.support.whole_module_blocks import EVERY, RUNS, WIDTH, stack_of, whole
 
@@ -63,19 +61,6 @@ def test_saved_modules_are_not_run_again(body: Callable[..., Any]) -> None:
         assert len(RUNS) == 2 * runs
 
 
-def test_a_mode_is_on_inside_a_saved_module_next_to_rules_on_ops() -> None:
-    """It sees writes that no earlier call made."""
-    noted: list[bool] = []
-    model = built(lambda: stack_of(lambda block, x: (block.part(x @ block.a) @ block.b).sin(), blocks=1))
-    model.blocks[0].part.register_forward_pre_hook(lambda *_: noted.append(True))
-    sac.apply(model, selective(policy(whole("part"), save("matmul")), engine="rerun"))
-    model.blocks[0].part.body = blocks.probed_product
-    for _ in range(3):
-        SEEN.clear()
-        step(model, square())()
-    assert SEEN == [True]
-
-
 def test_bytes_are_those_of_the_result_and_of_what_autograd_keeps_inside() -> None:
     def body(block: Any, x: Tensor) -> Tensor:
         return (block.part(x.exp()) + 1).cos()
@@ -94,24 +79,6 @@ def test_bytes_are_those_of_the_result_and_of_what_autograd_keeps_inside() -> No
 
     # The product's left side, the sine's argument, and the module's result; the left side is no input of the region.
     assert kept(selective(policy(whole("part")))) - kept(FULL) == 2 * 3 * SQUARE
-
-
-def test_memory_is_free_after_backward_and_when_the_graph_is_dropped() -> None:
-    from tests.support.recording import Recorder
-
-    model = sac.apply(built(lambda: stack_of(blocks.called_twice)), ALONE)
-    for _ in range(3):
-        step(model, square())()
-    with without_collector():
-        for backward in (True, False):
-            recorder = Recorder()
-            with recorder:
-                out = model(*square())
-                if backward:
-                    out.sum().backward()
-                del out
-            model.zero_grad()
-            assert recorder.live_bytes() == 0
 
 
 def test_the_region_itself_saved_as_a_whole_costs_what_it_costs_without_us() -> None:
@@ -151,14 +118,6 @@ def test_recompute_of_a_module_is_the_exception_from_a_default_that_saves() -> N
     assert {(row.decision, row.reason) for row in rows} == {("recompute", "rule rule-0")}
 
 
-def test_alternate_saves_every_other_call_of_the_modules_that_match() -> None:
-    model = sac.apply(built(llama_stack), selective(policy(whole("self_attn.*_proj", "alternate"))))
-    train(model, steps=2)
-    saved = [row.module for row in decisions_of(model) if row.op.startswith("module ")]
-    assert saved == ["self_attn.q_proj", "self_attn.v_proj"]
-    assert sac.report(model).kinds[0].rules[0].hits == 4
-
-
 def test_a_row_tells_of_each_saved_module() -> None:
     model = sac.apply(built(llama_stack), selective(policy(whole("mlp", id="gated"))))
     inputs = tokens()
@@ -170,16 +129,6 @@ def test_a_row_tells_of_each_saved_module() -> None:
     )  # fmt: skip
     assert (row.flops, row.bytes) == (flops, 2 * 8 * 32 * 4)
     assert not any(row.module.startswith("mlp.") for row in decisions_of(model))
-
-
-def test_a_rule_that_meets_no_module_is_told() -> None:
-    model = sac.apply(built(llama_stack), selective(policy(whole("mlp"), whole("dropout", id="never"))))
-    with pytest.warns(sac.errors.SacWarning) as told:
-        step(model, tokens())()
-    assert [str(one.message) for one in told] == [
-        'activation_checkpointing.policy.rules[1]: rule "never" matched no module in any region of the model\n'
-        "    fix: `sac trace` lists the modules there are; mark the rule `optional: true` if it may match nothing"
-    ]
 
 
 def _nothing() -> Any:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sac.engine.autocast import is_custom_op
 from tests.support.blocks import FunctionBlock, Stack, policy, save, selective, square
 from tests.support.training import assert_same_training
 from tests.support.whole_module_blocks import WIDTH, Apply, whole
@@ -19,11 +18,6 @@ OFFSETS = torch.tensor([0, 2, 5, WIDTH])  # torch takes two jagged tensors for a
 
 def jagged(x: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(x, OFFSETS)
-
-
-def test_an_op_without_a_dispatcher_has_no_body_of_its_own() -> None:
-    """Torch asks a nested tensor for its layout by such an op, from where an error ends the process."""
-    assert not is_custom_op(torch.ops.prim.layout.default)
 
 
 def written_later(block: Any, x: Tensor) -> Tensor:
@@ -118,12 +112,6 @@ def stack_of(name: str) -> Stack:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_training_is_the_same(name: str, rules: str) -> None:
     assert_same_training(lambda: stack_of(name), selective(RULES[rules]), steps=3, make_input=square)
-
-
-@pytest.mark.parametrize("name", ["jagged in and out", "jagged argument written to"])
-def test_recomputation_to_the_end_is_the_same(name: str) -> None:
-    value = selective(RULES["modules"], early_stop=False)
-    assert_same_training(lambda: stack_of(name), value, steps=3, make_input=square)
 
 
 @pytest.mark.parametrize("engine", ["auto", "replay", "rerun"])

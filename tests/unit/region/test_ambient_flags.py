@@ -153,38 +153,3 @@ def test_flags_are_put_back_when_recomputation_raises(surrounding: Surrounding, 
     assert read() == before
     out.sum().backward()
     assert seen[0] == seen[1] == seen[2] != before == read()
-
-
-def test_a_region_that_sets_a_flag_for_good_sets_it_once() -> None:
-    """As in plain training: what forward left behind stands after backward, though recomputation began without it."""
-    seen = Noted()
-
-    def body(x: Tensor) -> Tensor:
-        seen.append(torch.get_float32_matmul_precision())
-        torch.set_float32_matmul_precision("high")
-        return x.sin().cos()
-
-    x = torch.ones(2, requires_grad=True)
-    try:
-        sac.checkpoint(body, x).sum().backward()
-        assert seen == ["highest", "highest"]
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
-
-def test_older_and_newer_words_for_a_precision_stay_in_step() -> None:
-    """torch raises where it is asked for the older one and they differ."""
-    seen = Noted()
-
-    def body(x: Tensor) -> Tensor:
-        seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
-        return x.sin().cos()
-
-    x = torch.ones(2, requires_grad=True)
-    for word in ("high", "medium", "highest"):
-        with FLAGS["cudnn"][0](), changed(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, word):
-            out = sac.checkpoint(body, x)
-        out.sum().backward()
-        assert seen[-1] == seen[-2] == (word, False)
-        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("highest", True)

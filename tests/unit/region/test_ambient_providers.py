@@ -19,10 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sac
 from sac.engine.flags import BackendFlags
-from sac.errors import RegionError
 from sac.full import FullConfig
 from tests.support.blocks import FULL, Stack, install, square
-from tests.support.recording import without_collector
 from tests.support.runs import Noted
 from tests.support.stateful import MATMULS, Counter, as_it_is, by_function
 from tests.support.training import assert_same, built
@@ -94,24 +92,6 @@ def trained(way: Any, *, retain: bool = False) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("retain", [False, True], ids=["once", "two backwards"])
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-def test_a_module_in_two_regions_gets_the_scale_of_each(way: Any, retain: bool) -> None:
-    """Where TransformerEngine restores the wrong one."""
-    history, counter = AmaxHistory(), Counter()
-
-    def put(model: Stack) -> Stack:
-        nonlocal history, counter
-        history, counter = model.blocks[0].history, model.blocks[0].counter
-        return way((history, counter))(model)
-
-    assert_same(trained(as_it_is, retain=retain), trained(put, retain=retain))
-
-
-def test_objects_that_the_modules_hold_need_no_provider() -> None:
-    assert_same(trained(as_it_is), trained(by_function))
-
-
 def hidden(model: Stack) -> Stack:
     """Let the blocks find their objects where no region looks."""
     for block in model.blocks:
@@ -147,12 +127,6 @@ def test_objects_that_no_region_reaches_are_put_back_by_their_providers(way: Any
         return way(state)(hidden(model))
 
     assert_same(trained(as_it_is), trained(put))
-
-
-def test_without_a_provider_their_state_in_forward_is_missed() -> None:
-    """So the test above can fail: calls that are compared are an error, others have other gradients."""
-    with pytest.raises((RegionError, AssertionError), match=r"other values|largest difference"):
-        assert_same(trained(as_it_is), trained(lambda model: by_function(hidden(model))))
 
 
 class Noting:
@@ -249,69 +223,6 @@ def test_a_provider_that_raises_leaves_everything_else_put_back(failure: str) ->
         x.grad = None
         out.sum().backward()
     assert torch.equal(x.grad, x_plain.grad)
-
-
-def test_a_snapshot_that_raises_stops_the_forward_before_it_began() -> None:
-    log = Noted()
-    one = Noting("one", log)
-    one.fails = {"one is 0"}
-    x = torch.ones(2, requires_grad=True)
-    before = torch.get_rng_state()
-    with pytest.raises(KeyError, match="one is 0"):
-        sac.checkpoint(lambda x: changing(x, one), x, config=FullConfig(state=(one,)))
-    assert log == ["one is 0"]
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_nested_regions_each_restore_their_own() -> None:
-    def run(state: tuple[Any, ...] | None) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        history, weight = AmaxHistory(), torch.randn(8, 8, requires_grad=True)
-        config = FullConfig(state=(history,)) if state is not None else None
-
-        def call(function: Any, x: Tensor) -> Tensor:
-            return sac.checkpoint(function, x, config=config) if state is not None else function(x)
-
-        def inner(x: Tensor) -> Tensor:
-            return history.scaled((x @ weight).sin()).cos()
-
-        def outer(x: Tensor) -> Tensor:
-            return history.scaled(call(inner, history.scaled(x)) * call(inner, x)).exp()
-
-        x = torch.randn(8, 8, requires_grad=True)
-        call(outer, call(outer, x)).sum().backward()
-        return {"x": x.grad, "weight": weight.grad, "history": torch.tensor(history.largest)}
-
-    assert_same(run(None), run(()))
-
-
-class Tensorial:
-    """A provider whose state is a tensor that can be watched."""
-
-    def __init__(self) -> None:
-        self.state = torch.zeros(3)
-        self.given: list[weakref.ref[Tensor]] = []
-
-    def snapshot(self) -> Tensor:
-        copy = self.state.clone()
-        self.given.append(weakref.ref(copy))
-        return copy
-
-    def restore(self, state: Tensor) -> None:
-        self.state.copy_(state)
-
-
-def test_snapshots_live_as_long_as_a_recomputation_can_come() -> None:
-    provider = Tensorial()
-    x = torch.ones(2, requires_grad=True)
-    with without_collector():
-        out = sac.checkpoint(lambda x: x.sin().cos(), x, config=FullConfig(state=(provider,)))
-        assert [one() is not None for one in provider.given] == [True]
-        out.sum().backward()
-        assert [one() for one in provider.given] == [None, None]
-        out = sac.checkpoint(lambda x: x.sin().cos(), x, config=FullConfig(state=(provider,)))
-        del out
-        assert provider.given[-1]() is None
 
 
 def test_providers_are_not_asked_where_nothing_is_recomputed() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import sac
 from sac.blocks.install import regions_of
 from sac.full import FullConfig, RngTracker
-from tests.support.blocks import FULL, GatedMLP, llama_stack, policy, save, selective, tokens, with_dropout
+from tests.support.blocks import FULL, llama_stack, tokens, with_dropout
 from tests.support.compiling import Compiled, count
 from tests.support.training import assert_same, built, train
 
@@ -73,16 +73,6 @@ def test_settings_hold_inside_a_compiled_model(keys: dict[str, Any], get_tracker
         assert one.region.stats.calls == 2  # what was compiled would not count
 
 
-def test_selective_model_keeps_its_decisions_beside_the_store() -> None:
-    value = selective(policy(save("matmul")), store="host")
-    reference = train(built(dropping_stack))
-    model = sac.apply(built(dropping_stack), value)
-    ours = train(compiled(model))
-    assert_same({name.replace("_orig_mod.", ""): x for name, x in ours.items()}, reference)
-    (kind,) = sac.report(model).kinds
-    assert kind.rules[0].hits == 7
-
-
 REASON = (
     "(reason: sac runs this region in eager: inputs that are kept elsewhere, trackers, generators, state providers and "
     "use_reentrant cannot be put into a graph)"
@@ -94,48 +84,6 @@ def test_one_graph_is_refused_with_our_reason() -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
         compiled(model, fullgraph=True)(*tokens())
     assert REASON in str(caught.value)
-
-
-class Dropping(nn.Module):
-    """A block that compiles soon."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp, self.dropout = GatedMLP(32, 64), nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.mlp(x))
-
-
-def chain() -> nn.Module:
-    return nn.Sequential(*(Dropping() for _ in range(3)))
-
-
-def in_one_piece(model: nn.Module) -> None:
-    model.compile(backend="aot_eager", fullgraph=True)
-
-
-def in_layers(model: nn.Module) -> None:
-    for layer in model:
-        layer.compile(backend="aot_eager", fullgraph=True)
-
-
-def in_wrapped_layers(model: nn.Module) -> None:
-    for place, layer in enumerate(model):
-        model[place] = torch.compile(layer, backend="aot_eager", fullgraph=True)
-
-
-@pytest.mark.parametrize("first", ["compile", "apply"])
-@pytest.mark.parametrize("compile_it", [in_one_piece, in_layers, in_wrapped_layers])
-def test_chunks_of_what_is_compiled(compile_it: Callable[[nn.Module], None], first: str) -> None:
-    reference = train(built(chain))
-    model = built(chain)
-    torch._dynamo.reset()
-    steps = [compile_it, lambda model: sac.apply(model, {"mode": "full", "layers": "sqrt"})]
-    for one in steps if first == "compile" else reversed(steps):
-        one(model)
-    assert [one.region.path for one in regions_of(model)] == ["0-1", "2"]
-    assert_same({name.replace("_orig_mod.", ""): x for name, x in train(model).items()}, reference)
 
 
 def test_chunks_are_recomputed_in_the_graph() -> None:
@@ -193,33 +141,6 @@ def gradients(function: Callable[..., Any], *weights: Tensor) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *weights])]
 
 
-def test_block_with_keywords_of_torch() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor, *, early_stop: Tensor, debug: bool = False) -> Tensor:
-            return self.b(self.a(x).tanh() * early_stop) if debug else x
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([Block(), Block()])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x, early_stop=x.cos(), debug=True)
-            return x
-
-    model = built(Model)
-    expected = gradients(model, *model.parameters())
-    sac.apply(model, FULL)
-    for run in (model, compiled(model, fullgraph=True)):
-        for mine, theirs in zip(gradients(run, *model.parameters()), expected, strict=True):
-            assert torch.equal(mine, theirs)
-
-
 def test_routing_is_not_run_again() -> None:
     linear = nn.Linear(8, 8)
 
@@ -235,11 +156,3 @@ def test_routing_is_not_run_again() -> None:
     assert log.products()[0] > 2  # and the product before it is
     for mine, theirs in zip(ours, gradients(routed, *linear.parameters()), strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_without_grad_it_is_the_plain_call() -> None:
-    model = built(lambda: Mixed(sac.checkpoint, use_reentrant=True)).eval()
-    run = compiled(model, fullgraph=True)
-    x = tokens()
-    with torch.no_grad():
-        assert torch.equal(run(*x), model(*x))

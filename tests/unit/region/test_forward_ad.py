@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call
 
 from sac.errors import RegionError
-from tests.support.every_mode import MODES, assert_as_without, modules_of
+from tests.support.every_mode import MODES, assert_as_without
 
 REPLAYED = ("auto", "replay", "everything", "whole")
 replayed = pytest.mark.parametrize("mode", REPLAYED)
@@ -65,20 +63,6 @@ def test_a_dual_number_and_then_backward(mode: str, needs_grad: bool, inside: bo
 
 
 @replayed
-def test_steps_with_and_without_tangents_take_turns(mode: str) -> None:
-    def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
-        x, tangent = inputs()
-        with forward_ad.dual_level() if step % 2 else nullcontext():
-            out = through(calls, forward_ad.make_dual(x, tangent) if step % 2 else x)
-            primal, found = forward_ad.unpack_dual(out) if step % 2 else (out, None)
-            loss = primal.square().sum() if found is None else (primal * found).sum()
-            loss.backward()
-        return [primal.detach()]
-
-    assert_as_without(mode, blocks(), program, steps=6)
-
-
-@replayed
 def test_the_derivative_of_a_gradient(mode: str) -> None:
     def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
         x, tangent = inputs()
@@ -90,32 +74,6 @@ def test_the_derivative_of_a_gradient(mode: str) -> None:
         return [primal.detach(), None if derivative is None else derivative.detach()]
 
     assert_as_without(mode, blocks(), program)
-
-
-class Holder(nn.Module):
-    """Hands its input to a block, which ``functional_call`` finds below it."""
-
-    def __init__(self, call: Callable[..., Any], block: nn.Module) -> None:
-        super().__init__()
-        self.calls, self.inner = (call,), block  # a tuple, so that the block has one name
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.calls[0](x)
-
-
-@replayed
-def test_parameters_with_tangents_by_functional_call(mode: str) -> None:
-    def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
-        block = modules_of(calls)[0]
-        x = inputs()[0].requires_grad_()
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(block.up.weight, torch.linspace(1, 2, 16).view(4, 4))
-            out = functional_call(Holder(calls[0], block), {"inner.up.weight": dual}, (x,))
-            primal, change = forward_ad.unpack_dual(out)
-            (primal * change).sum().backward()
-        return [primal.detach(), change.detach(), x.grad]
-
-    assert_as_without(mode, blocks(1), program)
 
 
 @rerun

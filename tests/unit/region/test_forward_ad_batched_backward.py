@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.functional import jacobian
 
-import sac
 from tests.support.every_mode import MODES, assert_as_without
 
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -72,24 +70,5 @@ def test_vmap_over_gradients(mode: str, randomness: str) -> None:
             return torch.autograd.grad(out, [x, *parameters], grad, retain_graph=True)
 
         return [*torch.vmap(pull, randomness=randomness)(BATCH), *pull(BATCH[0])]
-
-    assert_as_without(mode, blocks(), program)
-
-
-@every_mode
-def test_a_jacobian(mode: str) -> None:
-    def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
-        x, _ = leaves(calls)
-        return [jacobian(lambda x: forward(calls, x), x.detach(), vectorize=True)]
-
-    assert_as_without(mode, blocks(), program)
-
-
-@every_mode
-def test_a_region_inside_a_region(mode: str) -> None:
-    def program(calls: list[Callable[..., Any]], step: int) -> list[Any]:
-        x, parameters = leaves(calls)
-        out = sac.checkpoint(lambda x: forward(calls, x), x)
-        return list(torch.autograd.grad(out, [x, *parameters], BATCH, is_grads_batched=True))
 
     assert_as_without(mode, blocks(), program)

@@ -149,11 +149,6 @@ def test_another_order_is_an_error(value: dict[str, Any]) -> None:
         trained(lambda model: install(model, {**value, "verify": "always"}), in_order("012cba"), stack(), steps=5)
 
 
-def test_another_order_is_a_warning_where_the_first_step_is_compared() -> None:
-    with pytest.warns(SacWarning, match="in recomputation"):
-        trained(WAYS["full"], in_order("012cba"), stack(), steps=5)
-
-
 def in_a_region(model: Stack) -> bool:
     """Whether the model's blocks run again in backward: what the tests above compare is not the plain model."""
     FP8GlobalStateManager.reset()
@@ -166,23 +161,6 @@ def in_a_region(model: Stack) -> bool:
 def test_each_way_runs_the_blocks_again(way: Any) -> None:
     assert not in_a_region(built(stack()))
     assert in_a_region(way(built(stack())))
-
-
-def test_recipe_and_group_are_those_of_the_forward() -> None:
-    seen = Noted()
-
-    def region(x: Tensor) -> Tensor:
-        seen.append(FP8GlobalStateManager.get_autocast_state()[:4])
-        return x.sin().cos()
-
-    x, recipe, group = torch.ones(2, requires_grad=True), Recipe(top=3.0), object()
-    with autocast(recipe=recipe, amax_reduction_group=group):
-        out = te.checkpoint(region, x)
-    with autocast(recipe=Recipe()):
-        before = FP8GlobalStateManager.get_autocast_state()
-        out.sum().backward()
-        assert FP8GlobalStateManager.get_autocast_state() == before
-    assert seen == [(True, False, recipe, group)] * 2
 
 
 # Engine, early stop, versions

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import sac
 from sac.full import FullConfig
 from tests.support.runs import Noted
-from tests.support.training import assert_same, built
+from tests.support.training import assert_same
 
 Call = Callable[..., Any]
 
@@ -39,28 +39,11 @@ def as_region(reentrant: bool, config: FullConfig | None = None) -> Call:
     )
 
 
-def attention(run: Call) -> dict[str, Tensor]:
-    """torch's own: with one tensor as query, key and value it projects all three at once."""
-    model = built(lambda: nn.MultiheadAttention(8, 2, batch_first=True))
-    x = torch.randn(2, 3, 8, requires_grad=True)
-    h = x * 1.5
-    out = run(model, h, h, h, need_weights=False)[0]
-    out.sin().sum().backward()
-    grads = {name: weight.grad for name, weight in model.named_parameters()}
-    return {"out": out.detach(), "x": x.grad, **grads}  # type: ignore[dict-item]
-
-
 def compared(run: Call, function: Call) -> dict[str, Tensor]:
     torch.manual_seed(0)
     function(run)
     torch.manual_seed(0)
     return function(run)  # the second call of one sort, which may go without a mode
-
-
-@both_modes
-@every_store
-def test_attention_on_itself(store, reentrant):
-    assert_same(compared(plainly, attention), compared(as_region(reentrant, store), attention))
 
 
 @both_modes

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import sac
-from sac.errors import RegionError
 from tests.support.every_mode import MODES, WHOLE, state_of, under
-from tests.support.recording import Recorder
 
 
 class Lazy(nn.Module):
@@ -57,17 +54,6 @@ def test_gradients_parameters_and_buffers_are_those_without(mode: str) -> None:
         assert every_mode.equal(*found), step
 
 
-def test_from_the_second_call_on_they_are_regions() -> None:
-    mine = sac.apply(blocks(), {"mode": "full", "blocks": ["*"]})
-    again = []
-    for _ in range(3):
-        out = mine[1](mine[0](torch.ones(3, 4)))
-        with Recorder() as backward:
-            out.sum().backward()
-        again.append(backward.count("aten.addmm.default"))
-    assert again == [0, 2, 2]
-
-
 def test_rules_are_not_said_to_match_nothing() -> None:
     mine = sac.apply(blocks(), {"mode": "selective", "policy": WHOLE, "blocks": ["*"]})
     with warnings.catch_warnings(record=True) as told:
@@ -76,14 +62,3 @@ def test_rules_are_not_said_to_match_nothing() -> None:
             program(list(mine), 0)
     assert [str(one.message) for one in told] == []
     assert sac.report(mine).zero_hit_rules == ()
-
-
-def test_torchs_checkpoint_with_our_contexts_is_refused_until_they_are_made() -> None:
-    block = Lazy()
-    contexts = sac.context_fn(WHOLE, module=block)
-    with pytest.raises(RegionError) as error:
-        checkpoint(block, torch.ones(3, 4), use_reentrant=False, context_fn=contexts)
-    assert str(error.value) == (
-        "sac.context_fn: a lazy module would create its parameters in this call, which recomputation cannot repeat\n"
-        "    fix: run the model once under torch.no_grad() before training"
-    )

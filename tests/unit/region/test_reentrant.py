@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from sac.full import FullConfig
-from tests.support.cases import CASES, WIDTH, Run, Seen, hidden, layer, seen
+from tests.support.cases import WIDTH, Run, Seen, hidden, layer, seen
 from tests.support.recording import Recorder
-from tests.support.reentrant import error_of, reentrant, torch_reentrant, wrong
-from tests.support.stored_regions import plainly
+from tests.support.reentrant import error_of, reentrant, wrong
 
 
 @dataclasses.dataclass
@@ -219,50 +216,6 @@ def test_equal_to_the_plain_call(program):
     assert wrong(program) == []
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_equal_with_the_inputs_on_the_host(program):
-    config = FullConfig(store="host", keep="all")
-    assert wrong(program, lambda *args, **kwargs: reentrant(*args, config=config, **kwargs)) == []
-
-
-OF_TORCH = [
-    "dropout",
-    "two_regions_in_a_row",
-    "autocast",
-    "nested",
-    "views",
-    "strided",
-    "shared_input",
-    "one_tensor_twice",
-    "backward_twice",
-    "micro_batches_in_flight",
-    "attention",
-    "low_precision",
-]
-
-
-@pytest.mark.parametrize("name", OF_TORCH)
-def test_equal_to_torchs_reentrant_mode(name):
-    """Where the plain call adds a weight's gradients up in another order, the order is torch's."""
-    assert wrong(CASES[name].program, oracle=torch_reentrant) == []
-
-
-def test_gradients_in_other_strides_are_rounded_by_torch():
-    assert wrong(gradients_in_other_strides, torch_reentrant) != []
-
-
-def lstm(run: Run) -> Seen:
-    model, (x, h) = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.2), hidden(4, 3, WIDTH)
-    out, (last, cell) = run(model, h)
-    return seen([out, last, cell], x, model)
-
-
-def test_results_in_a_nested_structure():
-    """Torch's reentrant mode loses their gradients silently. Without grad mode an LSTM runs in another kernel."""
-    assert wrong(lstm, exact=False) == []
-    assert "gradient 0.0" in wrong(lstm, torch_reentrant, exact=False)
-
-
 def test_a_result_claims_a_gradient_only_if_something_is_trained():
     frozen, x = layer().requires_grad_(False), torch.randn(4, WIDTH)
     for _ in range(2):
@@ -298,25 +251,6 @@ def test_a_frozen_region_keeps_nothing():
     with recorder:
         out = reentrant(frozen, torch.randn(4, WIDTH))
     assert recorder.live_bytes(besides=out) == 0
-
-
-def test_gradients_taken_inside_a_region_without_trained_inputs():
-    """Forces from positions: the forward of such a region has grad mode, and may take gradients."""
-
-    def forces(positions: Tensor) -> Tensor:
-        positions = positions.clone().requires_grad_()
-        return torch.autograd.grad(positions.square().sum(), positions)[0]
-
-    x = torch.randn(3)
-    assert torch.equal(reentrant(forces, x), 2 * x)
-
-
-def test_a_detached_result_gives_no_gradient():
-    model, (x, h) = layer(), hidden(4, WIDTH)
-    _, detached = reentrant(lambda h: (model(h), model(h).detach()), h)
-    detached.sum().backward()
-    assert x.grad is None
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_writing_to_a_view_of_the_argument_is_refused():
@@ -356,38 +290,3 @@ def test_results_put_into_an_argument():
         "    fix: return the tensor, or pass use_reentrant=False"
     )
     assert reentrant(lambda given: given.pop("old").exp(), {"old": h}).requires_grad
-
-
-def test_early_stop_is_no_matter():
-    """The graph is wanted whole, with its last node."""
-    model, counts = layer(dropout=0.3), []
-    for early_stop in (True, False):
-        model.zero_grad()
-        out = reentrant(model, hidden(4, WIDTH)[1], early_stop=early_stop)
-        recorder = Recorder()
-        with recorder:
-            out.sum().backward()
-        counts.append(recorder.ops)
-    assert counts[0] == counts[1]
-    assert counts[0]["aten.addmm.default"] == 2  # all of the forward, the last product too
-
-
-def test_a_weight_cast_in_a_region_is_trained_by_other_uses():
-    """Autocast keeps casts of weights; one made without grad mode must not serve where a gradient is needed."""
-    linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH)
-    found = []
-    for run in (reentrant, plainly):
-        linear.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = linear(run(linear, x).detach())
-        out.float().sum().backward()
-        found.append(linear.weight.grad)
-    assert torch.equal(*found)
-
-
-def test_random_numbers_can_be_left_alone():
-    torch.manual_seed(0)
-    x, h = hidden(64)
-    out = reentrant(lambda h: F.dropout(h, 0.5), h, preserve_rng_state=False)
-    out.sum().backward()
-    assert not torch.equal(x.grad != 0, out != 0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -16,64 +14,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import sac
-from tests.support.blocks import llama_stack, with_dropout
+from tests.support.blocks import llama_stack
 from tests.support.cases import WIDTH, Run, Seen, hidden, layer
 from tests.support.layers import stack
 from tests.support.ranks import run_ranks
-from tests.support.recording import kept_bytes
 from tests.support.reentrant import reentrant, wrong
-from tests.support.training import assert_same, assert_same_training, built, nearly_same, new_tensors_in, train
+from tests.support.training import nearly_same, new_tensors_in
 
 REENTRANT = {"mode": "full", "use_reentrant": True, "blocks": ["blocks.*"]}
 LAYERS = {"mode": "full", "use_reentrant": True, "blocks": ["*"]}
-
-
-def model_with_dropout() -> nn.Module:
-    return with_dropout(llama_stack(3), attention=0.1)
-
-
-class TakesAGradient(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        slope = torch.func.grad(lambda y: self.linear(y).sin().sum())(x.detach())
-        return x + slope * self.linear(x)
-
-
-def test_transforms_of_torch_func_run_inside_of_a_reentrant_region():
-    """Elsewhere torch refuses them: hooks on saved tensors are on."""
-    x = torch.randn(2, 4)
-    plain, ours = (built(lambda: nn.Sequential(TakesAGradient(), TakesAGradient())) for _ in range(2))
-    sac.apply(ours, LAYERS)
-    for model in (plain, ours):
-        model(x.clone().requires_grad_()).square().sum().backward()
-    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
-    others = sac.apply(sac.remove(ours), LAYERS | {"use_reentrant": False})
-    with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
-        others(x)
-
-
-@pytest.mark.parametrize("needs_grad", [True, False])
-@pytest.mark.parametrize("store", ["whole", "host"])
-def test_training_is_the_same(store, needs_grad):
-    """The input of the first block may need no gradient, as that of an embedding's frozen table: its weights train."""
-    value = REENTRANT | {"store": store}
-    assert_same_training(model_with_dropout, value, steps=3, input_needs_grad=[needs_grad])
-
-
-def test_copies_and_pickles_are_reentrant_too():
-    model = sac.apply(built(model_with_dropout), REENTRANT)
-    reference = train(built(model_with_dropout))
-    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        x = torch.randn(2, 8, 32, requires_grad=True)
-        with pytest.raises(sac.SacError, match=r"torch\.autograd\.grad"):
-            torch.autograd.grad(other(x).sum(), x)
-        assert_same(reference, train(other))
-        other.zero_grad()
-    assert_same(reference, train(sac.remove(sac.apply(built(model_with_dropout), REENTRANT))))
 
 
 def test_frozen_models_claim_no_gradient():
@@ -82,15 +31,6 @@ def test_frozen_models_claim_no_gradient():
     x = torch.randn(2, 8, 32, requires_grad=True)
     model(x).sum().backward()
     assert x.grad is not None
-
-
-def test_inputs_are_all_that_is_kept():
-    x = torch.randn(2, 8, 32, requires_grad=True)
-    model = sac.apply(llama_stack(4), REENTRANT)
-    assert kept_bytes(model, (x,)) == 3 * x.nbytes  # the first block's is the caller's
-    figures = sac.report(model).to_dict()
-    assert figures["kinds"][0]["input_bytes"] == x.nbytes
-    assert figures["kinds"][0]["saved_bytes"] == 0
 
 
 def inputs_of(rank: int) -> Tensor:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import threading
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 
 from sac.engine.reentrant import _OTHER_MODE
@@ -49,17 +47,6 @@ def test_a_retained_graph_is_run_as_often_as_asked(store):
     assert wrong(program, lambda *args: reentrant(*args, config=config)) == []
 
 
-def test_two_losses_from_two_results():
-    def program(run: Run) -> Seen:
-        model, (x, h) = layer(), hidden(4, WIDTH)
-        first, second = run(lambda h: (model(h), h.exp()), h)
-        first.sum().backward(retain_graph=True)
-        second.square().sum().backward()
-        return {"x": x.grad} | {name: one.grad for name, one in model.named_parameters()}
-
-    assert wrong(program) == []
-
-
 @pytest.mark.parametrize("store", STORES)
 def test_a_second_backward_after_one_that_retained_nothing(store):
     model, (_, h) = layer(), hidden(4, WIDTH)
@@ -74,22 +61,6 @@ def test_a_second_backward_after_one_that_retained_nothing(store):
 
 
 # What the mode does not allow
-
-
-def test_gradients_of_some_leaves_only():
-    model, (x, h) = layer(), hidden(4, WIDTH)
-    message = (
-        "Sequential: neither torch.autograd.grad nor backward(inputs=...) can go through a reentrant region\n"
-        "    fix: call backward() without inputs, or pass use_reentrant=False"
-    )
-    out = reentrant(model, h).sum()
-    assert error_of(lambda: torch.autograd.grad(out, x)) == message
-    assert error_of(lambda: torch.autograd.grad(out, [x, *model.parameters()], allow_unused=True)) == message
-    assert error_of(lambda: out.backward(inputs=[x])) == message
-    with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
-        torch.autograd.grad(out, list(model.parameters()))  # no way to them leads through the node
-    assert x.grad is None
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_double_backward():
@@ -127,33 +98,6 @@ def test_regions_in_regions(outer, inner):
     for _ in range(3):
         ours = seeded(lambda _: pair(MODES[outer], MODES[inner]), reentrant)
         assert all(torch.equal(plain[name], ours[name]) for name in plain)
-
-
-@pytest.mark.parametrize("inner", ["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("outer", ["reentrant", "non-reentrant"])
-def test_a_retained_graph_of_regions_in_regions(outer, inner):
-    def program(run: Run) -> Seen:
-        inside, around = (MODES[inner], MODES[outer]) if run is reentrant else (run, run)
-        first, second, (x, h) = layer(dropout=0.3), layer(dropout=0.3), hidden(4, WIDTH)
-        loss = loss_of([around(lambda h: second(inside(first, h)), h)])
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return {"x": x.grad} | {name: one.grad for name, one in [*first.named_parameters(), *second.named_parameters()]}
-
-    assert wrong(program) == []
-
-
-def test_three_deep():
-    def program(run: Run) -> Seen:
-        models, (x, h) = [layer(dropout=0.2) for _ in range(4)], hidden(4, WIDTH)
-
-        def level(depth: int, h: Tensor) -> Tensor:
-            h = models[depth](h)
-            return run(lambda h: level(depth + 1, h), h) if depth < 3 else h
-
-        return seen(level(0, h), x, *models)
-
-    assert wrong(program) == []
 
 
 # Interrupted
@@ -233,100 +177,7 @@ def test_another_result_in_recomputation(first, then, found):
     assert x.grad is None
 
 
-def test_without_the_check_other_dtypes_pass():
-    x, h = hidden(4, WIDTH)
-    out = reentrant(Changing(torch.sin, lambda h: h.double().sin()), h, determinism_check="none")
-    out.sum().backward()
-    assert torch.allclose(x.grad, h.cos() * 1.5)
-
-
-# Hooks
-
-
-def test_parameters_are_accumulated_into_once_per_region_and_use():
-    shared, alone, calls = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), []
-    for name, linear in (("shared", shared), ("alone", alone)):
-        linear.weight.register_hook(lambda grad, name=name: calls.append(f"{name} gradient"))
-        linear.weight.register_post_accumulate_grad_hook(lambda weight, name=name: calls.append(f"{name} accumulated"))
-    out = reentrant(shared, reentrant(lambda h: alone(shared(h)), torch.randn(2, WIDTH)))
-    out.sum().backward()
-    assert sorted(calls) == ["alone accumulated", "alone gradient"] + 2 * ["shared accumulated"] + 2 * [
-        "shared gradient"
-    ]
-
-
-def test_hooks_on_arguments_and_results_run_once():
-    calls = []
-    _, h = hidden(4, WIDTH)
-    h.register_hook(lambda grad: calls.append("argument"))
-    out = reentrant(lambda h: h.sin().exp(), h)
-    out.register_hook(lambda grad: calls.append("result"))
-    out.sum().backward()
-    assert calls == ["result", "argument"]
-
-
-def test_hooks_that_change_gradients():
-    def program(run: Run) -> Seen:
-        linear, (x, h) = nn.Linear(WIDTH, WIDTH), hidden(4, WIDTH)
-        linear.weight.register_hook(lambda grad: grad * 3)
-        h.register_hook(lambda grad: grad.sign())
-        out = run(linear, h)
-        out.register_hook(lambda grad: grad + 1)
-        return seen(out, x, linear)
-
-    assert wrong(program) == []
-
-
-def test_hooks_around_the_region_are_shown_its_inputs():
-    packed, model, (_, h) = [], layer(), hidden(4, WIDTH)
-    for _ in range(2):
-        packed.clear()
-        with saved_tensors_hooks(lambda one: packed.append(one) or one.clone(), lambda one: one):
-            out = reentrant(model, h)
-        assert [tuple(one.shape) for one in packed] == [(4, WIDTH)]
-        out.sum().backward(retain_graph=True)
-
-
-def test_save_on_cpu_around_the_region():
-    def program(run: Run) -> Seen:
-        model, (x, h) = layer(dropout=0.2), hidden(4, WIDTH)
-        with save_on_cpu():
-            out = run(model, h)
-        return seen(out, x, model)
-
-    assert wrong(program) == []
-
-
-def test_two_threads_go_through_one_retained_graph():
-    x = torch.randn(64, 64, requires_grad=True)
-    weight = torch.randn(64, 64)
-    loss = reentrant(lambda h: F.dropout(h @ weight, 0.5).tanh(), x).sum()
-    loss.backward(retain_graph=True)
-    once, x.grad = x.grad, None
-    threads = [threading.Thread(target=loss.backward, kwargs={"retain_graph": True}) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert torch.equal(x.grad, once * 4)
-
-
 # What earlier calls have shown
-
-
-def test_what_the_other_mode_has_shown_does_not_count():
-    """RReLU fills its noise after autograd has saved it: the other mode, which stops early, has to know of that."""
-
-    def program(run: Run) -> Seen:
-        x, h = hidden(4, WIDTH)
-        return seen(run(noisy, h), x)
-
-    def noisy(h: Tensor) -> Tensor:
-        return F.rrelu(h.sin(), training=True)
-
-    assert wrong(program) == []
-    assert wrong(program, non_reentrant) == []
-    assert wrong(program) == []
 
 
 def test_kernels_that_only_run_without_grad_mode():

@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import sac
-from sac.errors import SacWarning
 from sac.full import FullConfig
 from tests.support.runs import Noted
 from tests.support.stateful import StateOf
-from tests.support.trackers import MAKERS, MegatronLike, bytes_of, draws, filled, leaf, states_of
+from tests.support.trackers import MAKERS, bytes_of, draws, filled, leaf, states_of
 
 SEVERAL = ("ours", "Megatron", "TransformerEngine, graph-safe")
 ON_SEVERAL_TRACKERS = pytest.mark.parametrize("maker", [MAKERS[name] for name in SEVERAL], ids=SEVERAL)
@@ -49,22 +48,6 @@ def test_without_preserving_nothing_is_put_back_and_no_tracker_is_asked():
     assert expected == drawn
 
 
-def test_without_gradients_no_tracker_is_asked():
-    asked = Noted()
-
-    def tracker() -> Any:
-        asked.append(None)
-        return filled(MAKERS["ours"])
-
-    x = leaf()
-    with torch.no_grad():
-        out = sac.checkpoint(torch.sin, x, get_rng_state_tracker=tracker)
-    assert torch.equal(out, x.sin())
-    assert asked == []
-    sac.checkpoint(torch.sin, x, get_rng_state_tracker=tracker)
-    assert asked != []
-
-
 # Generators that the caller names
 
 
@@ -95,13 +78,6 @@ def test_a_generator_that_no_op_is_given_is_put_back_on_request():
     assert torch.equal(*outcomes)
 
 
-def test_a_global_generator_that_no_op_is_given_is_missed_in_the_first_recomputation():
-    held = Noted(torch.Generator().manual_seed(3))
-    out = sac.checkpoint(lambda x: (x * unseen_draw(held[0], x)).sin(), leaf())
-    with pytest.warns(SacWarning, match="other values"):
-        out.sum().backward()
-
-
 # Order, threads, repetition
 
 
@@ -120,34 +96,6 @@ def assert_same_draws(
         outcomes.append([*work(tracker, call), *bytes_of(tracker).values(), torch.get_rng_state()])
     assert len(outcomes[0]) == len(outcomes[1])
     assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
-
-
-@ON_SEVERAL_TRACKERS
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("order", [(1, 0), (0, 1), (2, 0, 1)])
-def test_several_micro_batches_in_flight(maker, order, use_reentrant):
-    def work(tracker: Any, call: Callable[..., Tensor]) -> list[Tensor]:
-        inputs = [leaf(seed) for seed in range(len(order))]
-        outputs = [call(call(x)) for x in inputs]
-        for place in order:
-            outputs[place].sum().backward()
-            with tracker.fork():
-                torch.rand(2)
-        return [x.grad for x in inputs]
-
-    assert_same_draws(work, maker, use_reentrant=use_reentrant)
-
-
-@ON_SEVERAL_TRACKERS
-def test_backward_again_draws_the_same_again(maker):
-    def work(tracker: Any, call: Callable[..., Tensor]) -> list[Tensor]:
-        x = leaf()
-        out = call(call(x)).sum()
-        first = torch.autograd.grad(out, x, create_graph=True)[0]
-        second = torch.autograd.grad(first.sum(), x, retain_graph=True)[0]
-        return [first, second, torch.autograd.grad(out, x)[0]]
-
-    assert_same_draws(work, maker)
 
 
 @ON_SEVERAL_TRACKERS
@@ -173,27 +121,6 @@ def test_a_gradient_taken_inside_a_region_and_inside_a_fork(maker):
 # What trackers do
 
 
-def test_a_tracker_that_is_not_in_use_stays_so():
-    """Layers ask Megatron's tracker whether it is initialised, and fork only then."""
-
-    class Lazy(MegatronLike):
-        is_initialized = False
-
-        def set_states(self, states: dict[str, Any]) -> None:
-            super().set_states(states)
-            self.is_initialized = True
-
-    tracker, seen = Lazy(), Noted()
-
-    def asking(x: Tensor) -> Tensor:
-        seen.append(tracker.is_initialized)
-        return x.sin().cos()
-
-    sac.checkpoint(asking, leaf(), get_rng_state_tracker=lambda: tracker).sum().backward()
-    assert seen == [False, False]
-    assert not tracker.is_initialized
-
-
 def test_the_getter_is_asked_anew_for_the_recomputation():
     """Backward may run on another thread, and a getter may know one tracker per thread."""
     used = Noted(filled(MAKERS["ours"]))
@@ -208,6 +135,3 @@ def test_the_getter_is_asked_anew_for_the_recomputation():
     torch.manual_seed(0)
     draws(filled(MAKERS["ours"]), y).sum().backward()
     assert torch.equal(x.grad, y.grad)
-
-
-# Devices

@@ -15,12 +15,10 @@ from torch.nn import functional as F
 
 import sac
 from sac.engine import rng
-from sac.errors import RegionError
-from sac.full import RngTracker
 from tests.support.blocks import FULL, FunctionBlock, Stack, alternate, policy, save, selective, square
 from tests.support.pairs import in_pairs
-from tests.support.trackers import MAKERS, MegatronLike, TiedGenerator, TiedTracker, bytes_of, filled
-from tests.support.training import assert_nearly_same, assert_same, built, train
+from tests.support.trackers import MAKERS, TiedGenerator, TiedTracker, bytes_of, filled
+from tests.support.training import assert_same, built, train
 
 VALUES = {
     "apply full": FULL,
@@ -33,7 +31,6 @@ CALLS = {
     "sac.checkpoint, reentrant": functools.partial(sac.checkpoint, use_reentrant=True),
 }
 WAYS = (*CALLS, *VALUES)
-ON_EACH_TRACKER = pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
 
 
 def dropped(x: Tensor, p: float) -> Tensor:
@@ -101,38 +98,10 @@ def trained(
 
 
 @in_pairs(body=BODIES, maker=MAKERS, way=WAYS)
-def test_streams_are_put_back(body, maker, way):
-    assert_same(trained(body, filled(maker)), trained(body, filled(maker), way))
-
-
-@in_pairs(body=BODIES, maker=MAKERS, way=WAYS)
 def test_a_region_entered_inside_a_fork(body, maker, way):
     """Megatron's snapshot omits which stream is in use: a nested fork of that one draws other numbers there."""
     stream = "model-parallel-rng"
     assert_same(trained(body, filled(maker), "", stream), trained(body, filled(maker), way, stream))
-
-
-@pytest.mark.parametrize("inner", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("outer", CALLS.values(), ids=CALLS)
-@ON_EACH_TRACKER
-def test_a_region_inside_the_fork_of_another_region(maker, outer, inner, in_float64):
-    """Nested reentrant regions add gradients in another order, as torch's do: in float64 that is all that differs."""
-
-    def nested(call: Callable[..., Tensor], tracker: Any, block: FunctionBlock, x: Tensor) -> Tensor:
-        h = dropped(x @ block.a, 0.2)
-        with tracker.fork():
-            h = call(functools.partial(forks_in_forks, tracker, block), dropped(h, 0.3))
-            h = call(functools.partial(one_fork, tracker, block), dropped(h, 0.3))
-        return dropped(h, 0.2).sin()
-
-    plainly = trained(functools.partial(nested, lambda function, x: function(x)), filled(maker))
-    tracker = filled(maker)
-    options = {"get_rng_state_tracker": lambda: tracker}
-    body = functools.partial(nested, functools.partial(inner, **options))
-    ours = trained(body, tracker, call=functools.partial(outer, **options))
-    if inner is outer is sac.checkpoint:
-        assert_same(plainly, ours)
-    assert_nearly_same(plainly, ours)
 
 
 class Behind:
@@ -150,27 +119,6 @@ class Behind:
 
 
 _BEHIND: weakref.WeakKeyDictionary[Behind, Any] = weakref.WeakKeyDictionary()
-
-
-def without_the_name(tracker: MegatronLike) -> Any:
-    """The tracker as far as `get_states` and `set_states` show it."""
-
-    class Face:
-        get_states, set_states = tracker.get_states, tracker.set_states
-
-    return Face
-
-
-@pytest.mark.parametrize(
-    ("getter", "stream"),
-    [(lambda tracker: None, None), (lambda tracker: lambda: without_the_name(tracker), "model-parallel-rng")],
-    ids=["no tracker", "no current name"],
-)
-def test_the_tests_above_can_fail(getter, stream):
-    expected, tracker = trained(forks_in_forks, filled(MegatronLike), "", stream), filled(MegatronLike)
-    call = functools.partial(sac.checkpoint, get_rng_state_tracker=getter(tracker))
-    with pytest.raises((AssertionError, RegionError), match=r"gradient|other values"):
-        assert_same(expected, trained(forks_in_forks, Behind(tracker), "", stream, call))
 
 
 # Generators that share a state, as on CUDA
@@ -199,52 +147,3 @@ def test_generators_that_share_a_state_share_it_again(monkeypatch, way, stream):
         seen.append(trained(tied_body, tracker, one, stream) | {"default": default.get_state()})
         assert default.box is box
     assert_same(*seen)
-
-
-# What a tracker holds, before and after
-
-
-def test_a_stream_added_after_forward_is_there_after_backward():
-    tracker = filled(lambda: RngTracker("cpu"))
-    x = torch.randn(8, 8, requires_grad=True)
-    block = FunctionBlock(functools.partial(one_fork, tracker))
-    out = sac.checkpoint(block, x, get_rng_state_tracker=lambda: tracker)
-    tracker.add("late", 99)
-    with tracker.fork("late"):
-        torch.rand(3)
-    before = bytes_of(tracker)
-    out.sum().backward()
-    assert tracker.names == (*before,)
-    assert all(torch.equal(before[name], state) for name, state in bytes_of(tracker).items())
-
-
-def test_a_generator_that_a_tracker_has_given_up_is_put_back_too():
-    """Forward's generator serves the recomputation, and then stands where it stood."""
-    tracker = filled(MAKERS["TransformerEngine, graph-safe"])
-    kept = tracker.get_states()["model-parallel-rng"]
-    x = torch.randn(8, 8, requires_grad=True)
-    block = FunctionBlock(functools.partial(one_fork, tracker))
-    expected = [g.clone() for g in _grads(block, x, lambda: None)]
-    for name, seed in (("model-parallel-rng", 1234), ("expert-parallel-rng", 77)):
-        tracker.states_[name] = torch.Generator().manual_seed(seed)
-    kept = tracker.states_["model-parallel-rng"]
-    found = {}
-
-    def exchange() -> None:
-        tracker.states_ = {"other": torch.Generator()}
-        kept.manual_seed(31)
-        found.update(bytes_of(tracker))
-
-    got = _grads(block, x, exchange, get_rng_state_tracker=lambda: tracker)
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert torch.equal(kept.get_state(), torch.Generator().manual_seed(31).get_state())
-    assert {name: state.tolist() for name, state in bytes_of(tracker).items()} == {
-        name: state.tolist() for name, state in found.items()
-    }
-
-
-def _grads(block: FunctionBlock, x: Tensor, between: Callable[[], None], **options: Any) -> tuple[Tensor, ...]:
-    torch.manual_seed(3)
-    out = sac.checkpoint(block, x, **options) if options else block(x)
-    between()
-    return torch.autograd.grad(out.sum(), [x, block.a, block.b])

@@ -48,13 +48,6 @@ def test_a_function_is_run_again_as_far_as_by_torch(around: Around, given: bool)
     assert expected == (3 if (around is nullcontext and given) or around is on else 4)
 
 
-@pytest.mark.parametrize("first", [nullcontext, off])
-def test_each_call_is_asked_anew(first: Around) -> None:
-    model = sac.apply(stack(2), "full")
-    products(model, first)
-    assert [products(model, around) for around in (nullcontext, off, nullcontext)] == [6, 8, 6]
-
-
 @pytest.mark.parametrize(
     "value",
     [

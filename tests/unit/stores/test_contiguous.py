@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,10 +10,8 @@ import sac
 from sac.errors import RegionError
 from sac.full import FullConfig
 from sac.stores.contiguous import ContiguousBuffer
-from tests.support.blocks import llama_stack, tokens
 from tests.support.cases import WIDTH, layer
 from tests.support.recording import Recorder, without_collector
-from tests.support.training import assert_same_training, built
 
 
 def name() -> str:
@@ -51,11 +46,6 @@ def test_slots_lie_next_to_each_other():
     assert all(one.local.untyped_storage().nbytes() == 48 for one in placed)
 
 
-def test_host_memory_of_the_cpu_counts_as_the_device():
-    placed = ContiguousBuffer(2, on_host=True).put(numbers(1.0), name)
-    assert (placed.local.nbytes, placed.host_bytes) == (16, 0)
-
-
 def test_another_size_may_come_when_all_is_free():
     config = FullConfig(store="contiguous", num_checkpoints=2)
     model = layer()
@@ -74,16 +64,6 @@ def test_old_memory_goes_before_the_new_is_made():
         assert recorder.live_bytes() == 800
         buffer.put(numbers(1.0, 50), name).drop()
         assert recorder.live_bytes() == 400
-
-
-def test_buffer_under_training_with_batches_of_several_sizes():
-    sizes = iter([2, 3, 1, 2] * 2)
-
-    def inputs(device: str) -> tuple[Tensor, ...]:
-        return tokens(device, batch=next(sizes))
-
-    value = {"mode": "full", "blocks": ["blocks.*"], "store": "contiguous", "num_checkpoints": 2}
-    assert_same_training(llama_stack, value, steps=4, make_input=inputs)
 
 
 # Errors
@@ -132,45 +112,3 @@ def test_inputs_that_differ(what):
     out.sum().backward()
     assert torch.equal(x.grad, x.cos())
     sac.checkpoint(torch.sin, other, config=config).sum().backward()
-
-
-def test_inputs_of_a_region_differ():
-    config = FullConfig(store="contiguous", num_checkpoints=3, keep="all")
-    x, y = torch.randn(4, requires_grad=True), torch.randn(1, requires_grad=True)
-    with without_collector():
-        with pytest.raises(RegionError, match=r"^argument 1: it has 1 elements of float32 on cpu, but the slots"):
-            sac.checkpoint(torch.mul, x, y, config=config)
-        out = sac.checkpoint(torch.mul, y, y, config=config)  # the slot of x is free again
-    out.sum().backward()
-    assert torch.equal(y.grad, 2 * y)
-
-
-# Copies
-
-
-@pytest.mark.parametrize("on_host", [False, True])
-@pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_copy_is_empty_and_alike(way, on_host):
-    buffer = ContiguousBuffer(1, on_host=on_host)
-    placed = buffer.put(numbers(1.0), name)
-    twin = way(buffer)
-    assert (twin.num_checkpoints, twin.on_host) == (1, on_host)
-    twin.put(numbers(2.0, 7), name)
-    assert torch.equal(placed.fetch(), numbers(1.0))
-
-
-@pytest.mark.parametrize(
-    ("on_host", "told"), [(False, "in one buffer of 4 slots"), (True, "in one buffer of 4 slots in host memory")]
-)
-def test_description(on_host, told):
-    assert ContiguousBuffer(4, on_host=on_host).describe() == told
-
-
-def test_regions_of_a_model_share_one_buffer():
-    model = sac.apply(
-        built(lambda: llama_stack(3)),
-        {"mode": "full", "blocks": ["blocks.*"], "store": "contiguous", "num_checkpoints": 2},
-    )
-    [x] = tokens()
-    with pytest.raises(RegionError, match="each of its 2"):
-        model(x)

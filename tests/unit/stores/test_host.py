@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +10,7 @@ import sac
 from sac.full import FullConfig
 from sac.stores.host import OnHost
 from tests.support.blocks import llama_stack, policy, save, selective
-from tests.support.cases import WIDTH, hidden, layer, loss_of
+from tests.support.cases import WIDTH, layer, loss_of
 from tests.support.simulated_streams import simulated_streams
 from tests.support.training import assert_same_training, deterministic
 
@@ -23,14 +20,6 @@ CYCLES = 50_000_000  # of a GPU's clock: some tens of milliseconds
 
 def name() -> str:
     return "args[0]"
-
-
-def test_copy_of_an_input_on_the_cpu_is_a_plain_one():
-    x = torch.randn(4)
-    placed = OnHost().put(x, name)
-    assert (placed.local.nbytes, placed.host_bytes) == (16, 0)
-    assert placed.local.data_ptr() != x.data_ptr()
-    assert torch.equal(placed.fetch(), x)
 
 
 def test_copy_of_an_input_on_a_device_is_on_the_host(monkeypatch):
@@ -45,16 +34,6 @@ def test_copy_of_an_input_on_a_device_is_on_the_host(monkeypatch):
         assert torch.equal(second, x)
         placed.drop()
         assert placed.host_bytes == 0
-
-
-def test_description():
-    assert OnHost().describe() == "in host memory"
-
-
-def test_host_of_a_model_goes_with_it():
-    for way in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
-        x = torch.randn(4)
-        assert torch.equal(way(OnHost()).put(x, name).fetch(), x)
 
 
 # On a GPU
@@ -94,22 +73,6 @@ def test_late_copies_and_a_caller_that_overwrites(monkeypatch, store):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("store", STORES)
-def test_late_copies_and_a_region_that_overwrites(monkeypatch, store):
-    model, x = layer().cuda(), torch.randn(64, WIDTH, device="cuda", requires_grad=True)
-
-    def body(h: Tensor) -> Tensor:
-        return model(h.mul_(2).add_(1))
-
-    with deterministic("cuda"):
-        expected = torch.autograd.grad(body(x * 1).sum(), [x, *model.parameters()])
-        slow_copies(monkeypatch)
-        for _ in range(3):
-            out = sac.checkpoint(body, x * 1, config=config_of(store))
-            assert all(map(torch.equal, expected, torch.autograd.grad(out.sum(), [x, *model.parameters()])))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("store", STORES)
 def test_late_copies_and_memory_that_is_used_again(monkeypatch, store):
     """Slots, pinned memory and what was fetched go round from region to region and from step to step."""
     models, x = [layer(dropout=0.2).cuda() for _ in range(6)], torch.randn(64, WIDTH, device="cuda", requires_grad=True)
@@ -129,36 +92,6 @@ def test_late_copies_and_memory_that_is_used_again(monkeypatch, store):
         for _ in range(3):
             found = step(lambda model, h: sac.checkpoint(model, h, config=config))
             assert all(map(torch.equal, expected, found))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("store", STORES)
-def test_late_copies_on_streams_of_the_callers(monkeypatch, store):
-    model, x = layer().cuda(), torch.randn(64, WIDTH, device="cuda")
-    config, streams = config_of(store), [torch.cuda.Stream() for _ in range(3)]
-    with deterministic("cuda"):
-        expected = torch.autograd.grad(model(x.sin()).sum(), model.parameters())
-        torch.cuda.synchronize()
-        slow_copies(monkeypatch)
-        for turn in range(6):
-            with torch.cuda.stream(streams[turn % 3]):
-                out = sac.checkpoint(lambda h: model(h.sin()), x.clone(), config=config)
-                found = torch.autograd.grad(out.sum(), model.parameters())
-                torch.cuda.current_stream().synchronize()
-            assert all(map(torch.equal, expected, found))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("store", STORES)
-def test_hooks_around_get_what_is_whole(monkeypatch, store):
-    model, (x, _) = layer().cuda(), hidden(64, WIDTH)
-    x = x.detach().cuda().requires_grad_()
-    with deterministic("cuda"):
-        expected = torch.autograd.grad(model(x * 1).sum(), [x, *model.parameters()])
-        slow_copies(monkeypatch)
-        with torch.autograd.graph.save_on_cpu(pin_memory=True):
-            out = sac.checkpoint(model, x * 1, config=config_of(store))
-        assert all(map(torch.equal, expected, torch.autograd.grad(out.sum(), [x, *model.parameters()])))
 
 
 @pytest.mark.gpu
@@ -186,12 +119,3 @@ def test_device_holds_nothing_of_the_input():
         assert torch.cuda.memory_allocated() - before <= x.nbytes + 4096  # of exp, outside; the sum goes to the region
         out.backward()
         x.grad = None
-
-
-@pytest.mark.gpu
-def test_conjugate_input_on_the_gpu(monkeypatch):
-    x = torch.randn(64, 64, dtype=torch.complex64, device="cuda", requires_grad=True)
-    expected = torch.autograd.grad(torch.view_as_real(x.conj().sin()).sum(), x)[0]
-    slow_copies(monkeypatch)
-    out = sac.checkpoint(lambda h: torch.view_as_real(h.sin()), (x * 1).conj(), config=FullConfig(store="host"))
-    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], expected)

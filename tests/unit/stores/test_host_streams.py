@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from sac.errors import RegionError
 from sac.stores import transfers
 from sac.stores.contiguous import ContiguousBuffer, Slots
 from sac.stores.host import OnHost, StoredOnHost
 from sac.stores.transfers import HostCopy, Transfers
-from sac.tensors import detached
-from tests.support.cases import CASES, WIDTH, Run, hidden, layer, loss_of, written_after, written_inside
+from tests.support.cases import CASES, WIDTH, hidden, layer, written_after, written_inside
 from tests.support.pairs import in_pairs
 from tests.support.ranks import run_ranks
 from tests.support.simulated_streams import Simulation, simulated_streams, take_cpu_for_a_device
@@ -118,49 +117,6 @@ def test_without_a_wait_there_is_a_race(monkeypatch, wait):
     assert any(found.startswith(race.replace("side 1", "side 3")) for found in simulation.races), simulation.races
 
 
-def test_write_inside_waits_for_the_copy(monkeypatch):
-    with simulated_streams(monkeypatch) as simulation:
-        written_inside(as_region("host", False))
-        order = simulation.log[: simulation.log.index("main waits") + 1]
-        assert order == ["side 1 waits for main", "side 1 copies", "side 1 records", "main waits"]
-        monkeypatch.setattr(StoredOnHost, "settle", unordered)
-        written_inside(as_region("host", False))
-    assert any(found.startswith("aten.mul_.Tensor on main does not come after side 3") for found in simulation.races)
-
-
-def test_source_lives_until_the_copy_is_ordered(simulation: Simulation):
-    x = torch.randn(4)
-    placed = OnHost().put(x, lambda: "x")
-    del x
-    assert simulation.races == []
-    placed.settle()
-    simulation.free_dead()
-    assert simulation.races == []
-    assert [memory.home for memory in simulation.memory.values()] == ["host"]  # x is gone
-
-
-def test_buffer_that_goes_while_another_stream_reads_it(simulation: Simulation):
-    buffer, other = ContiguousBuffer(1), simulation.stream_named("other")
-    placed = buffer.put(torch.randn(4), lambda: "x")
-    other.wait_stream(simulation.current_stream())
-    with simulation.stream(other):
-        placed.fetch().mul_(2)
-    placed.drop()
-    del placed, buffer
-    simulation.free_dead()
-    assert simulation.races == []
-
-
-def test_source_that_dies_before_is_found(monkeypatch):
-    with simulated_streams(monkeypatch) as simulation:
-        x = torch.randn(4)
-        placed = OnHost().put(x, lambda: "x")
-        placed._copy.source = None
-        del x
-        simulation.free_dead()
-    assert simulation.races == ["memory of main is freed while side 1 uses it"]
-
-
 def test_inputs_come_back_before_backward_asks_for_them(simulation: Simulation):
     run, models, h = as_region("host", False), [layer() for _ in range(4)], hidden(4, WIDTH)[1]
     for model in models:
@@ -172,20 +128,6 @@ def test_inputs_come_back_before_backward_asks_for_them(simulation: Simulation):
 
 
 # Other streams than the one of the forward
-
-
-def test_region_entered_and_left_on_another_stream(simulation: Simulation):
-    other = simulation.stream_named("other")
-    x = torch.randn(4)
-    placed = OnHost().put(x, lambda: "x")
-    with simulation.stream(other):
-        placed.settle()
-        x.record_stream(other)
-        x.zero_()
-    main = simulation.current_stream()
-    main.wait_stream(other)
-    x.fill_(1.0)
-    assert simulation.races == []
 
 
 def test_backward_on_another_stream(simulation: Simulation):
@@ -221,52 +163,7 @@ def test_slot_goes_from_stream_to_stream(monkeypatch):
     assert any(found.startswith("aten.copy_.default on other does not come after main") for found in simulation.races)
 
 
-def test_slots_on_the_host_are_ordered_by_the_last_copy_of_each(simulation: Simulation):
-    buffer = ContiguousBuffer(1, on_host=True)
-    for name in ("main", "other", "main"):
-        with simulation.stream(simulation.stream_named(name)):
-            placed = buffer.put(torch.randn(4), lambda: "x")
-            placed.settle()
-            placed.fetch().mul_(2)
-            placed.drop()
-    assert simulation.races == []
-    assert simulation.made == 2
-
-
 # In flight
-
-
-def test_dropped_in_flight(simulation: Simulation):
-    for store in (OnHost(), ContiguousBuffer(1, on_host=True)):
-        for _ in range(2):
-            store.put(torch.randn(4), lambda: "x").drop()
-        placed = store.put(torch.full((4,), 2.0), lambda: "x")
-        placed.settle()
-        assert torch.equal(placed.fetch(), torch.full((4,), 2.0))
-
-
-def test_fetched_inside_the_forward(simulation: Simulation):
-    model, x = layer(), torch.randn(4, WIDTH, requires_grad=True)
-
-    def body(h: Tensor) -> Tensor:
-        out = model(h)
-        [slope] = torch.autograd.grad(out.sum(), h, retain_graph=True, create_graph=False)
-        return out * slope.detach()
-
-    run = as_region("host", False)
-    for one in (plainly, run):
-        x.grad = None
-        model.zero_grad()
-        loss_of([one(body, x * 1)]).backward()
-        if one is plainly:
-            expected = [x.grad, *(weight.grad for weight in model.parameters())]
-    assert all(map(torch.equal, expected, [x.grad, *(weight.grad for weight in model.parameters())]))
-    assert simulation.races == []
-
-
-def read_at_once(tensor: Tensor) -> tuple[Tensor, float]:
-    """A pack hook that looks at what it is given, on the host if that lies there."""
-    return tensor, float(tensor.sum())
 
 
 def written_unseen(h: Tensor) -> Tensor:
@@ -303,19 +200,3 @@ def test_device_without_streams(monkeypatch):
         plain = written_inside(plainly)
         torch.manual_seed(3)
         assert differences(plain, written_inside(as_region(store, False))) == []
-
-
-def test_side_streams_are_two_per_store_and_device(simulation: Simulation):
-    run: Run = as_region("host", False)
-    model = nn.Linear(WIDTH, WIDTH)
-    for _ in range(3):
-        run(model, hidden(4, WIDTH)[1]).sum().backward()
-    assert simulation.made == 2  # one down, one up
-
-
-def test_simulation_sees_detached_views(simulation: Simulation):
-    x = torch.randn(4, requires_grad=True)
-    side = simulation.stream_named("elsewhere")
-    with simulation.stream(side):
-        detached(x).zero_()
-    assert simulation.races == ["aten.zero_.default on elsewhere does not come after main 2"]

@@ -78,20 +78,6 @@ def test_a_share_is_kept_of_each_input(more, size, warm):
     assert run_ranks(size, kept_by_regions, more, warm) == [expected] * size
 
 
-def kept_in_slots() -> int:
-    run = scattered(preserve_rng_state=False, store="scattered+contiguous", num_checkpoints=REGIONS)
-    torch.manual_seed(0)  # every rank has the same weights
-    model = mlp(WIDTH)
-    recorder = Recorder()
-    with recorder:
-        x, out, _ = chain_of_regions(model, run)
-    return bytes_held(recorder, (x, out))
-
-
-def test_shares_in_one_buffer():
-    assert run_ranks(2, kept_in_slots) == [REGIONS * share_bytes(2)] * 2
-
-
 def dropped_without_backward() -> tuple[int, bool]:
     run = scattered(preserve_rng_state=False)
     torch.manual_seed(0)  # every rank has the same weights
@@ -107,21 +93,6 @@ def dropped_without_backward() -> tuple[int, bool]:
 
 def test_a_dropped_graph_leaves_nothing():
     assert run_ranks(2, dropped_without_backward) == [(0, False)] * 2
-
-
-def unused_shares() -> int:
-    """Nothing needs a gradient in some calls: nothing is kept, nor gathered."""
-    run = scattered(preserve_rng_state=False)
-    torch.manual_seed(0)  # every rank has the same weights
-    model = mlp(WIDTH).requires_grad_(False)
-    recorder = Recorder()
-    with recorder:
-        out = run(model, torch.ones(ROWS, WIDTH))
-    return bytes_held(recorder, out)
-
-
-def test_where_nothing_needs_a_gradient_nothing_is_kept():
-    assert run_ranks(2, unused_shares) == [0, 0]
 
 
 BLOCKS = 3
