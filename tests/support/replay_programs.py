@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from torch import Tensor, nn
 
 import sac
@@ -19,8 +18,6 @@ POLICIES = {
     "matmuls": policy({**save("matmul"), "optional": True}),
     "every second op": policy(alternate("*")),
 }
-ON_EACH = pytest.mark.parametrize("chosen", POLICIES.values(), ids=POLICIES.keys())
-Run = Callable[[Stack], dict[str, Tensor]]
 FIX = "none is needed, the region runs again as Python; `engine: rerun` asks for that from the start"
 
 
@@ -45,14 +42,6 @@ def python_runs(model: nn.Module) -> int:
     return sum(module.runs for module in model.modules() if isinstance(module, FunctionBlock))
 
 
-def assert_replayed(build: Callable[[], Stack], value: Any, *, steps: int = 2, **training: Any) -> None:
-    """All is as without us, no warning is given, and no region's Python ran twice."""
-    ours, model, said = _trained(build, value, steps=steps, **training)
-    assert said == [], said
-    assert_same(train(built(build), steps=steps, **_with_square(training)), ours)
-    assert python_runs(model) == steps * sum(isinstance(m, FunctionBlock) for m in model.modules())
-
-
 def assert_gave_way(
     build: Callable[[], Stack], value: Any, warning: str, *, steps: int = 2, once_more: int = 0, **training: Any
 ) -> None:
@@ -62,11 +51,6 @@ def assert_gave_way(
     assert said == [warning], said
     expected = 2 * steps * sum(isinstance(m, FunctionBlock) for m in model.modules())
     assert python_runs(model) == expected + once_more
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients of the model, by parameter."""
-    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
 
 
 def warning_of(found: str, path: str = "blocks.0") -> str:

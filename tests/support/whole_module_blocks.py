@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.blocks import FunctionBlock, Stack
-from tests.support.mode_probe import note_mode
 from tests.support.runs import Noted
 
 WIDTH = 8
@@ -58,11 +57,6 @@ class Holder:
 
 def product(part: Apply, x: Tensor, **more: Any) -> Tensor:
     return (x @ part.weight).sin()
-
-
-def probed_product(part: Apply, x: Tensor) -> Tensor:
-    note_mode()
-    return product(part, x)
 
 
 def relu_in_place(part: Apply, x: Tensor) -> Tensor:
@@ -300,19 +294,9 @@ class Drawing(nn.Module):
         return x * torch.rand(x.shape, generator=self.generator)
 
 
-def probed(body: Callable[..., Any]) -> Callable[..., Any]:
-    """The body, which notes whether a dispatch mode is on where it begins."""
-
-    def body_with_probe(block: Any, *values: Tensor) -> Any:
-        note_mode()
-        return body(block, *values)
-
-    return body_with_probe
-
-
-def block_of(body: Callable[..., Any], *, probe: bool = False) -> FunctionBlock:
+def block_of(body: Callable[..., Any]) -> FunctionBlock:
     """A block with every child that some body uses."""
-    block = FunctionBlock(probed(body) if probe else body, WIDTH)
+    block = FunctionBlock(body, WIDTH)
     block.part = Apply(product)
     block.alias = block.part
     block.other = Apply(product)
@@ -326,9 +310,9 @@ def block_of(body: Callable[..., Any], *, probe: bool = False) -> FunctionBlock:
     return block
 
 
-def stack_of(body: Callable[..., Any], blocks: int = 2, *, probe: bool = False) -> Stack:
+def stack_of(body: Callable[..., Any], blocks: int = 2) -> Stack:
     """Some such blocks, one after the other."""
-    return Stack(*(block_of(body, probe=probe) for _ in range(blocks)))
+    return Stack(*(block_of(body) for _ in range(blocks)))
 
 
 EVERY = f"{{part,other,alias,tower,norm,draws,{','.join(CHILDREN)}}}"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import sac
@@ -24,19 +24,11 @@ VALUES = {
     "alternate": selective(policy(whole("{self_attn.*_proj,mlp}", "alternate"))),
 }
 ON_EACH_VALUE = pytest.mark.parametrize("name", VALUES)
-WAYS = pytest.mark.parametrize("entry", ["apply", "context_fn with module"])
 ALONE = selective(policy(whole(EVERY)))
 
 
 def dropped() -> Stack:
     return with_dropout(llama_stack(), attention=0.2)
-
-
-@WAYS
-@ON_EACH_VALUE
-@pytest.mark.parametrize("around", [save_on_cpu, lambda: saved_tensors_hooks(lambda t: t.clone(), lambda t: t)])
-def test_hooks_around_the_region_are_shown_what_is_kept(around: Any, name: str, entry: str) -> None:
-    assert_same_training(dropped, VALUES[name], entry=entry, steps=3, around_forward=around)
 
 
 def test_an_error_in_a_saved_module_leaves_hooks_and_modes_as_they_were() -> None:
@@ -106,53 +98,6 @@ def test_a_module_that_writes_to_its_buffer_runs_again() -> None:
 
     SIGNS.clear()
     assert_same_training(build, ALONE, steps=6, make_input=inputs_of_both_signs)
-
-
-def test_a_large_buffer_of_a_saved_module_advances_once_and_needs_no_mode() -> None:
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(300)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(x.exp()).sin()
-
-    def wide(device: str) -> tuple[Tensor, ...]:
-        return (torch.randn(4, 300, device=device),)
-
-    value = selective(policy(whole("norm")))
-    assert_same_training(lambda: Stack(Wide(), Wide()), value, steps=4, make_input=wide)
-
-
-def test_state_of_the_users_own_stands_where_a_saved_module_left_it() -> None:
-    class Counter:
-        count = 0.0
-
-        def snapshot(self) -> float:
-            return self.count
-
-        def restore(self, state: float) -> None:
-            self.count = state
-
-    counter = Counter()
-
-    def counting(part: Apply, x: Tensor) -> Tensor:
-        counter.count += 1
-        return x @ part.weight
-
-    def body(block: Any, x: Tensor) -> Tensor:
-        y = block.part(x.exp())
-        return (y * counter.count).sin()
-
-    def build() -> Stack:
-        counter.count = 0.0
-        stack = stack_of(body)
-        for block in stack.blocks:
-            block.part.body = counting
-        return stack
-
-    value = {**ALONE, "state": (counter,)}
-    assert_same_training(build, value, steps=3, make_input=square)
 
 
 @pytest.mark.parametrize("rules", [[], [save("matmul")]], ids=["modules alone", "modules and ops"])

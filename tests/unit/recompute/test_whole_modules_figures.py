@@ -14,8 +14,8 @@ from sac.reporting import decisions_of
 from sac.tools.comparison import count_flops
 from tests.stacks.composition import differences, forward_done, outcome
 from tests.support import whole_module_blocks as blocks
-from tests.support.blocks import FULL, llama_stack, policy, selective, square, tokens
-from tests.support.training import built, train
+from tests.support.blocks import FULL, llama_stack, policy, save, selective, square, tokens
+from tests.support.training import assert_same_training, built, train
 from tests.support.whole_module_blocks import EVERY, RUNS, WIDTH, stack_of, whole
 
 ALONE = selective(policy(whole(EVERY)))
@@ -36,6 +36,13 @@ INSIDE = (
     blocks.structures,
     blocks.frozen,
 )
+
+
+@pytest.mark.parametrize("rules", [(), (save("matmul", optional=True),)], ids=["alone", "and products"])
+@pytest.mark.parametrize("body", blocks.BODIES, ids=lambda body: body.__name__)
+def test_training_is_the_same(body: Callable[..., Any], rules: tuple[Any, ...]) -> None:
+    value = selective(policy(whole(EVERY), *rules))
+    assert_same_training(lambda: stack_of(body), value, steps=3, make_input=square)
 
 
 def step(model: Any, inputs: tuple[Tensor, ...]) -> Callable[[], Tensor]:

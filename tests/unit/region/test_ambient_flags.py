@@ -124,16 +124,6 @@ def test_recomputation_sees_the_flags_of_forward(surrounding: Surrounding, read:
     assert seen[0] != before
 
 
-@ON_EACH_WAY
-@ON_EACH_FLAG
-def test_recomputation_does_not_see_the_flags_of_backward(
-    surrounding: Surrounding, read: Callable[[], Any], way: Way
-) -> None:
-    before = read()
-    seen = values_seen(read, way, backward=surrounding)
-    assert all(value == before for value in seen)
-
-
 @ON_EACH_FLAG
 def test_flags_are_put_back_when_recomputation_raises(surrounding: Surrounding, read: Callable[[], Any]) -> None:
     seen = Noted()

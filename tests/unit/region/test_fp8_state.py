@@ -20,7 +20,6 @@ from sac.errors import ConfigError, RegionError, SacWarning
 from tests.support.blocks import FULL, Stack, install, policy, save, selective
 from tests.support.fp8_modules import MODULE, Block, FP8GlobalStateManager, Recipe, autocast, own_checkpoint, state_of
 from tests.support.fp8_modules import fp8_library as fp8_library
-from tests.support.runs import Noted, runs_of
 from tests.support.training import assert_same, built
 
 pytestmark = [pytest.mark.usefixtures("fp8_library"), pytest.mark.filterwarnings("error")]
@@ -149,20 +148,6 @@ def test_another_order_is_an_error(value: dict[str, Any]) -> None:
         trained(lambda model: install(model, {**value, "verify": "always"}), in_order("012cba"), stack(), steps=5)
 
 
-def in_a_region(model: Stack) -> bool:
-    """Whether the model's blocks run again in backward: what the tests above compare is not the plain model."""
-    FP8GlobalStateManager.reset()
-    before = runs_of(model.blocks[1])
-    one_autocast(model, 0)
-    return runs_of(model.blocks[1]) == before + 2
-
-
-@ON_EACH_WAY
-def test_each_way_runs_the_blocks_again(way: Any) -> None:
-    assert not in_a_region(built(stack()))
-    assert in_a_region(way(built(stack())))
-
-
 # Engine, early stop, versions
 
 
@@ -184,28 +169,6 @@ def test_such_regions_run_again_as_python_and_the_report_says_why() -> None:
         f"blocks.0: replay cannot be used here: {REASON}\n"
         "    fix: none is needed, the region runs again as Python; `engine: rerun` asks for that from the start"
     ]
-
-
-class Ending(Block):
-    """Notes when its forward comes to its end."""
-
-    ends = Noted()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.first(x).sin() + 1
-        self.ends.append(FP8GlobalStateManager.is_fp8_enabled())
-        return out
-
-
-@pytest.mark.parametrize("value", [FULL, MATMULS], ids=["full", "auto"])
-def test_they_run_to_their_end(value: Any) -> None:
-    model = install(built(lambda: Stack(Ending(WIDTH))), value)
-    for fp8, ends in ((False, 2), (True, 2)):
-        Ending.ends[:] = []
-        with autocast(enabled=fp8):
-            loss = model(torch.randn(2, WIDTH, requires_grad=True)).sum()
-        loss.backward()
-        assert Ending.ends == [fp8] * ends
 
 
 class Unknown:

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sac.engine.reentrant import _OTHER_MODE
@@ -175,24 +174,3 @@ def test_another_result_in_recomputation(first, then, found):
     *_, out = torch.utils._pytree.tree_leaves(reentrant(Changing(first, then), h))
     assert error_of(out.sum().backward) == f"Changing: {found} in recomputation\n{REPEAT}"
     assert x.grad is None
-
-
-# What earlier calls have shown
-
-
-def test_kernels_that_only_run_without_grad_mode():
-    """In eval mode attention is one fused op without grad mode, so what follows it has other arguments."""
-    attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True, dtype=torch.float64).eval()
-
-    def program(run: Run) -> Seen:
-        x, h = hidden(2, 6, WIDTH)
-
-        def body(h: Tensor) -> Tensor:
-            weights, chosen = attention(h, h, h, need_weights=False)[0].topk(2)
-            return weights * chosen
-
-        out = run(body, h)
-        out.sum().backward()
-        return {"x": x.grad}
-
-    assert wrong(program, exact=False) == []

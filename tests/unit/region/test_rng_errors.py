@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -10,11 +9,9 @@ import torch
 from torch import Tensor
 
 import sac
-from sac.engine import rng
-from sac.errors import ConfigError, RegionError
-from sac.full import RngTracker
+from sac.errors import ConfigError
 from tests.support.runs import Noted
-from tests.support.trackers import MAKERS, TiedGenerator, TiedTracker, draws, filled, leaf, states_of
+from tests.support.trackers import MAKERS, draws, filled, leaf, states_of
 
 SEVERAL = ("ours", "Megatron", "TransformerEngine, graph-safe")
 ON_SEVERAL_TRACKERS = pytest.mark.parametrize("maker", [MAKERS[name] for name in SEVERAL], ids=SEVERAL)
@@ -102,81 +99,3 @@ def test_an_exception_in_recomputation_leaves_no_state_rewound_and_backward_can_
     tracker = filled(maker)
     failing(y).sum().backward()
     assert torch.equal(x.grad, y.grad)
-
-
-class Refusing(RngTracker):
-    """A tracker that does not take states at some times."""
-
-    refusals: tuple[int, ...] = ()
-    asked = 0
-
-    def set_states(self, states: Any) -> None:
-        self.asked += 1
-        if self.asked in self.refusals:
-            raise Failure
-        super().set_states(states)
-
-
-def test_a_generator_that_takes_no_state_leaves_the_others_as_they_were():
-    class Refusing(TiedGenerator):
-        refuses = False
-
-        def set_state(self, state: Tensor) -> TiedGenerator:
-            if self.refuses:
-                Refusing.refuses = False
-                raise Failure
-            return super().set_state(state)
-
-    tracker, last = filled(MAKERS["ours"]), Refusing.seeded(1)
-    snapshot = rng.RngSnapshot([], rng.Settings(trackers=(lambda: tracker,)), (last,))
-    torch.rand(3)
-    with tracker.fork():
-        torch.rand(3)
-    before, Refusing.refuses = states_of(tracker), True
-    with pytest.raises(Failure), ExitStack() as stack:
-        snapshot.enter_on(stack)
-    assert states_of(tracker) == before
-
-
-# CUDA graphs
-
-
-def test_a_captured_graph_is_told_of(monkeypatch):
-    """While a CUDA graph is captured, torch refuses to read or to set the state of a generator."""
-
-    class Captured(TiedGenerator):
-        captured = True
-
-        def get_state(self) -> Tensor:
-            if self.captured:
-                raise RuntimeError("Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture.")
-            return super().get_state()
-
-    default = Captured.seeded(3)
-    tracker = filled(lambda: TiedTracker(default))
-    tracker.states_["captured"] = Captured.seeded(4)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    text = (
-        "preserve_rng_state: random states can be neither read nor put back while a CUDA graph is captured\n"
-        "    fix: pass preserve_rng_state=False if the region draws no random numbers, or capture it without "
-        "checkpointing"
-    )
-    x = leaf()
-    with pytest.raises(RegionError) as error:
-        sac.checkpoint(torch.exp, x, get_rng_state_tracker=lambda: tracker)
-    assert str(error.value) == text
-    Captured.captured = False
-    out = sac.checkpoint(torch.exp, x, get_rng_state_tracker=lambda: tracker)
-    Captured.captured = True
-    with pytest.raises(RegionError) as error:
-        out.sum().backward()
-    assert str(error.value) == text
-    Captured.captured = False
-    out.sum().backward()
-    assert torch.equal(x.grad, x.detach().exp())
-    Captured.captured = True
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    with pytest.raises(RuntimeError, match="current_seed"):
-        sac.checkpoint(torch.exp, x, get_rng_state_tracker=lambda: tracker)
-    sac.checkpoint(torch.exp, x, get_rng_state_tracker=lambda: tracker, preserve_rng_state=False)

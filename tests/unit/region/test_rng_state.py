@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,11 +13,7 @@ import sac
 from sac.full import FullConfig
 from tests.support.runs import Noted
 from tests.support.stateful import StateOf
-from tests.support.trackers import MAKERS, bytes_of, draws, filled, leaf, states_of
-
-SEVERAL = ("ours", "Megatron", "TransformerEngine, graph-safe")
-ON_SEVERAL_TRACKERS = pytest.mark.parametrize("maker", [MAKERS[name] for name in SEVERAL], ids=SEVERAL)
-
+from tests.support.trackers import MAKERS, draws, filled, leaf, states_of
 
 # Off
 
@@ -76,46 +70,6 @@ def test_a_generator_that_no_op_is_given_is_put_back_on_request():
             assert torch.equal(generator.get_state(), before)
         outcomes.append(x.grad)
     assert torch.equal(*outcomes)
-
-
-# Order, threads, repetition
-
-
-def assert_same_draws(
-    work: Callable[[Any, Callable[..., Tensor]], list[Tensor]], maker: Callable[[], Any], **options: Any
-) -> None:
-    """Hold that ``work(tracker, call)`` returns the same with regions as without, and leaves the same states."""
-    outcomes = []
-    for region in (False, True):
-        torch.manual_seed(0)
-        tracker = filled(maker)
-        call: Callable[..., Tensor] = functools.partial(draws, tracker)
-        if region:
-            getter = functools.partial(lambda one: one, tracker)
-            call = functools.partial(sac.checkpoint, call, get_rng_state_tracker=getter, **options)
-        outcomes.append([*work(tracker, call), *bytes_of(tracker).values(), torch.get_rng_state()])
-    assert len(outcomes[0]) == len(outcomes[1])
-    assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
-
-
-@ON_SEVERAL_TRACKERS
-def test_a_gradient_taken_inside_a_region_and_inside_a_fork(maker):
-    def work(tracker: Any, call: Callable[..., Tensor]) -> list[Tensor]:
-        x = leaf()
-
-        def outer(x: Tensor) -> Tensor:
-            with tracker.fork():
-                h = call(F.dropout(x, 0.2))
-                slope = torch.autograd.grad(h.sum(), x, create_graph=True)[0]
-                return F.dropout(h * slope.sin(), 0.3)
-
-        if isinstance(call, functools.partial) and call.func is sac.checkpoint:
-            out = sac.checkpoint(outer, x, get_rng_state_tracker=lambda: tracker)
-        else:
-            out = outer(x)
-        return [*torch.autograd.grad(out.sum(), x)]
-
-    assert_same_draws(work, maker)
 
 
 # What trackers do

@@ -8,16 +8,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 import sac
-from sac.engine import rng
 from tests.support.blocks import FULL, FunctionBlock, Stack, alternate, policy, save, selective, square
 from tests.support.pairs import in_pairs
-from tests.support.trackers import MAKERS, TiedGenerator, TiedTracker, bytes_of, filled
+from tests.support.trackers import MAKERS, bytes_of, filled
 from tests.support.training import assert_same, built, train
 
 VALUES = {
@@ -119,31 +117,3 @@ class Behind:
 
 
 _BEHIND: weakref.WeakKeyDictionary[Behind, Any] = weakref.WeakKeyDictionary()
-
-
-# Generators that share a state, as on CUDA
-
-
-def tied_body(tracker: TiedTracker, block: FunctionBlock, x: Tensor) -> Tensor:
-    default = tracker.default
-    h = (x @ block.a * default.draw(x)).sin()
-    with tracker.fork():
-        h = (h @ block.b * default.draw(h)).sin()
-    h = (h * default.draw(h)).sin()
-    with tracker.fork("expert-parallel-rng"):
-        return (h @ block.b * default.draw(h)).sin()
-
-
-@pytest.mark.parametrize("stream", [None, "model-parallel-rng", "expert-parallel-rng"])
-@pytest.mark.parametrize("way", [*CALLS, "apply full", "apply, every second matmul saved"])
-def test_generators_that_share_a_state_share_it_again(monkeypatch, way, stream):
-    """``graphsafe_get_state`` is live: who restores it, as Megatron and TransformerEngine do, rewinds nothing."""
-    seen = []
-    for one in ("", way):
-        default = TiedGenerator.seeded(5)
-        monkeypatch.setattr(rng, "_accelerator_generators", lambda tensors, default=default: [default])
-        tracker = filled(lambda default=default: TiedTracker(default))
-        box = default.box
-        seen.append(trained(tied_body, tracker, one, stream) | {"default": default.get_state()})
-        assert default.box is box
-    assert_same(*seen)
