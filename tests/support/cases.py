@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from sac.full import RngTracker
-
 Run = Callable[..., Any]
 Seen = dict[str, Tensor]
+Program = Callable[[Run], Seen]
 WIDTH = 8
 
 
@@ -28,15 +27,14 @@ class Case:
     """
 
     name: str
-    program: Callable[[Run], Seen]
+    program: Program
     rounds: bool = False
-    tracker: Callable[[], RngTracker] | None = None
 
 
 CASES: dict[str, Case] = {}
 
 
-def case(program: Callable[[Run], Seen] | None = None, **traits: Any) -> Any:
+def case(program: Program | None = None, **traits: Any) -> Any:
     """Put a program into `CASES` under its name."""
     if program is None:
         return lambda one: case(one, **traits)

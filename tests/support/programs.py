@@ -162,6 +162,13 @@ def complex_numbers(block: Block, x: Tensor) -> Tensor:
     return torch.view_as_real((h * h.angle()).sin()).reshape(x.shape)
 
 
+@program("plain", "view")
+def a_part_and_its_conjugate(block: Block, x: Tensor) -> Tensor:
+    """Both share a storage, and each is held without the rest of it."""
+    part = torch.view_as_complex(block.up(x.repeat(8, 1)).view(-1, 4, 2))[:8]
+    return block.down(torch.view_as_real(part * part.conj().sin()).reshape(x.shape)) + part.conj().imag.sum()
+
+
 @program("plain")
 def low_precision_inside(block: Block, x: Tensor) -> Tensor:
     h = block.up(x).bfloat16()

@@ -25,7 +25,6 @@ class DeepSpeedLike:
 
     def __init__(self) -> None:
         self.states_: dict[str, Any] = {}
-        self.seeds_: set[int] = set()
 
     def get_states(self) -> dict[str, Any]:
         return dict(self.states_)
@@ -34,11 +33,6 @@ class DeepSpeedLike:
         self.states_ = states
 
     def add(self, name: str, seed: int) -> None:
-        if seed in self.seeds_:
-            raise RuntimeError(f"seed {seed} is there")
-        self.seeds_.add(seed)  # recorded before the name is looked at: a failed add burns the seed
-        if name in self.states_:
-            raise RuntimeError(f"state {name} is there")
         self.states_[name] = self.first_state(seed)
 
     def first_state(self, seed: int) -> Any:
@@ -92,22 +86,6 @@ class GeneratorsLike(DeepSpeedLike):
         finally:
             self.states_[name].set_state(torch.get_rng_state())
             torch.set_rng_state(outer)
-
-
-class GraphSafeLike(DeepSpeedLike):
-    """States are generators, to which `default` is tied for the time of a fork: TransformerEngine, Megatron on CUDA."""
-
-    default: Any
-
-    @contextlib.contextmanager
-    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        outer = self.default.graphsafe_get_state()
-        self.default.graphsafe_set_state(self.states_[name])
-        try:
-            yield
-        finally:
-            self.states_[name] = self.default.graphsafe_get_state()
-            self.default.graphsafe_set_state(outer)
 
 
 MAKERS: Mapping[str, Callable[[], Any]] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.blocks import (
@@ -86,7 +86,6 @@ def test_backward_flops_are_exact(name: str, entry: str) -> None:
 
 
 ATTENTION: dict[str, tuple[Any, int]] = {
-    "default save": (selective(policy(default="save")), 0),
     "attention": (selective(policy(save("attention"))), 0),
     "attention by glob": (selective(policy(save("aten._scaled_dot_product_*"))), 0),
     "matmuls": (selective(policy(save("matmul"))), 1),
@@ -101,26 +100,6 @@ def test_attention_runs_again_only_if_it_was_not_saved(name: str, entry: str) ->
     ran = backward_ops(model, tokens())
     forward_calls = sum(count for op, count in ran.ops.items() if "scaled_dot_product" in op and "backward" not in op)
     assert forward_calls == BLOCKS * again
-
-
-class TwoLinears(nn.Module):
-    """Two linears of one shape; the value of each is read in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).sin()).cos()
-
-
-@pytest.mark.parametrize("entry", [*APPLY, "context_fn with module"])
-@pytest.mark.parametrize(("module", "again"), [("first", 1), ("second", 1), ("{first,second}", 0), ("*", 0)])
-def test_rule_on_one_linear_leaves_the_other_of_its_shape_alone(module: str, again: int, entry: str) -> None:
-    value = selective(policy(save("aten.addmm", module=module)))
-    model = install(built(lambda: Stack(TwoLinears())), value, entry)
-    ran = backward_ops(model, square())
-    assert ran.count("aten.addmm") == again
 
 
 @pytest.mark.parametrize("entry", ENTRIES)

@@ -1,4 +1,4 @@
-"""Groups over which inputs are scattered: some of the ranks, meshes, tensor-parallel layers, DTensors."""
+"""Groups over which inputs are scattered: meshes, tensor-parallel layers, DTensors, next to FSDP2."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -24,44 +25,26 @@ import sac
 from sac.config import CallOptions, settings_of
 from sac.full import FullConfig
 from sac.stores.scatter import StoredShare
-from tests.support.blocks import Stack
+from tests.support.blocks import LlamaLikeBlock, Stack
+from tests.support.cases import Run, Seen, hidden, layer, seen
 from tests.support.ranks import run_ranks
-from tests.support.scattering import Run, Seen, differences, mlp, plainly, scattered, summed_up, weights
-from tests.support.training import same_bits
+from tests.support.stored_regions import as_region, plainly, wrong
+from tests.support.training import built, same_bits
 
 
-def over_a_mesh() -> list[str]:
-    """The tensor-parallel dimension of a mesh of two, given as a mesh."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-
-    def program(run: Run) -> Seen:
-        torch.manual_seed(mesh.get_local_rank("dp"))
-        x = torch.randn(3, 5, requires_grad=True)
-        model = mlp(5)
-        return summed_up(run(model, x * 2), x) | weights(model)
-
-    return differences(program, scattered(mesh["tp"]))
-
-
-def test_a_mesh_of_one_dimension():
-    assert run_ranks(4, over_a_mesh) == [[]] * 4
-
-
-def plain_chain(run: Run) -> Seen:
-    x = torch.randn(3, 5, requires_grad=True)
-    model = mlp(5)
-    return summed_up(run(model, run(model, x * 2)), x) | weights(model)
+def chain(run: Run) -> Seen:
+    model, (x, h) = layer(5), hidden(3, 5)
+    return seen(run(model, run(model, h)), x, model)
 
 
 def group_of_one() -> list[Any]:
     own = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
     stores = []
     for store in ("scattered", "scattered+host", "scattered+contiguous"):
-        count = 4 if "contiguous" in store else None
-        options = CallOptions(tp_group=own)
-        keeping = settings_of(FullConfig(store=store, num_checkpoints=count), options, "here").input_storing
+        config = FullConfig(store=store, num_checkpoints=4 if "contiguous" in store else None)
+        keeping = settings_of(config, CallOptions(tp_group=own), "here").input_storing
         stores.append(None if keeping is None else type(keeping.store).__name__)
-    return [differences(plain_chain, scattered(own)), stores]
+    return [wrong(chain, as_region("scattered", group=own)), stores]
 
 
 def test_a_group_of_one_rank_has_nothing_to_scatter():
@@ -69,63 +52,55 @@ def test_a_group_of_one_rank_has_nothing_to_scatter():
 
 
 def distributed_tensors(placements: list[Any]) -> tuple[list[str], int]:
-    """A DTensor on a mesh of (dp, tp): what differs, and the bytes kept of it."""
+    """A DTensor on a mesh of (dp, tp): what differs, and the shares that are kept of it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     kept = []
 
     def program(run: Run) -> Seen:
         x = distribute_tensor(torch.randn(4, 6), mesh, placements).requires_grad_()
         weight = distribute_tensor(torch.randn(6, 6), mesh, [Replicate(), Replicate()]).requires_grad_()
-        h = (x * 2).t() if placements[0] == Replicate() else x * 2
-        result = run(lambda h: torch.tanh(h.view(4, 6) @ weight if h.shape == (4, 6) else weight @ h), h)
+        result = run(lambda h: torch.tanh(h @ weight), x * 2)
         if run is not plainly:
             kept.append(sum(isinstance(one, StoredShare) for one in gc.get_objects()))
         result.full_tensor().square().sum().backward()
         return {"input": x.grad.full_tensor(), "weight": weight.grad.full_tensor(), "result": result.full_tensor()}
 
-    return differences(program, scattered(mesh["tp"])), kept[-1]
+    return wrong(program, as_region("scattered", group=mesh["tp"])), kept[-1]
 
 
-def test_distributed_tensors():
-    whole = run_ranks(4, distributed_tensors, [Replicate(), Replicate()])
-    assert whole == [([], 1)] * 4
-    by_batch = run_ranks(4, distributed_tensors, [Shard(0), Replicate()])
-    assert by_batch == [([], 1)] * 4
-    split_already = run_ranks(4, distributed_tensors, [Replicate(), Shard(0)])
-    assert split_already == [([], 0)] * 4
+@pytest.mark.parametrize(
+    ("placements", "shares"),
+    [([Replicate(), Replicate()], 1), ([Shard(0), Replicate()], 1), ([Replicate(), Shard(0)], 0)],
+)
+def test_distributed_tensors(placements, shares):
+    """Over a mesh of one dimension; what is split over it already is not scattered."""
+    assert run_ranks(4, distributed_tensors, placements) == [([], shares)] * 4
+
+
+# -- Models
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 8)
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def parallel_stack(kind: str, mesh: DeviceMesh) -> Stack:
-    """Blocks that torch makes tensor parallel; what goes from one to the next is a `kind` of tensor."""
-    torch.manual_seed(0)
-    model = Stack(*[Block() for _ in range(3)])
-    for block in model.blocks:
-        plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        if kind == "replicated":
-            distribute_module(block.norm, mesh)
-            plan = {
-                "up": ColwiseParallel(input_layouts=Replicate()),
-                "down": RowwiseParallel(use_local_output=False),
-            }
-        if kind == "sequence":
-            plan = {
-                "norm": SequenceParallel(sequence_dim=0),
-                "up": ColwiseParallel(input_layouts=Shard(0)),
-                "down": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
-            }
-        parallelize_module(block, mesh, plan)
-    return model
+PLANS: dict[str, dict[str, Any]] = {
+    "plain": {"up": ColwiseParallel(), "down": RowwiseParallel()},
+    "replicated": {
+        "up": ColwiseParallel(input_layouts=Replicate()),
+        "down": RowwiseParallel(use_local_output=False),
+    },
+    "sequence": {
+        "norm": SequenceParallel(sequence_dim=0),
+        "up": ColwiseParallel(input_layouts=Shard(0)),
+        "down": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
+    },
+}
 
 
 def local(x: Tensor) -> Tensor:
@@ -135,7 +110,11 @@ def local(x: Tensor) -> Tensor:
 def parallel_model(kind: str, more: dict[str, Any]) -> tuple[list[bool], list[int]]:
     """Whether steps with regions are as without, and the bytes of each region's input."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = parallel_stack(kind, mesh)
+    model = built(lambda: Stack(*[Block() for _ in range(3)]))
+    for block in model.blocks:
+        if kind == "replicated":
+            distribute_module(block.norm, mesh)
+        parallelize_module(block, mesh, PLANS[kind])
     placement = {"replicated": [Replicate()], "sequence": [Shard(0)]}.get(kind)
     x = torch.randn(6, 8)
 
@@ -155,16 +134,47 @@ def parallel_model(kind: str, more: dict[str, Any]) -> tuple[list[bool], list[in
     return same, [kind["input_bytes"] for kind in sac.report(model).to_dict()["kinds"]]
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"distribute_saved_activations": True},
-        {"mode": "selective", "store": "scattered+host"},
-        {"store": "scattered", "use_reentrant": True},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("kind", ["plain", "replicated", "sequence"])
+SETTINGS: list[dict[str, Any]] = [
+    {"store": "scattered"},
+    {"mode": "selective", "store": "scattered+host"},
+    {"store": "scattered", "use_reentrant": True},
+]
+
+
+@pytest.mark.parametrize("more", SETTINGS, ids=str)
+@pytest.mark.parametrize("kind", PLANS)
 def test_models_that_torch_makes_parallel(kind, more):
     """A sequence-parallel DTensor is split already: nothing is to be scattered. Nothing warns."""
     assert run_ranks(2, parallel_model, kind, more) == [([True] * 3, [6 * 8 * 4 // 2])] * 2
+
+
+def sharded(mesh: DeviceMesh, value: dict[str, Any] | None) -> list[Tensor]:
+    """Outputs and gradients of a model whose parameters are sharded over the other dimension of the mesh."""
+    model = built(lambda: Stack(*[LlamaLikeBlock() for _ in range(3)]))
+    if value is not None:
+        sac.apply(model, {"mode": "full", "blocks": ["blocks.*"]} | value, tp_group=mesh["tp"])
+    for block in [*model.blocks, model]:
+        fully_shard(block, mesh=mesh["dp"])
+    found = []
+    for step in range(3):
+        torch.manual_seed(10 * step + mesh.get_local_rank("dp"))
+        x = torch.randn(2, 6, 32, requires_grad=True)
+        out = model(x * 1)
+        out.square().sum().backward()
+        found += [out.detach(), x.grad, *(one.grad.to_local().clone() for one in model.parameters())]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.01 * parameter.grad
+                parameter.grad = None
+    return found
+
+
+def wrong_when_sharded(value: dict[str, Any]) -> list[int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    pairs = zip(sharded(mesh, None), sharded(mesh, value), strict=True)
+    return [place for place, (left, right) in enumerate(pairs) if not same_bits(left, right)]
+
+
+@pytest.mark.parametrize("more", SETTINGS, ids=str)
+def test_with_fsdp2(more):
+    assert run_ranks(4, wrong_when_sharded, more) == [[]] * 4
