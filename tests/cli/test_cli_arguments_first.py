@@ -63,7 +63,7 @@ all           | --vocab 0 | --vocab: 0 {SIZE}
 all           | --dtype bfloat | --dtype: unknown dtype 'bfloat' / did you mean: bfloat16 / legal: float32
 all           | --model hf:nowhere.json | --model: cannot read nowhere.json: No such file or directory / legal: a
 all           | --model tests.nowhere:f | --model: 'tests.nowhere:f': no module named 'tests.nowhere'
-all           | --model {TOY[:-1]} | --model: '{TOY[:-1]}': module
+all           | --model {TOY[:-1]} | --model: '{TOY[:-1]}': module '{TOY[:-6]}' has no function 'stac'
 all           | --model llama | --model: 'llama' is not a model spec
 all           | --model hf:*/clip.json | --seq: CLIPModel has 77 positions, fewer than a row of 128 tokens / legal: 1
 trace compare | --device gpu | --device: 'gpu' cannot be measured / legal: cpu, cuda

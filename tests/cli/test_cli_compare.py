@@ -4,62 +4,21 @@ import json
 
 import pytest
 import torch
-from torch import nn
 
 from sac.errors import ConfigError
 from sac.extras import import_extra
 from sac.tools.cli import main
 from sac.tools.comparison import Training, compare
 from sac.tools.models import BuiltModel
+from tests.unit.planner.plan_models import WIDTH, stack
 
-WIDTH, ROWS, BLOCKS = 32, 8, 3
-
-
-class AttentionBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.attention = nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        normed = self.norm(x)
-        x = x + self.attention(normed, normed, normed, need_weights=False)[0]
-        return x + self.down(nn.functional.gelu(self.up(x)))
-
-
-class Toy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(AttentionBlock() for _ in range(BLOCKS))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+SPEC, ROWS, BLOCKS = "tests.unit.planner.plan_models:stack", 4 * 64, 3
 
 
 def build() -> BuiltModel:
     torch.manual_seed(0)
-    x = torch.randn(2, ROWS, WIDTH)
-    return BuiltModel(Toy().train(), lambda step: (x + step,), "toy")
-
-
-MODULE = """
-import torch
-from tests.cli.test_cli_compare import Toy, ROWS, WIDTH
-
-def toy():
-    return Toy(), (torch.randn(2, ROWS, WIDTH),)
-"""
-
-
-@pytest.fixture
-def toy_spec(tmp_path, monkeypatch):
-    (tmp_path / "toy_for_the_command_line.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return "toy_for_the_command_line:toy"
+    model, (x,) = stack()
+    return BuiltModel(model.train(), lambda step: (x + step,), "stack")
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +38,18 @@ def test_recompute_is_what_a_step_costs_more_than_none(comparison):
     none, full, selective = comparison.rows
     assert none.recompute_flops == 0
     assert full.recompute_flops == full.step_flops - none.step_flops
-    assert 0 < selective.recompute_flops < full.recompute_flops
-    tokens, linears = 2 * ROWS, 4 * WIDTH**2 + 2 * 4 * WIDTH**2
-    attention = 2 * 2 * 2 * ROWS * ROWS * WIDTH
-    assert full.recompute_flops <= BLOCKS * (2 * tokens * linears + attention)
+    assert selective.recompute_flops == selective.step_flops - none.step_flops < full.recompute_flops
+    assert full.recompute_flops == BLOCKS * 2 * ROWS * WIDTH * 4 * WIDTH  # all but the last product of a block
 
 
-def test_less_is_kept_the_more_is_recomputed(comparison):
+def test_less_is_kept_the_more_is_recomputed_and_full_keeps_one_hidden_state_per_block(comparison):
     none, full, selective = comparison.rows
     assert full.kept_bytes < selective.kept_bytes < none.kept_bytes
-    for block in none.region_kept_bytes:
-        assert full.region_kept_bytes[block] < selective.region_kept_bytes[block] < none.region_kept_bytes[block]
+    hidden, generator_state = ROWS * WIDTH * 4, torch.get_rng_state().nbytes
+    assert list(full.region_kept_bytes) == ["layers.0", "layers.1", "layers.2"]
+    for block, kept in full.region_kept_bytes.items():
+        assert hidden <= kept <= hidden + generator_state + 64
+        assert kept < selective.region_kept_bytes[block] < none.region_kept_bytes[block]
 
 
 def test_the_table_has_at_most_80_columns_and_says_what_each_mode_costs(comparison):
@@ -97,13 +57,6 @@ def test_the_table_has_at_most_80_columns_and_says_what_each_mode_costs(comparis
     assert lines[0].split() == ["mode", "kept", "peak", "recomputed", "step", "grads"]
     assert max(map(len, str(comparison).splitlines())) <= 80
     assert [line.split()[-1] for line in lines[2:]] == ["equal"] * 3
-
-
-def test_full_keeps_one_hidden_state_per_block(comparison):
-    full = comparison.rows[1]
-    assert list(full.region_kept_bytes) == ["layers.0", "layers.1", "layers.2"]
-    hidden, generator_state = 2 * ROWS * WIDTH * 4, torch.get_rng_state().nbytes  # for the dropout
-    assert all(hidden <= kept <= hidden + generator_state + 64 for kept in full.region_kept_bytes.values())
 
 
 def test_progress_counts_every_pass_of_every_mode():
@@ -123,30 +76,30 @@ def test_mode_that_fails_keeps_its_row_and_the_others_run():
     assert full.max_gradient_difference == 0.0
 
 
-def test_json_has_the_numbers_of_the_table(toy_spec, capsys):
-    assert main(["compare", "--model", toy_spec, "--steps", "3", "--json", "--modes", "full"]) == 0
+def test_json_has_the_numbers_of_the_table(capsys):
+    assert main(["compare", "--model", SPEC, "--steps", "3", "--json", "--modes", "full"]) == 0
     found = json.loads(capsys.readouterr().out)
     none, full = found["modes"]
-    assert (found["model"], found["steps"], found["torch"]) == (toy_spec, 3, torch.__version__)
-    assert found["parameters"] == sum(parameter.numel() for parameter in Toy().parameters())
+    assert (found["model"], found["steps"], found["torch"]) == (SPEC, 3, torch.__version__)
+    assert found["parameters"] == sum(parameter.numel() for parameter in build().model.parameters())
     assert full["recompute_flops"] == full["step_flops"] - none["step_flops"] > 0
-    assert full["kept_bytes"] < none["kept_bytes"]
     assert full["losses"] == none["losses"]
     assert list(full["region_kept_bytes"]) == ["layers.0", "layers.1", "layers.2"]
 
 
-def test_picture_is_saved_in_a_new_folder(toy_spec, tmp_path, capsys):
+def test_picture_is_saved_in_a_new_folder(tmp_path, capsys):
     path = tmp_path / "new" / "memory.png"
-    assert main(["compare", "--model", toy_spec, "--steps", "2", "--picture", str(path)]) == 0
+    assert main(["compare", "--model", SPEC, "--steps", "2", "--picture", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
     assert f"picture: {path}" in capsys.readouterr().err
 
 
 def test_cuda_is_refused_where_there_is_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(
+        ConfigError, match="--device: torch sees no CUDA device here\n    legal: cpu\n    fix: --device"
+    ):
         Training(device="cuda")
-    assert str(caught.value) == "--device: torch sees no CUDA device here\n    legal: cpu\n    fix: --device cpu"
 
 
 @pytest.mark.gpu
@@ -159,8 +112,5 @@ def test_comparison_on_cuda_measures_the_same_things():
 
 
 def test_missing_extra_says_how_to_get_it():
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="'no_such_package' is not installed\n    fix: pip install 'sac\\[tools\\]'"):
         import_extra("no_such_package.part", "tools")
-    assert str(caught.value) == (
-        "python: the package 'no_such_package' is not installed\n    fix: pip install 'sac[tools]'"
-    )

@@ -68,45 +68,28 @@ def test_one_word_is_one_mode_and_values_with_one_label_have_a_row_each() -> Non
 
 
 def test_a_mode_that_does_not_exist_is_refused_before_anything_runs() -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=r'^modes: "selectiv" is not known\n    did you mean: selective'):
         sac.compare(built(llama_stack), tokens(), ["full", "selectiv"])
-    assert str(error.value).startswith('modes: "selectiv" is not known\n    did you mean: selective\n')
 
 
 @pytest.mark.parametrize("run", [sac.trace, sac.compare])
-def test_inputs_are_a_tuple_or_a_dict(run: Any) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_what_cannot_be_measured_is_refused(run: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^inputs: a Tensor is not what a model is called with\n.*\n    fix: write \(x,"
+    ):
         run(built(llama_stack), torch.ones(2))
-    assert str(error.value) == (
-        "inputs: a Tensor is not what a model is called with\n"
-        "    legal: a tuple or a dict of arguments\n"
-        "    fix: write (x,) for one argument"
-    )
-
-
-@pytest.mark.parametrize("run", [sac.trace, sac.compare])
-def test_a_model_that_sac_is_on_is_refused(run: Any) -> None:
-    model = sac.apply(built(llama_stack), "full")
-    with pytest.raises(ModelError) as error:
-        run(model, tokens())
-    assert str(error.value).endswith(
-        "sac.apply has been called on this model before\n    fix: call sac.remove(model) first"
-    )
-
-
-def test_a_model_without_data_is_refused() -> None:
-    with pytest.raises(ModelError) as error:
-        sac.trace(built(llama_stack).to("meta"), tokens())
-    assert str(error.value).endswith("its parameters are on meta\n    legal: one device that holds data")
+    with pytest.raises(ModelError, match=r"sac\.apply has been called on this model before\n    fix: call sac\.remove"):
+        run(sac.apply(built(llama_stack), "full"), tokens())
+    with pytest.raises(ModelError, match="its parameters are on meta\n    legal: one device that holds data"):
+        run(built(llama_stack).to("meta"), tokens())
 
 
 def test_a_policy_is_saved_and_read_back(tmp_path: Path) -> None:
     policy = sac.load_policy("llama")
     policy.save(tmp_path / "mine.yaml")
     assert sac.load_policy(tmp_path / "mine.yaml") == policy
-    with pytest.raises(PolicyError) as error:
+    with pytest.raises(PolicyError, match=r"none/mine\.yaml: the file cannot be written: No such file or directory"):
         policy.save(tmp_path / "none" / "mine.yaml")
-    assert str(error.value) == f"{tmp_path}/none/mine.yaml: the file cannot be written: No such file or directory"
 
 
 def test_a_policy_shows_its_rules() -> None:

@@ -8,13 +8,13 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
-from tests.docs.example_ranks import hf_trainer_fsdp2, losses_of
-from tests.docs.example_ranks import in_two_parts as ranks_in_two_parts
 from tests.docs.pages import ROOT
 from tests.support.ranks import environment as ranks_environment
 from tests.support.ranks import run_ranks
@@ -26,109 +26,129 @@ VALUES = {
     "selective": ["--checkpointing", "selective"],
     "plan": ["--budget", "50%"],
 }
+NONE = ["--checkpointing", "none"]
+# By example: the package it needs.
+EXAMPLES = {
+    "training_loop": "torch",
+    "diffusion_transformer": "diffusers",
+    "lightning_fit": "lightning",
+    "hf_trainer": "transformers",
+    "trl_sft": "trl",
+}
+TRAINERS = ("hf_trainer", "trl_sft")  # the losses of both runs are in the second's log
+RANKS = "fsdp2_tensor_parallel"
 
 
-def example(name: str) -> Callable[[list[str]], list[float]]:
-    main: Callable[[list[str]], list[float]] = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"]
-    return main
+def losses_of(name: str, arguments: list[str]) -> list[float]:
+    """Return what the `main` of an example returns; on ranks, that of this rank."""
+    found: list[float] = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"](arguments)
+    return found
 
 
 def in_two_parts(name: str, value: list[str], folder: Path) -> list[float]:
-    """Return the losses of four steps, with an interruption after two."""
-    run = example(name)
-    folder.mkdir()
-    if name in ("training_loop", "diffusion_transformer"):
-        state = ["--state", str(folder / "state.pt")]
-        return [*run([*value, *state, "--steps", "2"]), *run([*value, *state, "--steps", "4"])]
-    out = ["--out", str(folder)]
-    if name in ("hf_trainer", "trl_sft"):
-        run([*value, *out, "--steps", "2", "--save-steps", "2"])
-        return run([*value, *out, "--steps", "4", "--resume"])
-    return [*run([*value, *out, "--steps", "2"]), *run([*value, *out, "--steps", "4", "--resume"])]
+    """Return the losses of four steps, with an interruption after two; on ranks, those of this rank."""
+    folder.mkdir(exist_ok=True)
+    if name in ("training_loop", "diffusion_transformer", RANKS):
+        first, second = [[*value, "--state", str(folder / "state.pt"), "--steps", steps] for steps in ("2", "4")]
+    else:
+        first = [*value, "--out", str(folder), "--steps", "2", *(["--save-steps", "2"] if name in TRAINERS else [])]
+        second = [*value, "--out", str(folder), "--steps", "4", "--resume"]
+    before, after = losses_of(name, first), losses_of(name, second)
+    return after if name in TRAINERS else [*before, *after]
 
 
 @functools.cache
 def without_checkpointing(name: str) -> list[float]:
     """Return the losses of the same training, with the same interruption: Lightning begins its data anew after it."""
     with tempfile.TemporaryDirectory() as folder:
-        losses = in_two_parts(name, ["--checkpointing", "none"], Path(folder) / "none")
+        losses = in_two_parts(name, NONE, Path(folder))
     assert len(losses) == 4
     return losses
 
 
 @pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize(
-    ("name", "package"),
-    [
-        ("training_loop", "torch"),
-        ("hf_trainer", "transformers"),
-        ("lightning_fit", "lightning"),
-        ("trl_sft", "trl"),
-        ("diffusion_transformer", "diffusers"),
-    ],
-)
-def test_losses_are_those_without_checkpointing(name: str, package: str, value: str, tmp_path: Path) -> None:
-    pytest.importorskip(package, reason=f"the example needs {package}")
-    assert in_two_parts(name, VALUES[value], tmp_path / value) == without_checkpointing(name)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_losses_are_those_without_checkpointing(name: str, value: str, tmp_path: Path) -> None:
+    pytest.importorskip(EXAMPLES[name], reason=f"the example needs {EXAMPLES[name]}")
+    assert in_two_parts(name, VALUES[value], tmp_path) == without_checkpointing(name)
 
 
-@pytest.fixture(scope="module")
-def ranks_without_checkpointing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[list[float]]]:
-    """The losses of each rank of an example of several processes, without checkpointing."""
-    return functools.cache(lambda name: on_ranks(name, ["--checkpointing", "none"], tmp_path_factory.mktemp(name)))
+def trainer_with_fsdp2(value: list[str], folder: Path) -> list[float]:
+    """Return the losses of the Trainer on this rank.
+
+    On a CPU accelerate takes DDP, whatever it is asked for; here its plugin for FSDP2 is put into force.
+    """
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import DistributedType
+
+    made = AcceleratorState.__init__
+
+    def with_plugin(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        made(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    def forget() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    rank = str(dist.get_rank())
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "true"}
+    common = ["--fsdp", *value, "--out", str(folder)]
+    with mock.patch.dict(os.environ, environment), mock.patch.object(AcceleratorState, "__init__", with_plugin):
+        for arguments in (["--steps", "2", "--save-steps", "2"], ["--steps", "4", "--resume"]):
+            forget()
+            try:
+                losses = losses_of("hf_trainer", [*common, *arguments])
+            finally:
+                forget()
+    return losses
 
 
 def on_ranks(name: str, value: list[str], folder: Path) -> list[list[float]]:
     """Return the losses of four steps on each rank, with an interruption after two."""
     if name == "hf_trainer":
-        given = [*value, "--out", str(folder)]
-        found = run_ranks(
-            2, hf_trainer_fsdp2, [*given, "--steps", "2", "--save-steps", "2"], [*given, "--steps", "4", "--resume"]
-        )
+        found = run_ranks(2, trainer_with_fsdp2, value, folder)
         assert (folder / "checkpoint-2" / "pytorch_model_fsdp_0").is_dir(), "the model was sharded"
     else:
-        given = [*value, "--state", str(folder / "state")]
-        found = run_ranks(4, ranks_in_two_parts, name, [*given, "--steps", "2"], [*given, "--steps", "4"])
+        found = run_ranks(4, in_two_parts, name, value, folder)
         assert found[0] == found[1] != found[2] == found[3], "each row of ranks reads its own part of the batch"
     assert all(len(losses) == 4 for losses in found)
     return found
 
 
-@pytest.mark.parametrize("value", VALUES)
-def test_the_trainer_with_fsdp2_on_two_ranks(
-    value: str, tmp_path: Path, ranks_without_checkpointing: Callable[[str], list[list[float]]]
-) -> None:
+@functools.cache
+def ranks_without_checkpointing(name: str) -> list[list[float]]:
+    with tempfile.TemporaryDirectory() as folder:
+        return on_ranks(name, NONE, Path(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [*(("hf_trainer", value) for value in VALUES), (RANKS, "full"), (RANKS, "selective")]
+)
+def test_losses_on_ranks_are_those_without_checkpointing(name: str, value: str, tmp_path: Path) -> None:
+    """The Trainer with FSDP2 on two; FSDP2 and tensor parallelism on four."""
     pytest.importorskip("transformers", reason="the example needs transformers")
-    assert on_ranks("hf_trainer", VALUES[value], tmp_path) == ranks_without_checkpointing("hf_trainer")
-
-
-@pytest.mark.parametrize("value", ["full", "selective"])
-def test_fsdp2_and_tensor_parallelism_on_four_ranks(
-    value: str, tmp_path: Path, ranks_without_checkpointing: Callable[[str], list[list[float]]]
-) -> None:
-    name = "fsdp2_tensor_parallel"
     assert on_ranks(name, VALUES[value], tmp_path) == ranks_without_checkpointing(name)
 
 
-def test_a_plan_for_one_rank_of_four_and_a_start_by_torchrun(
-    tmp_path: Path, ranks_without_checkpointing: Callable[[str], list[list[float]]]
-) -> None:
-    name, policy, state = "fsdp2_tensor_parallel", tmp_path / "planned.yaml", ["--state", str(tmp_path / "state")]
-    file, value = str(ROOT / "examples" / f"{name}.py"), ["--checkpointing", str(policy)]
+def test_a_plan_for_one_rank_of_four_and_a_start_by_torchrun(tmp_path: Path) -> None:
+    policy, state = tmp_path / "planned.yaml", ["--state", str(tmp_path / "state")]
+    file, value = str(ROOT / "examples" / f"{RANKS}.py"), ["--checkpointing", str(policy)]
     environment = {**os.environ, **ranks_environment()}
     run = functools.partial(subprocess.run, check=True, timeout=300, capture_output=True, text=True, env=environment)
     run([sys.executable, file, *value, "--budget", "30%"])
     assert policy.read_text().startswith("# Planned by sac")
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     out = run([*start, file, *value, *state, "--steps", "2"]).stdout
-    losses = ranks_without_checkpointing(name)
+    losses = ranks_without_checkpointing(RANKS)
     assert [line for line in out.splitlines() if line.startswith("step ")] == [
         f"step {step}: loss {losses[0][step]:.4f}" for step in range(2)
     ]
-    rest = run_ranks(4, losses_of, name, [*value, *state, "--steps", "4"])
+    rest = run_ranks(4, losses_of, RANKS, [*value, *state, "--steps", "4"])
     assert rest == [of_rank[2:] for of_rank in losses]
 
 
 def test_every_example_has_a_test() -> None:
-    text = Path(__file__).read_text(encoding="utf-8")
-    assert all(f'"{path.stem}"' in text for path in (ROOT / "examples").glob("[!_]*.py"))
+    assert {path.stem for path in (ROOT / "examples").glob("[!_]*.py")} == {*EXAMPLES, RANKS}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
+import torch
 import yaml
 from torch import nn
 
@@ -15,23 +17,59 @@ from sac.ops.save_sets import SET_NAMES
 from sac.policy.read import POLICY_KEYS, RULE_KEYS
 from sac.tools.models import config_path
 from tests.docs.pages import ROOT, pages, rows, sections, snippets, text_of
-from tests.docs.snippet_models import Model
+from tests.docs.snippet_models import WIDTH, Model
+from tests.unit.planner.plan_models import Stack
 
 WRITING = "docs/writing-a-policy.md"
 RUN_BY = {
-    "README.md": "tests/docs/test_readme.py",
-    "docs/api.md": "tests/docs/test_api_page.py",
-    "docs/full-recompute.md": "tests/docs/test_readme.py",
-    "docs/quick-start.md": "tests/docs/quick_start.py",
-    WRITING: "tests/docs/test_pages.py",
-    "docs/budget.md": "tests/docs/test_planning.py",
+    "README.md": "test_readme.py",
+    "docs/api.md": "test_pages.py",
+    "docs/full-recompute.md": "test_readme.py",
+    "docs/quick-start.md": "test_quick_start.py",
+    WRITING: "test_pages.py",
+    "docs/budget.md": "test_pages.py",
 }
 
 
 def test_every_page_with_python_is_run_by_a_test() -> None:
     assert {page for page in pages() if snippets(page, "python")} == set(RUN_BY)
     for page, test in RUN_BY.items():
-        assert f'"{page}"' in (ROOT / test).read_text(encoding="utf-8")
+        assert f'"{page}"' in (ROOT / "tests" / "docs" / test).read_text(encoding="utf-8")
+
+
+def run(page: str, number: int, **names: Any) -> dict[str, Any]:
+    """Run one of the page's snippets of Python with these names; return the names that there are then."""
+    exec(compile(snippets(page, "python")[number], page, "exec"), names)
+    return names
+
+
+def test_python_on_the_page_of_the_api(tmp_path, monkeypatch, capsys) -> None:
+    """The first snippet plans, saves, traces and compares; the second keeps a log with one entry per forward."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    inputs = (torch.randn(4, 8, WIDTH),)
+    names = run("docs/api.md", 0, model=Model(), inputs=inputs, loss_fn=lambda out: out.square().mean())
+    assert sac.load_policy("./planned.yaml") == names["policy"]
+    shown = capsys.readouterr().out
+    assert "  selective  " in shown
+    assert "Model under planned\n" in shown
+    assert [line.split()[0] for line in shown.splitlines() if "×" in line] == ["none", "full", "selective", "planned"]
+    names = run("docs/api.md", 1, torch=torch, sac=sac, log=[])
+    model = nn.Sequential(names["Logged"](4, 4), nn.Tanh(), names["Logged"](4, 4), nn.Tanh())
+    sac.apply(model, {"mode": "full", "blocks": ["0", "2"]})
+    model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert names["log"] == [(2, 4), (2, 4)]
+
+
+def test_python_on_budgets() -> None:
+    names = run("docs/budget.md", 0, sac=sac, model=Stack(), inputs=(torch.randn(4, 32, 16),))
+    assert sac.load_policy(names["policy"]).rules
+
+
+def test_python_on_writing_a_policy() -> None:
+    for number in range(len(snippets(WRITING, "python"))):
+        names = run(WRITING, number, model=Model())
+        assert next(regions_of(names["model"]), None) is not None
 
 
 def test_the_index_has_every_page() -> None:
@@ -98,21 +136,6 @@ def test_the_first_policy_uses_every_key() -> None:
     policy = yaml.safe_load(snippets(WRITING, "yaml")[0])
     assert set(policy) == set(POLICY_KEYS)
     assert {key for rule in policy["rules"] for key in rule} == set(RULE_KEYS)
-
-
-def test_python_on_writing_a_policy() -> None:
-    for snippet in snippets(WRITING, "python"):
-        model: nn.Module = Model()
-        exec(compile(snippet, WRITING, "exec"), {"model": model})
-        assert next(regions_of(model), None) is not None
-
-
-def test_policies_that_are_compared_are_shown() -> None:
-    page = "docs/choosing-a-policy.md"
-    shown = {yaml.safe_load(snippet).get("name") for snippet in snippets(page, "yaml")} - {None}
-    compared = {name for cells in rows(page, "mode") for name in re.findall(r"`([\w-]+)\.yaml`", cells[0])}
-    assert shown == compared
-    assert all(f"{name}.yaml" in text_of(page).split("$ sac compare")[1].split("```")[0] for name in compared)
 
 
 def test_versions_of_the_comparison_are_those_that_tests_run_with() -> None:

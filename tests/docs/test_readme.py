@@ -74,20 +74,19 @@ def trained_in(names: dict[str, Any]) -> list[str]:
 
 
 ON = "activation checkpointing:"
-
-
-def test_snippets_of_the_readme():
-    expected = [f"0: model, {ON} selective, 3 regions"]
-    assert run_ranks(2, run_snippets, "README.md") == [expected] * 2
-
-
-def test_snippets_of_the_page_on_full_recomputation():
-    expected = [
+EXPECTED = {
+    "README.md": [f"0: model, {ON} selective, 3 regions"],
+    PAGE: [
         *("0: out", f"0: model, {ON} full, 3 regions"),
         *("1: out", "2: out", "3: out", "4: out", "5: out", "5: projected", "6: out"),
         *(f"7: other_model, {ON} full, 3 regions", f"8: third_model, {ON} selective, 3 regions"),
-    ]
-    assert run_ranks(2, run_snippets, PAGE) == [expected] * 2
+    ],
+}
+
+
+@pytest.mark.parametrize("page", EXPECTED)
+def test_snippets_run_and_train(page: str) -> None:
+    assert run_ranks(2, run_snippets, page) == [EXPECTED[page]] * 2
 
 
 def _in_code(cell: str) -> str:
@@ -104,34 +103,20 @@ def test_config_values_for_arguments_of_megatron():
 
 
 def test_imports_that_take_the_place_of_others():
-    pairs = [(cells[0], _in_code(cells[1])) for cells in rows(PAGE, "from")]
-    for theirs, ours in pairs:
+    for theirs, ours in ((cells[0], _in_code(cells[1])) for cells in rows(PAGE, "from")):
         names: dict[str, Any] = {}
         exec(ours, names)
-        left = re.search(r" import ([\w, ]+)`", theirs)[1]  # type: ignore[index]
-        for name in left.split(", "):
-            assert name in names, f"{ours} lacks {name}"
-            if isinstance(names[name], ModuleType):
-                assert names[name].__all__
-            else:
-                module = importlib.import_module(ours.split()[1])
-                assert name in module.__all__
+        left = re.search(r" import ([\w, ]+)`", theirs)[1].split(", ")  # type: ignore[index]
+        assert names.keys() >= set(left)
+        public = importlib.import_module(ours.split()[1]).__all__
+        assert all(isinstance(names[name], ModuleType) or name in public for name in left)
+        if "checkpoint_wrapper import" in theirs:  # the names of torch are those that torch has
+            exec(theirs.strip("`"), {})
 
 
-def test_names_of_torch_are_those_that_torch_has():
-    theirs = next(cells[0].strip("`") for cells in rows(PAGE, "from") if "checkpoint_wrapper import" in cells[0])
-    names: dict[str, Any] = {}
-    exec(theirs, names)
-    told = re.search(r" import ([\w, ]+)$", theirs)[1].split(", ")  # type: ignore[index]
-    assert set(names) - {"__builtins__"} == set(told)
-
-
-def test_the_page_of_the_api_has_the_whole_face():
-    told = {match for first, _ in rows("docs/api.md", "name") for match in re.findall(r"`sac\.(\w+)", first)}
-    assert told == set(sac.__all__)
-
-
-def test_the_page_of_the_api_has_every_key_of_a_config_value():
-    (line,) = [second for first, second in rows("docs/api.md", "name") if first.startswith("`sac.apply(")]
+def test_the_page_of_the_api_has_the_whole_face_and_every_key_of_a_config_value():
+    told = rows("docs/api.md", "name")
+    assert {match for first, _ in told for match in re.findall(r"`sac\.(\w+)", first)} == set(sac.__all__)
+    (line,) = [second for first, second in told if first.startswith("`sac.apply(")]
     assert set(OWN_KEYS) <= set(re.findall(r"`(\w+)`", line))
     assert "full-recompute.md" in line

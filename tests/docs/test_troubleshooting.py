@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
-from tests.docs.messages import every_text
-from tests.docs.pages import text_of
+from tests.docs.pages import ROOT, text_of
 
-PAGE = "docs/troubleshooting.md"
+
+def every_text() -> list[str]:
+    """Every string of the package, with … for what differs from one to the next."""
+    files = (ROOT / "sac").rglob("*.py")
+    nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return [text for node in nodes if (text := _text(node)) is not None]
+
+
+def _text(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join("…" if isinstance(part, ast.FormattedValue) else _text(part) or "" for part in node.values)
+    return None
 
 
 def messages() -> list[str]:
     """The texts in headings and in the first cells of tables, in code."""
-    text = text_of(PAGE)
+    text = text_of("docs/troubleshooting.md")
     found = re.findall(r"^### `(.+)`$", text, flags=re.MULTILINE)
     cells = re.findall(r"^\| (?:`` (.+?) ``|`([^`]+)`) \|", text, flags=re.MULTILINE)
     return found + [double or single for double, single in cells]
 
 
-def parts(message: str) -> list[str]:
-    return [part for part in message.split("…") if part.strip()]
-
-
-def is_in(message: str, text: str) -> bool:
-    """Whether the parts of a message between … stand in a text, in order."""
-    return re.search(".*".join(map(re.escape, parts(message))), text, flags=re.DOTALL) is not None
-
-
-def test_there_are_messages() -> None:
-    assert len(messages()) > 30
-    assert len(set(messages())) == len(messages())
-
-
 def test_every_message_is_one_of_ours() -> None:
-    texts = every_text()
-    assert [message for message in messages() if not any(is_in(message, text) for text in texts)] == []
+    """Its parts between … stand in a string of the package, in order."""
+    texts, told = every_text(), messages()
+    patterns = {one: ".*".join(re.escape(part) for part in one.split("…") if part.strip()) for one in told}
+    assert len(patterns) == len(told) > 30
+    wrong = [one for one in told if not any(re.search(patterns[one], text, flags=re.DOTALL) for text in texts)]
+    assert wrong == []

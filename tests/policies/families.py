@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.policies.plain_families import diffusion_transformer, torchtitan_llama, vision_transformer
+from tests.policies import plain_families
+from tests.policies.plain_families import DiT, Llama3Model, VisionTransformer
 from tests.support.model_zoo import RECIPES, VOCAB, Recipe, build
 
 Built = tuple[nn.Module, dict[str, Any]]
@@ -35,7 +36,16 @@ def _like(family: str, prefix: str, **fields: Any) -> Recipe:
     return Recipe(f"{prefix}Config", f"{prefix}{head}", {**known.fields, **fields}, known.inputs, known.parts)
 
 
-_GPT = {"rotary_dim": 8}
+def _all_like(family: str, *prefixes: str) -> dict[str, Recipe]:
+    """The same for several whose names are their prefixes in small letters."""
+    return {prefix.lower(): _like(family, prefix) for prefix in prefixes}
+
+
+def _decoder(prefix: str, **fields: Any) -> Recipe:
+    """Return the recipe of a decoder whose config has words of its own for its sizes."""
+    return Recipe(f"{prefix}Config", f"{prefix}ForCausalLM", fields, RECIPES["gpt2"].inputs)
+
+
 _MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -44,13 +54,13 @@ _LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-_PIXELS = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}
 
 
 def _tower(prefix: str) -> Recipe:
     """Return a vision tower alone: it has no loss, so its output is trained on."""
     inputs = RECIPES["vit"].inputs
-    fields = {**_PIXELS, "image_size": 16, "patch_size": 8}
+    fields = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}
+    fields |= {"image_size": 16, "patch_size": 8}
     return Recipe(f"{prefix}Config", f"{prefix}Model", fields, lambda: {"pixel_values": inputs()["pixel_values"]})
 
 
@@ -62,125 +72,70 @@ def _picture() -> dict[str, Any]:
     return {"pixel_values": torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(2))}
 
 
+_DETECTOR = {
+    "encoder_in_channels": [64, 128, 256],
+    "decoder_in_channels": [32, 32, 32],
+    **{f"{part}_ffn_dim": 64 for part in ("encoder", "decoder")},
+    **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
+    **{"d_model": 32, "encoder_hidden_dim": 32, "decoder_layers": 2, "num_queries": 8, "num_denoising": 0},
+    "disable_custom_kernels": True,
+}
+_NETWORK = {"embedding_size": 16, "hidden_sizes": [32, 64, 128, 256], "depths": [2] * 4, "out_indices": [2, 3, 4]}
+
+
 def _detector(prefix: str) -> Recipe:
     """Return a detector: a network whose norms are frozen, below a transformer."""
-    fields = {
-        "encoder_hidden_dim": 32,
-        "encoder_in_channels": [64, 128, 256],
-        "decoder_in_channels": [32, 32, 32],
-        "encoder_ffn_dim": 64,
-        "decoder_ffn_dim": 64,
-        "d_model": 32,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "decoder_layers": 2,
-        "num_queries": 8,
-        "num_denoising": 0,
-        "disable_custom_kernels": True,
-    }
-    network = {
-        "embedding_size": 16,
-        "hidden_sizes": [32, 64, 128, 256],
-        "depths": [2, 2, 2, 2],
-        "out_indices": [2, 3, 4],
-    }
-    parts = {"backbone_config": ("RTDetrResNetConfig", network)}
-    return Recipe(f"{prefix}Config", f"{prefix}ForObjectDetection", fields, _picture, parts)
+    parts = {"backbone_config": ("RTDetrResNetConfig", _NETWORK)}
+    return Recipe(f"{prefix}Config", f"{prefix}ForObjectDetection", _DETECTOR, _picture, parts)
 
 
 # What the zoo lacks, by policy. Families of the zoo itself are in _ZOO, by the name that `models` has for them.
 _MORE: dict[str, dict[str, Recipe]] = {
     "llama": {
-        "ministral3": _like("llama", "Ministral3"),
-        "granite": _like("llama", "Granite"),
-        "olmo": _like("llama", "Olmo"),
-        "stablelm": _like("llama", "StableLm"),
-        "cohere": _like("llama", "Cohere"),
-        "cohere2": _like("llama", "Cohere2"),
+        **_all_like("llama", "Ministral3", "Granite", "Olmo", "StableLm", "Cohere", "Cohere2", "Ernie4_5"),
+        **_all_like("qwen3", "Cwm", "Glm"),
         "seed_oss": _like("qwen3", "SeedOss", residual_dropout=0.1),
-        "ernie4_5": _like("llama", "Ernie4_5"),
-        "cwm": _like("qwen3", "Cwm"),
-        "glm": _like("qwen3", "Glm"),
     },
     "gemma": {
         "vaultgemma": _like("gemma2", "VaultGemma"),
         "olmo2": _like("llama", "Olmo2"),
         "olmo3": _like("llama", "Olmo3", sliding_window=8),
-        "exaone4": _like("qwen3", "Exaone4"),
-        "glm4": _like("qwen3", "Glm4"),
+        **_all_like("qwen3", "Exaone4", "Glm4"),
     },
     "gpt2": {
-        "gpt_bigcode": Recipe(
-            "GPTBigCodeConfig", "GPTBigCodeForCausalLM", RECIPES["gpt2"].fields, RECIPES["gpt2"].inputs
-        ),
-        "gpt_neo": Recipe(
-            "GPTNeoConfig",
-            "GPTNeoForCausalLM",
-            {
-                "vocab_size": VOCAB,
-                "hidden_size": 32,
-                "num_layers": 2,
-                "num_heads": 4,
-                "attention_types": [[["global", "local"], 1]],
-                "window_size": 8,
-                "max_position_embeddings": 32,
-            },
-            RECIPES["gpt2"].inputs,
-        ),
+        **_all_like("llama", "BioGpt", "Persimmon", "Phi", "Starcoder2", "Nemotron", "Arcee", "Apertus", "Jais2"),
         "gpt_neox_japanese": _like("gpt_neox", "GPTNeoXJapanese"),
-        "gptj": Recipe("GPTJConfig", "GPTJForCausalLM", {**RECIPES["gpt2"].fields, **_GPT}, RECIPES["gpt2"].inputs),
-        "codegen": Recipe(
-            "CodeGenConfig", "CodeGenForCausalLM", {**RECIPES["gpt2"].fields, **_GPT}, RECIPES["gpt2"].inputs
+        "gpt_bigcode": _decoder("GPTBigCode", **RECIPES["gpt2"].fields),
+        "gptj": _decoder("GPTJ", **RECIPES["gpt2"].fields, rotary_dim=8),
+        "codegen": _decoder("CodeGen", **RECIPES["gpt2"].fields, rotary_dim=8),
+        "mpt": _decoder("Mpt", vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=32),
+        "xglm": _decoder("XGLM", vocab_size=VOCAB, d_model=32, num_layers=2, attention_heads=4, ffn_dim=64),
+        "gpt_neo": _decoder(
+            "GPTNeo",
+            vocab_size=VOCAB,
+            hidden_size=32,
+            num_layers=2,
+            num_heads=4,
+            attention_types=[[["global", "local"], 1]],
+            window_size=8,
+            max_position_embeddings=32,
         ),
-        "mpt": Recipe(
-            "MptConfig",
-            "MptForCausalLM",
-            {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 32},
-            RECIPES["gpt2"].inputs,
-        ),
-        "biogpt": _like("llama", "BioGpt"),
-        "xglm": Recipe(
-            "XGLMConfig",
-            "XGLMForCausalLM",
-            {"vocab_size": VOCAB, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
-            RECIPES["gpt2"].inputs,
-        ),
-        "persimmon": _like("llama", "Persimmon"),
-        "phi": _like("llama", "Phi"),
-        "starcoder2": _like("llama", "Starcoder2"),
-        "nemotron": _like("llama", "Nemotron"),
-        "arcee": _like("llama", "Arcee"),
-        "apertus": _like("llama", "Apertus"),
-        "jais2": _like("llama", "Jais2"),
     },
     "bert": {
-        "camembert": _like("bert", "Camembert"),
+        **_all_like("bert", "Camembert", "Electra", "Deberta", "MPNet", "Ernie", "Esm", "RemBert", "RoFormer"),
+        **_all_like("bert", "LayoutLM", "ModernBert"),
         "xlm-roberta": _like("bert", "XLMRoberta"),
         "xlm-roberta-xl": _like("bert", "XLMRobertaXL"),
         "roberta-prelayernorm": _like("bert", "RobertaPreLayerNorm"),
-        "electra": _like("bert", "Electra"),
-        "deberta": _like("bert", "Deberta"),
         "deberta-v2": _like("bert", "DebertaV2"),
-        "mpnet": _like("bert", "MPNet"),
-        "ernie": _like("bert", "Ernie"),
-        "esm": _like("bert", "Esm"),
         "megatron-bert": _like("bert", "MegatronBert"),
-        "rembert": _like("bert", "RemBert"),
-        "roformer": _like("bert", "RoFormer"),
-        "layoutlm": _like("bert", "LayoutLM"),
         "data2vec-text": _like("bert", "Data2VecText"),
-        "modernbert": _like("bert", "ModernBert"),
     },
     "t5": {
-        "mt5": _like("t5", "MT5"),
-        "umt5": _like("t5", "UMT5"),
-        "longt5": _like("t5", "LongT5"),
-        "mbart": _like("bart", "MBart"),
-        "pegasus": _like("bart", "Pegasus"),
+        **_all_like("t5", "MT5", "UMT5", "LongT5"),
+        **_all_like("bart", "MBart", "Pegasus", "PLBart", "Blenderbot"),
         "marian": Recipe("MarianConfig", "MarianMTModel", RECIPES["bart"].fields, RECIPES["bart"].inputs),
         "m2m_100": _like("bart", "M2M100", encoder_layerdrop=0.0, decoder_layerdrop=0.0),
-        "plbart": _like("bart", "PLBart"),
-        "blenderbot": _like("bart", "Blenderbot"),
         "blenderbot-small": _like("bart", "BlenderbotSmall"),
     },
     "moe": {
@@ -198,17 +153,15 @@ _MORE: dict[str, dict[str, Recipe]] = {
         "flex_olmo": _like("llama", "FlexOlmo", **_MOE),
     },
     "deepseek_v3": {
+        **_all_like("deepseek_v3", "MiniCPM3", "Youtu"),
         "deepseek_v2": _like("deepseek_v3", "DeepseekV2", q_lora_rank=None),
         "deepseek_v32": _like("deepseek_v3", "DeepseekV32", index_topk=8, index_head_dim=8, index_n_heads=2),
         "glm4_moe_lite": _like("deepseek_v3", "Glm4MoeLite"),
-        "minicpm3": _like("deepseek_v3", "MiniCPM3"),
-        "youtu": _like("deepseek_v3", "Youtu"),
     },
     "vit": {
+        **_all_like("vit", "Beit", "IJepa"),
         "vit_msn": _like("vit", "ViTMSN"),
-        "beit": _like("vit", "Beit"),
         "data2vec-vision": _like("vit", "Data2VecVision"),
-        "ijepa": _like("vit", "IJepa"),
         "dinov2_with_registers": _like("dinov2", "Dinov2WithRegisters"),
         "siglip_vision_model": _tower("SiglipVision"),
         "clip_vision_model": _tower("CLIPVision"),
@@ -302,11 +255,7 @@ _ZOO: dict[str, dict[str, str]] = {
     "mamba": {name: name for name in ("mamba", "mamba2", "jamba", "zamba", "bamba", "falcon_h1", "qwen3_next")},
 }
 
-_PLAIN: tuple[tuple[str, str, Callable[[float], Built]], ...] = (
-    ("llama", "Llama3Model", torchtitan_llama),
-    ("vit", "VisionTransformer", vision_transformer),
-    ("vit", "DiT", diffusion_transformer),
-)
+_PLAIN: dict[type[nn.Module], str] = {Llama3Model: "llama", VisionTransformer: "vit", DiT: "vit"}
 
 
 def _from_recipe(recipe: Recipe, dropout: float) -> Built:
@@ -324,15 +273,12 @@ FAMILIES: tuple[Family, ...] = (
         for policy, recipes in _MORE.items()
         for name, recipe in recipes.items()
     ),
-    *(Family(*plain) for plain in _PLAIN),
+    *(Family(policy, kind.__name__, partial(plain_families.build, kind)) for kind, policy in _PLAIN.items()),
 )
 
 # What falls to `general`: a family of no policy, and a model that is no one's.
-STRANGERS: tuple[Family, ...] = (
-    Family("general", "llama", partial(_from_recipe, RECIPES["llama"])),
-    Family("general", "mixtral", partial(_from_recipe, RECIPES["mixtral"])),
-    Family("general", "mamba", partial(_from_recipe, RECIPES["mamba"])),
-    Family("general", "bert", partial(_from_recipe, RECIPES["bert"])),
+STRANGERS = tuple(
+    Family("general", name, partial(_from_recipe, RECIPES[name])) for name in ("llama", "mixtral", "mamba", "bert")
 )
 
 

@@ -84,14 +84,22 @@ class Mlp(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
-        self.attn, self.mlp = FusedAttention(), Mlp(dropout)
+    """In a DiT each half is shifted, scaled and gated by what a vector per image says."""
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attn(self.norm1(x_BTD))
-        return x_BTD + self.mlp(self.norm2(x_BTD))
+    def __init__(self, dropout: float, *, modulated: bool = False) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (nn.LayerNorm(DIM, elementwise_affine=not modulated) for _ in range(2))
+        self.attn, self.mlp = FusedAttention(), Mlp(dropout)
+        if modulated:
+            self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(DIM, 6 * DIM))
+
+    def forward(self, x_BTD: Tensor, c_BD: Tensor | None = None) -> Tensor:
+        if c_BD is None:
+            x_BTD = x_BTD + self.attn(self.norm1(x_BTD))
+            return x_BTD + self.mlp(self.norm2(x_BTD))
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c_BD).unsqueeze(1).chunk(6, -1)
+        x_BTD = x_BTD + gate1 * self.attn(self.norm1(x_BTD) * (1 + scale1) + shift1)
+        return x_BTD + gate2 * self.mlp(self.norm2(x_BTD) * (1 + scale2) + shift2)
 
 
 class VisionTransformer(nn.Module):
@@ -105,26 +113,11 @@ class VisionTransformer(nn.Module):
         return self.head(self.blocks(self.patch_embed(pixels).flatten(2).transpose(1, 2)).mean(1))
 
 
-class DiTBlock(nn.Module):
-    """Each half is shifted, scaled and gated by what a vector per image says."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = (nn.LayerNorm(DIM, elementwise_affine=False) for _ in range(2))
-        self.attn, self.mlp = FusedAttention(), Mlp(dropout)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(DIM, 6 * DIM))
-
-    def forward(self, x_BTD: Tensor, c_BD: Tensor) -> Tensor:
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c_BD).unsqueeze(1).chunk(6, -1)
-        x_BTD = x_BTD + gate1 * self.attn(self.norm1(x_BTD) * (1 + scale1) + shift1)
-        return x_BTD + gate2 * self.mlp(self.norm2(x_BTD) * (1 + scale2) + shift2)
-
-
 class DiT(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.x_embedder = nn.Linear(8, DIM)
-        self.blocks = nn.ModuleList(DiTBlock(dropout) for _ in range(2))
+        self.blocks = nn.ModuleList(VisionBlock(dropout, modulated=True) for _ in range(2))
         self.final_layer = nn.Linear(DIM, 8)
 
     def forward(self, x_BTC: Tensor, c_BD: Tensor) -> Tensor:
@@ -134,27 +127,15 @@ class DiT(nn.Module):
         return self.final_layer(x_BTD)
 
 
-def _seeded(kind: type[nn.Module], dropout: float) -> nn.Module:
+def build(kind: type[nn.Module], dropout: float) -> tuple[nn.Module, dict[str, Any]]:
+    """Return one of these models, and its inputs."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return kind(dropout).train()
-
-
-def _noise(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
-
-
-def torchtitan_llama(dropout: float) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a Llama in torchtitan's names, and its inputs."""
-    tokens = torch.randint(WORDS, (2, TOKENS), generator=torch.Generator().manual_seed(1))
-    return _seeded(Llama3Model, dropout), {"tokens": tokens}
-
-
-def vision_transformer(dropout: float) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a vision transformer in timm's names, and its inputs."""
-    return _seeded(VisionTransformer, dropout), {"pixels": _noise(2, 3, 16, 16)}
-
-
-def diffusion_transformer(dropout: float) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a diffusion transformer in the names of DiT, and its inputs."""
-    return _seeded(DiT, dropout), {"x_BTC": _noise(2, TOKENS, 8), "c_BD": _noise(2, DIM)}
+        model = kind(dropout).train()
+    generator = torch.Generator().manual_seed(1)
+    if kind is Llama3Model:
+        return model, {"tokens": torch.randint(WORDS, (2, TOKENS), generator=generator)}
+    if kind is VisionTransformer:
+        return model, {"pixels": torch.randn(2, 3, 16, 16, generator=generator)}
+    x_BTC = torch.randn(2, TOKENS, 8, generator=generator)
+    return model, {"x_BTC": x_BTC, "c_BD": torch.randn(2, DIM, generator=generator)}

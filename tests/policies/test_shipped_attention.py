@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import nn
 
 import sac
 from sac.reporting import decisions_of
@@ -14,6 +13,7 @@ from tests.policies.training import DROPOUT, Trained, train, turn_off_cache, une
 from tests.support.model_zoo import tiny
 
 EAGER = ("llama", "phi3", "gemma2", "gemma3", "gpt2", "gpt_neox", "opt", "bert", "t5", "bart", "mixtral", "vit")
+DROPPING = ("gpt2", "opt", "bert", "roberta", "t5", "bart")
 
 
 def trained(family: str, value: Any, **changes: Any) -> Trained:
@@ -22,23 +22,17 @@ def trained(family: str, value: Any, **changes: Any) -> Trained:
     return train(sac.apply(model, value), inputs)
 
 
-def products_of_attention(model: nn.Module) -> set[tuple[int, str]]:
-    """Return call and decision of the batched products; in these families only attention has any."""
-    return {(row.call, row.decision) for row in decisions_of(model) if row.op == "aten.bmm.default"}
-
-
-@pytest.mark.parametrize("family", EAGER)
-def test_eager_attention_is_exact_and_keeps_the_values_but_not_the_scores(family: str) -> None:
-    ours = trained(family, "selective", attn_implementation="eager")
-    assert unequal(trained(family, "none", attn_implementation="eager"), ours) == []
-    assert products_of_attention(ours.model) == {(0, "recompute"), (1, "save")}
-
-
-@pytest.mark.parametrize("family", ["gpt2", "opt", "bert", "roberta", "t5", "bart"])
-def test_attention_with_dropout_keeps_the_values_but_not_the_scores(family: str) -> None:
-    ours = trained(family, "selective")
-    assert products_of_attention(ours.model) == {(0, "recompute"), (1, "save")}
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [*((family, {"attn_implementation": "eager"}) for family in EAGER), *((family, {}) for family in DROPPING)],
+)
+def test_unfused_attention_keeps_the_values_but_not_the_scores(family: str, changes: dict[str, Any]) -> None:
+    """In these families only attention has batched products."""
+    ours = trained(family, "selective", **changes)
+    products = {(row.call, row.decision) for row in decisions_of(ours.model) if row.op == "aten.bmm.default"}
+    assert products == {(0, "recompute"), (1, "save")}
     assert "attention" not in ours.hits
+    assert unequal(trained(family, "none", **changes), ours) == []
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "bart", "vit", "qwen3_moe"])

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import sac
 from sac.blocks.install import regions_of
-from tests.policies.families import Family, loss_of
+from tests.policies.families import loss_of
 from tests.support.recording import Recorder, without_collector
 
 DROPOUT = 0.1
@@ -25,13 +23,6 @@ class Trained:
     seen: dict[str, Tensor]
     hits: frozenset[str]
     model: nn.Module
-
-
-def pair(family: Family, value: Any) -> tuple[nn.Module, nn.Module, dict[str, Any]]:
-    """Return the model as it is, a copy with ``value`` applied, and the inputs of both."""
-    plain, inputs = family.build(DROPOUT)
-    turn_off_cache(plain)
-    return plain, sac.apply(copy.deepcopy(plain), value), inputs
 
 
 def turn_off_cache(model: nn.Module) -> None:

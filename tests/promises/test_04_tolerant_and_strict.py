@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -36,11 +33,9 @@ from tests.support.blocks import (
     with_dropout,
 )
 from tests.support.replay_kernels import tanh_into
-from tests.support.stock import install_stock
 from tests.support.training import assert_same, assert_same_training, built, plain_backward, train
 
 ON_EACH_ENTRY = pytest.mark.parametrize("entry", ENTRIES)
-IN_2_13 = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="tells what torch 2.13 does")
 MATMULS = selective(policy(save("matmul")))
 
 
@@ -65,17 +60,6 @@ def test_ops_of_recompute_only_just_run(entry: str, rule: dict[str, Any]) -> Non
     )
 
 
-@IN_2_13
-def test_stock_trips_over_ops_of_recompute_only() -> None:
-    with pytest.raises(RuntimeError, match="not found in storage"):
-        assert_same_training(
-            lambda: Stack(FunctionBlock(extra_op_in_recompute)),
-            selective(policy(save("*"))),
-            make_input=square,
-            put=install_stock,
-        )
-
-
 def backward_under_flop_counter(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Any]:
     """FlopCounterMode decomposes ops, so it shows a mode below it other ops than forward ran."""
     with FlopCounterMode(display=False):
@@ -89,82 +73,6 @@ def test_flop_counter_around_backward_only(entry: str, default: str) -> None:
     assert_same_training(
         lambda: with_dropout(llama_stack()), value, entry=entry, backward=backward_under_flop_counter, steps=2
     )
-
-
-@ON_EACH_ENTRY
-@pytest.mark.parametrize("default", ["save", "recompute"])
-def test_two_micro_batches_in_one_autocast(entry: str, default: str) -> None:
-    """The second micro-batch finds the weights already cast in autocast's cache; its recomputation does not."""
-    value = selective(policy(save("matmul"), default=default))
-
-    def run(model: Stack) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        with torch.autocast("cpu", torch.bfloat16):
-            losses = [model(torch.randn(2, 8, 32)).float().square().mean() for _ in range(2)]
-        torch.stack(losses).sum().backward()
-        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-        return {**grads, "losses": torch.stack(losses).detach(), "random numbers": torch.get_rng_state()}
-
-    def build() -> nn.Module:
-        return with_dropout(llama_stack())
-
-    assert_same(run(built(build)), run(install(built(build), value, entry)))
-
-
-@pytest.fixture
-def one_process_group(tmp_path: Any) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-class Experts(nn.Module):
-    """A residual around a nested unit of `fully_shard`, with an op after it so that its recomputation is early."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.experts = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-        self.post_norm = nn.LayerNorm(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        return h + self.post_norm(F.dropout(self.experts(h), 0.3, self.training))
-
-
-def accumulate_gradients(model: Stack, shard: Callable[[Stack], None]) -> dict[str, Tensor]:
-    shard(model)
-    torch.manual_seed(0)
-    for step in range(2):
-        for block in model.blocks:
-            if hasattr(block.experts, "set_reshard_after_backward"):
-                block.experts.set_reshard_after_backward(step == 1)
-        model(torch.randn(4, 8)).square().mean().backward()
-    return {
-        name: parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
-        for name, parameter in model.named_parameters()
-    }
-
-
-@ON_EACH_ENTRY
-@pytest.mark.parametrize("default", ["save", "recompute"])
-def test_nested_fully_shard_with_gradient_accumulation(one_process_group: None, entry: str, default: str) -> None:
-    mesh = init_device_mesh("cpu", (1,))
-
-    def shard(model: Stack) -> None:
-        for block in model.blocks:
-            fully_shard(block.experts, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-
-    def build() -> Stack:
-        return Stack(Experts(), Experts())
-
-    value = selective(policy(save("matmul"), default=default))
-    reference = accumulate_gradients(built(build), shard)
-    ours = accumulate_gradients(install(built(build), value, entry), shard)
-    assert_same(reference, ours)
 
 
 def swaps_in_recompute(block: FunctionBlock, x: Tensor) -> Tensor:
@@ -257,14 +165,6 @@ def test_a_saved_call_that_does_not_come_again_is_an_error_that_names_both_sides
     )
 
 
-@IN_2_13
-def test_stock_hands_out_the_wrong_value_of_swapped_ops() -> None:
-    with pytest.raises(AssertionError, match="gradient"):
-        assert_same_training(
-            lambda: Stack(FunctionBlock(swaps_in_recompute)), MATMULS, make_input=square, put=install_stock
-        )
-
-
 def alike_sums(block: FunctionBlock, x: Tensor) -> Tensor:
     """Two sums of one shape, of products with the same outside tensors: only their history tells them apart."""
     left, right = x @ block.a, x @ block.b
@@ -301,12 +201,6 @@ def twins(block: FunctionBlock, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("kept", [[0], [1], [2], [3], [0, 2], [1, 3], [0, 1, 2]], ids=str)
 def test_twin_ops_of_which_some_are_written_to(entry: str, kept: list[int]) -> None:
     value = selective(policy(save("aten.mm", call={"index": kept})))
-    assert_same_training(lambda: Stack(FunctionBlock(twins)), value, entry=entry, make_input=square, steps=2)
-
-
-@ON_EACH_ENTRY
-def test_twin_ops_under_alternation(entry: str) -> None:
-    value = selective(policy(alternate("*")))
     assert_same_training(lambda: Stack(FunctionBlock(twins)), value, entry=entry, make_input=square, steps=2)
 
 

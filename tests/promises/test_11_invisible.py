@@ -73,13 +73,6 @@ def products(model: Stack) -> int:
 
 
 @ON_EACH_VALUE
-def test_apply_returns_the_model_itself(value: Any) -> None:
-    model = built(dropped_llama)
-    assert sac.apply(model, value) is model
-    assert sac.remove(model) is model
-
-
-@ON_EACH_VALUE
 def test_names_and_types_are_unchanged(value: Any) -> None:
     model, twin = built(dropped_llama), built(dropped_llama)
     sac.apply(model, value)
@@ -245,19 +238,6 @@ def test_torchs_hooks_keep_their_place_around_a_module_saved_as_a_whole() -> Non
 
 
 @ON_EACH_VALUE
-def test_second_apply_is_refused_and_changes_nothing(value: Any) -> None:
-    model = sac.apply(built(llama_stack), value)
-    expected, before = products(model), flat(model)
-    with pytest.raises(sac.SacError) as caught:
-        sac.apply(model, ATTENTION_AND_ALTERNATING)
-    assert isinstance(caught.value, ValueError)
-    assert "blocks.0" in str(caught.value)
-    assert "sac.remove" in str(caught.value)
-    assert flat(model) == before
-    assert products(model) == expected
-
-
-@ON_EACH_VALUE
 def test_apply_again_after_remove(value: Any) -> None:
     model = built(llama_stack)
     for _ in range(2):
@@ -265,13 +245,6 @@ def test_apply_again_after_remove(value: Any) -> None:
         sac.remove(model)
     sac.apply(model, value)
     assert products(model) == products(sac.apply(built(llama_stack), value))
-
-
-def test_remove_of_a_model_without_us_changes_nothing() -> None:
-    model = built(llama_stack)
-    before = flat(model)
-    assert sac.remove(model) is model
-    assert flat(model) == before
 
 
 REFUSED = {
@@ -301,13 +274,3 @@ def test_failing_apply_leaves_the_model_untouched(value: Any) -> None:
     assert isinstance(caught.value, ValueError)
     assert flat(model) == before
     assert_same(train(built(llama_stack)), train(model))
-
-
-def test_second_block_refused_leaves_the_first_untouched() -> None:
-    """All or nothing: the last block already has a policy, so the first gets none."""
-    model = built(llama_stack)
-    sac.apply(model, {**ATTENTION_AND_ALTERNATING, "blocks": ["blocks.1"]})
-    before = flat(model)
-    with pytest.raises(sac.SacError, match=r"blocks\.1"):
-        sac.apply(model, ATTENTION_AND_ALTERNATING)
-    assert flat(model) == before

@@ -1,10 +1,8 @@
-"""What `scripts/test` runs is there, with every promise and one of each stack; what uses ranks is known."""
+"""What `scripts/test` runs is there, with every promise and one of each stack."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-from tests.conftest import imported_by, uses_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,13 +26,3 @@ def test_it_has_every_promise_and_one_of_each_stack() -> None:
     assert {"tests/promises", "tests/stacks/test_one_of_each.py"} <= paths
     assert [path for path in left_out if path.startswith("tests/promises")] == []
     assert len(list((ROOT / "tests" / "promises").glob("test_[01][0-9]_*.py"))) == 12
-
-
-def test_what_uses_ranks_is_known_from_its_imports() -> None:
-    assert uses_ranks("tests/promises/test_09_same_on_every_rank.py")
-    assert uses_ranks("tests/stacks/test_data_parallel.py")  # by tests/stacks/composes.py
-    assert not uses_ranks("tests/promises/test_01_exact.py")
-    assert "tests/support/training.py" in imported_by("tests/promises/test_01_exact.py")
-    assert "tests/support/custom_ops.py" in imported_by(
-        "tests/promises/test_11_invisible.py"
-    )  # from tests.support import

@@ -1,7 +1,7 @@
 """A small Llama, plain and under torch.compile: what each way to compile it gives in one mode.
 
-`plain(mode)`, `whole(mode, backend=...)` and `per_block(mode, backend=...)` return an `Outcome`; a mode is a config
-value of `sac.apply`.
+Each function returns an `Outcome`; a mode is a config value of `sac.apply`. What compiles in which order beside DDP and
+FSDP2 is in test_wrong_order.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
 
 import sac
 from tests.stacks.composition import Outcome, forward_done, outcome
 from tests.stacks.parallel_llama import Llama, Sizes, batch, built, cross_entropy
 
 SIZES = Sizes(n_layers=2)
+WIDE = Sizes(n_layers=2, width=256, hidden=512)  # each block is larger than the smallest bucket of DDP
 
 
 def plain(mode: Any) -> Outcome:
@@ -30,7 +34,7 @@ def whole(mode: Any, *, backend: str) -> Outcome:
     torch._dynamo.reset()
     model = built(SIZES)
     sac.apply(model, mode)
-    return _trained(model, torch.compile(model, backend=backend, fullgraph=True), compiled=True)
+    return _trained(model, torch.compile(model, backend=backend, fullgraph=True))
 
 
 def per_block(mode: Any, *, backend: str) -> Outcome:
@@ -40,11 +44,23 @@ def per_block(mode: Any, *, backend: str) -> Outcome:
     sac.apply(model, mode)
     for layer in model.layers.values():
         layer.compile(backend=backend, fullgraph=True)
-    return _trained(model, model, compiled=True)
+    return _trained(model, model)
 
 
-def _trained(model: Llama, call: Any, *, compiled: bool) -> Outcome:
-    numbers, labels = batch(SIZES)
+def ddp_in_parts(mode: Any) -> Outcome:
+    """Train with DDP's model compiled: its optimizer cuts the graph by buckets, which goes between regions."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = built(WIDE)
+    sac.apply(model, mode)
+    call = torch.compile(DistributedDataParallel(model, bucket_cap_mb=1), backend="aot_eager")
+    found = _trained(model, call)
+    assert counters["aot_autograd"]["total"] > 1
+    return found
+
+
+def _trained(model: Llama, call: Any, *, compiled: bool = True) -> Outcome:
+    numbers, labels = batch(SIZES, seed=11 + (dist.get_rank() if dist.is_initialized() else 0))
 
     def step() -> Tensor:
         loss = cross_entropy(call(numbers), labels)

@@ -174,18 +174,6 @@ def assert_recomputed(train: Callable[[Any], Outcome], *modes: Any) -> list[Outc
     return [plain, *found]
 
 
-def assert_full_and_selective(train: Callable[[Any], Outcome], selective: Any = "selective") -> None:
-    """Both give what "none" gives and keep less, selective between the two.
-
-    Full runs more FLOPs, selective fewer than that: none, where what it keeps spares all products.
-    """
-    plain, full, kept = train("none"), train("full"), train(selective)
-    assert differences(full, plain) == []
-    assert differences(kept, plain) == []
-    assert plain.flops <= kept.flops < full.flops
-    assert full.kept_bytes < kept.kept_bytes < plain.kept_bytes
-
-
 def _events(step: Callable[[], Any], *, shapes: bool) -> list[tuple[str, list[list[int]]]]:
     """What the profiler saw in a step: names of events, and the shapes of the tensors that operators were given.
 

@@ -1,13 +1,12 @@
 """Data parallel and sharded training of a small model: what each of DDP, FSDP1 and FSDP2 gives in one mode.
 
 `ddp(mode)`, `fsdp1(mode)` and `fsdp2(mode)` run in every rank of a process group and return an `Outcome`:
-`run_ranks(2, fsdp2, "full")`. A mode is one of `MODES`, torch's own checkpointing (`TORCH_MODES`), or a config value.
+`run_ranks(2, fsdp2, "full")`. A mode is a config value.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as of_torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -27,7 +25,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import sac
 from tests.stacks.composition import Outcome, forward_done, outcome
@@ -35,47 +32,10 @@ from tests.stacks.decoders import BLOCK_OF, TOKENS, WIDTH, Decoder, decoder
 
 RATE = 0.05
 
-EVERYTHING = {"schema": "sac/v1", "name": "everything", "rules": [{"id": "everything", "ops": "*", "do": "save"}]}
-WHOLE_MODULES = {
-    "schema": "sac/v1",
-    "name": "whole-modules",
-    "rules": [{"id": "parts", "module": "{self_attn,mlp,experts.*}", "do": "save"}],
-}
-MODES: dict[str, Any] = {
-    "none": "none",
-    "full": "full",
-    "selective": "selective",
-    "selective, everything": {"mode": "selective", "policy": EVERYTHING},
-    "full, inputs on the host": {"mode": "full", "store": "host"},
-    "selective, inputs on the host": {"mode": "selective", "store": "host"},
-    "whole modules": {"mode": "selective", "policy": WHOLE_MODULES},
-    "whole modules, scattered": {
-        "mode": "selective",
-        "policy": WHOLE_MODULES,
-        "distribute_saved_activations": True,
-    },
-    "full, reentrant": {"mode": "full", "use_reentrant": True},
-    "full, scattered": {"mode": "full", "distribute_saved_activations": True},
-    "selective, scattered": {"mode": "selective", "distribute_saved_activations": True},
-}
-SCATTERED = ("full, scattered", "selective, scattered")  # they need `same_data=True`: no data parallelism over them
-TORCH_MODES = ("torch full", "torch selective")
-MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-
 
 def put(model: nn.Module, mode: Any) -> None:
-    """Put a mode on the model: one of ours, one of torch's, or a config value."""
-    if mode not in TORCH_MODES:
-        sac.apply(model, MODES.get(mode, mode) if isinstance(mode, str) else mode, tp_group=dist.group.WORLD)
-        return
-    options: dict[str, Any] = {}
-    if mode == "torch selective":
-        options = {"context_fn": functools.partial(create_selective_checkpoint_contexts, list(MATMULS))}
-    of_torch.apply_activation_checkpointing(
-        model,
-        functools.partial(of_torch.checkpoint_wrapper, **options),
-        lambda module: isinstance(module, tuple(BLOCK_OF.values())),  # type: ignore[arg-type]
-    )
+    """Put a mode on the model, a config value; what is scattered is scattered over all ranks."""
+    sac.apply(model, mode, tp_group=dist.group.WORLD)
 
 
 class Batches:

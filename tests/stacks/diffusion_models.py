@@ -23,39 +23,6 @@ def dit() -> Model:
     return model, {"hidden_states": _noise(IMAGE), "timestep": _times(), "class_labels": torch.tensor([1, 2])}
 
 
-def pixart() -> Model:
-    model = diffusers.PixArtTransformer2DModel(
-        **HEAD,
-        **GRID,
-        out_channels=8,
-        num_layers=3,
-        cross_attention_dim=WIDTH,
-        caption_channels=WIDTH,
-        use_additional_conditions=False,
-    )
-    conditions = {"resolution": None, "aspect_ratio": None}
-    return model, {
-        "hidden_states": _noise(IMAGE),
-        "encoder_hidden_states": _noise(TEXT),
-        "timestep": _times(),
-        "added_cond_kwargs": conditions,
-    }
-
-
-def sd3() -> Model:
-    model = diffusers.SD3Transformer2DModel(
-        **HEAD,
-        **GRID,
-        out_channels=4,
-        num_layers=3,
-        joint_attention_dim=WIDTH,
-        caption_projection_dim=WIDTH,
-        pooled_projection_dim=POOLED[1],
-        pos_embed_max_size=8,
-    )
-    return model, {"hidden_states": _noise(IMAGE), **_text(), "timestep": _times()}
-
-
 def flux() -> Model:
     model = diffusers.FluxTransformer2DModel(
         **HEAD,

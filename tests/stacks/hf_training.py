@@ -99,8 +99,8 @@ def untouched(model: nn.Module) -> nn.Module:
     return model
 
 
-def trainer(mode: Any) -> Outcome:
+def trainer(mode: Any, **options: Any) -> Outcome:
     """One row of the matrix of stacks."""
     pytest.importorskip("transformers")
     with tempfile.TemporaryDirectory() as folder:
-        return train(Path(folder), applied(mode))
+        return train(Path(folder), applied(mode), **options)

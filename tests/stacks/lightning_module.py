@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -23,13 +22,26 @@ QUIET = {
 }
 
 
-class Plain(lightning.LightningModule):
-    """A module that is complete when it is built; `rate` is the learning rate."""
+class Module(lightning.LightningModule):
+    """Blocks that are built at once, or `late`: in `configure_model`, with `value` put on there, and `shards` sharded.
 
-    def __init__(self, rate: float = 0.0) -> None:
+    `rate` is the learning rate.
+    """
+
+    def __init__(self, value: Any = None, *, late: bool = True, shards: bool = False, rate: float = 0.0) -> None:
         super().__init__()
-        self.rate = rate
-        self.net: nn.Module | None = llama_stack()
+        self.value, self.shards, self.rate = value, shards, rate
+        self.net: Any = None if late else llama_stack()
+
+    def configure_model(self) -> None:
+        if self.net is not None:
+            return
+        torch.manual_seed(0)
+        self.net = llama_stack()
+        if self.value is not None:
+            sac.apply(self, self.value)
+        for part in (*self.net.blocks, self.net) if self.shards else ():
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         loss = self.net(batch).square().mean()
@@ -41,34 +53,6 @@ class Plain(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.rate, momentum=0.9)
-
-
-class Configured(Plain):
-    """A module that is built in `configure_model`, with `value` put on in the same place; None: not there."""
-
-    def __init__(self, value: Any = None, rate: float = 0.0) -> None:
-        super().__init__(rate)
-        self.net, self.value = None, value
-
-    def configure_model(self) -> None:
-        if self.net is not None:
-            return
-        torch.manual_seed(0)
-        self.net = llama_stack()
-        if self.value is not None:
-            sac.apply(self, self.value)
-
-
-class Sharded(Configured):
-    """A module whose `configure_model` shards its blocks over the mesh of the strategy."""
-
-    def configure_model(self) -> None:
-        if self.net is not None:
-            return
-        super().configure_model()
-        for block in self.net.blocks:
-            fully_shard(block, mesh=self.device_mesh["data_parallel"])
-        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
 def batches(count: int = 2) -> torch.utils.data.DataLoader:
@@ -105,23 +89,14 @@ def measured_fit(build: Callable[[], lightning.LightningModule], *, anew: bool =
     return outcome(step, holder)
 
 
-def elastic() -> TorchElasticEnvironment:
-    """The environment of processes that were started by somebody else, with a process group."""
-    return TorchElasticEnvironment()
-
-
 MODULES: dict[str, Callable[[Any], lightning.LightningModule]] = {
-    "configure_model": lambda value: Configured(value),
-    "apply": lambda value: _applied(Plain(), value),
-    "callback": lambda value: Plain(),
-    "callback and configure_model": lambda value: Configured(),
-    "callback and fully_shard": lambda value: Sharded(),
+    "configure_model": lambda value: Module(value),
+    "apply": lambda value: sac.apply(Module(late=False), value),
+    "callback": lambda value: Module(late=False),
+    "callback and configure_model": lambda value: Module(),
+    "callback and fully_shard": lambda value: Module(shards=True),
 }
 """The ways to apply it; the last three also need a callback."""
-
-
-def _applied(module: Plain, value: Any) -> Plain:
-    return sac.apply(module, value)
 
 
 def callbacks(way: str, value: Any) -> list[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +13,8 @@ from torch import Tensor, nn
 pytest.importorskip("torchao", reason="torchao is in the extra `stacks`")
 
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig
-from torchao.prototype.quantized_training import (
-    int8_mixed_precision_training,
-    int8_weight_only_quantized_training,
-)
+from torchao.prototype.quantized_training import int8_weight_only_quantized_training
 from torchao.quantization import quantize_
-from torchao.quantization.quantize_.common import KernelPreference
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, to_nf4
 
 from tests.support.blocks import Stack, llama_stack, tokens
@@ -36,22 +30,10 @@ def float8(recipe: str) -> Callable[[Stack], nn.Module]:
     return lambda model: convert_to_float8_training(model, config=config)
 
 
-def mxfp8(model: Stack) -> nn.Module:
-    """Microscaling: a scale for each 32 elements; products emulated in bfloat16."""
-    model = model.to(torch.bfloat16)
-    config = MXFP8TrainingOpConfig(kernel_preference=KernelPreference.EMULATED)
-    quantize_(model, config, filter_fn=lambda module, name: isinstance(module, nn.Linear))
+def int8(model: Stack) -> nn.Module:
+    """Weights in int8."""
+    quantize_(model, int8_weight_only_quantized_training())
     return model
-
-
-def int8(config: Callable[[], Any]) -> Callable[[Stack], nn.Module]:
-    """Weights, or weights and activations, in int8."""
-
-    def convert(model: Stack) -> nn.Module:
-        quantize_(model, config())
-        return model
-
-    return convert
 
 
 class NF4Linear(nn.Module):
@@ -79,10 +61,7 @@ def nf4(model: Stack) -> nn.Module:
 CONVERSIONS: dict[str, Callable[[Stack], nn.Module]] = {
     "float8 tensorwise": float8("tensorwise"),
     "float8 rowwise": float8("rowwise"),
-    "float8 rowwise_with_gw_hp": float8("rowwise_with_gw_hp"),
-    "mxfp8": mxfp8,
-    "int8 weights": int8(int8_weight_only_quantized_training),
-    "int8 products": int8(int8_mixed_precision_training),
+    "int8 weights": int8,
     "nf4": nf4,
 }
 
@@ -93,10 +72,9 @@ def build(name: str, blocks: int = 2) -> nn.Module:
     return CONVERSIONS[name](llama_stack(blocks, d=WIDTH))
 
 
-def inputs(model: nn.Module, length: int = 32) -> tuple[Tensor, ...]:
-    """Hidden states and the rotary tables, in the type that the model computes in."""
-    kind = next(p.dtype for name, p in model.named_parameters() if "norm" in name)
-    return tuple(x.to(kind) for x in tokens(length=length, d=WIDTH))
+def inputs(length: int = 32) -> tuple[Tensor, ...]:
+    """Hidden states and the rotary tables."""
+    return tokens(length=length, d=WIDTH)
 
 
 def loss(given: tuple[Tensor, ...], model: nn.Module) -> Tensor:
@@ -106,7 +84,7 @@ def loss(given: tuple[Tensor, ...], model: nn.Module) -> Tensor:
 
 def scaling_reductions(model: nn.Module) -> int:
     """How many reductions to a largest magnitude one step runs, after a first one."""
-    given = inputs(model)
+    given = inputs()
     loss(given, model).backward()
     with Recorder() as seen_in_step:
         loss(given, model).backward()

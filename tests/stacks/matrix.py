@@ -30,6 +30,7 @@ class Cell:
     sent: float | None = None
     missing: str = ""  # what this machine lacks to run it
     error: str = ""  # what was raised
+    least_kept: float | None = None  # of the process that kept fewest: what gloo's threads free nobody sees
 
     @property
     def idle(self) -> bool:
@@ -49,6 +50,25 @@ class Line:
     def failed(self) -> bool:
         """Whether a gradient differs, something was raised, or a mode did nothing."""
         return any(cell.gradients == DIFFER or cell.error or cell.idle for cell in self.cells)
+
+
+def assert_as_promised(line: Line) -> None:
+    """No gradient differs, and each mode costs and keeps what its name says.
+
+    Selective lies between full and no checkpointing in FLOPs and bytes, and sends nothing again. Every other mode runs
+    what full runs; scattered keeps less than that.
+    """
+    assert not line.failed, line
+    for cell in line.cells:
+        if cell.missing:
+            pytest.skip(cell.missing)
+    full, selective, *others = line.cells
+    assert 1 <= selective.flops < full.flops, line
+    assert full.least_kept < selective.least_kept < 1, line
+    assert selective.sent in (None, 1), line
+    for cell in others:
+        assert cell.flops == full.flops, line
+        assert cell.least_kept < (full.least_kept if cell.mode == "scattered" else 1), line
 
 
 def line_of(stack: Stack, advance: Callable[[str], None] = lambda label: None) -> Line:
@@ -77,8 +97,9 @@ def compared(mode: str, ours: list[Outcome], plain: list[Outcome], *, rounded: b
     for size in (lambda one: one.flops, lambda one: one.kept_bytes, lambda one: sum(one.collectives.values())):
         mine, other = (sum(map(size, outcomes)) for outcomes in (ours, plain))
         ratios.append(mine / other if other else None)
+    least = [min(one.kept_bytes for one in outcomes) for outcomes in (ours, plain)]
     verdict = EQUAL if not different else CLOSE if near else DIFFER
-    return Cell(mode, verdict, different if verdict == DIFFER else (), *ratios)
+    return Cell(mode, verdict, different if verdict == DIFFER else (), *ratios, least_kept=least[0] / least[1])
 
 
 def _are_close(ours: Outcome, plain: Outcome) -> bool:

@@ -1,14 +1,13 @@
 """Model parallel training of a small Llama: what each stack gives in one mode, as an `Outcome` of one rank.
 
-Each function runs in every rank of a process group: `run_ranks(2, tensor_parallel, "full")`. A mode is one of `MODES`,
-"torch full", or a config value. Pipelines are in `pipelines.py`, context parallel attention in `ring_attention.py`.
+Each function runs in every rank of a process group: `run_ranks(2, tensor_parallel, "full")`. A mode is a config
+value, or "torch full". Pipelines are in `pipelines.py`, context parallel attention in `ring_attention.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -34,28 +33,13 @@ import sac
 from tests.stacks.composition import Outcome, forward_done, outcome
 from tests.stacks.parallel_llama import DecoderLayer, Llama, Sizes, batch, built, cross_entropy
 
-SAVE_COLLECTIVES = {"schema": "sac/v1", "name": "sent-once", "rules": [{"id": "c", "ops": "collective", "do": "save"}]}
-SAVE_MATMULS = {"schema": "sac/v1", "name": "sent-again", "rules": [{"id": "m", "ops": "matmul", "do": "save"}]}
-SCATTERED = {"distribute_saved_activations": True}
-LLAMA = {"mode": "selective", "policy": "llama"}
-MODES: dict[str, Any] = {
-    "none": "none",
-    "full": "full",
-    "selective": LLAMA,
-    "own policy": "selective",  # of the family, if the model is known
-    "full, scattered": {"mode": "full", **SCATTERED},
-    "selective, scattered": {**LLAMA, **SCATTERED},
-    "collectives saved": {"mode": "selective", "policy": SAVE_COLLECTIVES},
-    "collectives sent again": {"mode": "selective", "policy": SAVE_MATMULS},
-}
-
 
 def put(model: nn.Module, mode: Any, tp_group: Any = None, block: type[nn.Module] = DecoderLayer) -> None:
-    """Put a mode on the model: one of ours, torch's full checkpoint of every `block`, or a config value."""
-    if mode != "torch full":
-        sac.apply(model, MODES.get(mode, mode) if isinstance(mode, str) else mode, tp_group=tp_group)
-        return
-    of_torch.apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, block))
+    """Put a mode on the model: a config value, or torch's full checkpoint of every `block`."""
+    if mode == "torch full":
+        of_torch.apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, block))
+    else:
+        sac.apply(model, mode, tp_group=tp_group)
 
 
 def _all(names: str, style: Callable[[], Any]) -> dict[str, Any]:
@@ -162,25 +146,6 @@ def fsdp_tp(mode: Any, *, kind: str = "replicated", order: str = "between") -> O
     return trained(model, kind, *batch(sizes, seed=mesh.get_local_rank("dp")))
 
 
-# torch 2.13 renames these; the old names warn.
-GATHER = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
-REDUCE = getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
-
-
-class SequenceShare(nn.Module):
-    """One block of a sequence-parallel model that is written with functional collectives: gather, map, scatter."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.RMSNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        group = dist.group.WORLD
-        whole = GATHER(self.norm(x_BTD), gather_dim=1, group=group)
-        mapped = self.down(nn.functional.gelu(self.up(whole)))
-        return x_BTD + REDUCE(mapped, "sum", scatter_dim=1, group=group)
-
-
 class RoutedExperts(nn.Module):
     """One expert per rank: tokens go where the router says by an uneven all-to-all, and come back by another."""
 
@@ -202,63 +167,15 @@ class RoutedExperts(nn.Module):
         return x_BTD + (torch.empty_like(x_ND).index_copy(0, order_N, back_ND) * weight_N1).view_as(x_BTD)
 
 
-class Blocks(nn.Module):
-    """Blocks of one class, one after the other."""
-
-    def __init__(self, kind: type[nn.Module], width: int = 32, count: int = 2) -> None:
-        super().__init__()
-        torch.manual_seed(7 + dist.get_rank())
-        self.layers = nn.ModuleList(kind(width) for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def _trained_blocks(mode: Any, kind: type[nn.Module]) -> Outcome:
-    model = Blocks(kind)
-    put(model, mode, block=kind)
+def experts(mode: Any) -> Outcome:
+    """Train two blocks with one expert per rank."""
+    torch.manual_seed(7 + dist.get_rank())
+    model = nn.Sequential(RoutedExperts(32), RoutedExperts(32))
+    put(model, mode, block=RoutedExperts)
     x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def step() -> Tensor:
         loss = model(x).square().mean()
-        forward_done()
-        loss.backward()
-        return loss
-
-    return outcome(step, model)
-
-
-def collectives(mode: Any) -> Outcome:
-    """Train blocks that gather and scatter tokens themselves."""
-    return _trained_blocks(mode, SequenceShare)
-
-
-def experts(mode: Any) -> Outcome:
-    """Train blocks with one expert per rank."""
-    return _trained_blocks(mode, RoutedExperts)
-
-
-def transformers_plan(mode: Any, *, saved: str, family: str) -> Outcome:
-    """Train a model of `tests.support.model_zoo`, saved in the folder `saved`, by its own tensor parallel plan."""
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    from tests.support.model_zoo import tiny
-
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world})  # as torchrun sets them
-    config = DistributedConfig(tp_size=dist.get_world_size())
-    model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=config, dtype=torch.float32).train()
-    if mode == "torch full":
-        model.activation_checkpointing_enable()
-    else:
-        put(model, mode, dist.group.WORLD)
-    _, inputs = tiny(family)
-
-    def step() -> Tensor:
-        loss: Tensor = model(**inputs).loss
         forward_done()
         loss.backward()
         return loss

@@ -102,12 +102,12 @@ def lightning_fsdp2(mode: Any) -> Outcome:
 
 
 def _lightning_on_ranks(mode: Any, strategy: Any, **options: Any) -> Outcome:
-    from tests.stacks.lightning_module import elastic
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     told = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0", "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     with mock.patch.dict(os.environ, told):
-        return lightning(mode, strategy=strategy, devices=int(world), plugins=[elastic()], **options)
+        return lightning(mode, strategy=strategy, devices=int(world), plugins=[TorchElasticEnvironment()], **options)
 
 
 def torchtitan(mode: Any) -> Outcome:
@@ -125,7 +125,7 @@ def low_precision(
     from tests.stacks import low_precision as models
 
     model = models.build(conversion, blocks)
-    given = models.inputs(model, length)
+    given = models.inputs(length)
     sac.apply(model, mode)
     called = torch.compile(model, backend=backend, fullgraph=True) if backend else model
     return train(model, lambda _: models.loss(given, called), compiled=bool(backend))

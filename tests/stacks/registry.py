@@ -21,6 +21,8 @@ MODES: dict[str, Any] = {
     "full": "full",
     "selective": "selective",
     "scattered": {"mode": "full", "distribute_saved_activations": True},
+    "reentrant": {"mode": "full", "use_reentrant": True},
+    "on the host": {"mode": "full", "store": "host"},
 }
 EVERYWHERE = ("full", "selective")
 EVERY_MODE = (*EVERYWHERE, "scattered")
@@ -88,6 +90,11 @@ def _train(function: str, value: Any, options: dict[str, Any]) -> Outcome:
     train = getattr(importlib.import_module(f"tests.stacks.{module}"), name)
     found: Outcome = train(value, **options)
     return found
+
+
+def row(function: str, world: int = 1, modes: tuple[str, ...] = EVERYWHERE, **options: Any) -> Stack:
+    """A row that is not in the matrix of the page."""
+    return Stack(f"{function} {options}", function, world, modes, options)
 
 
 @functools.cache

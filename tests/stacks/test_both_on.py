@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import checkpoint
 
 import sac
 from sac.errors import ModelError, RegionError
@@ -21,8 +17,8 @@ from tests.support.plain_zoo import plain
 pytest.importorskip("transformers", reason="tests/stacks needs transformers")
 
 ENABLING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-CALLED = r"{0}: {1} was called, and sac\.apply has been called on this model before: two at once .*\n    fix: "
-FOUND = r"^{0}: {1}, and sac\.apply has been called on this model: two at once .*\n    fix:"
+CALLED = r"{0}: {1} was called, and sac\.apply has been called on this model before"
+FOUND = r"^{0}: {1}, and sac\.apply has been called on this model"
 
 
 def layer() -> nn.Module:
@@ -38,15 +34,10 @@ class Timm(nn.Sequential):
         self.grad_checkpointing = enable
 
 
-def switches(model: nn.Module) -> list[tuple[str, str]]:
-    return sorted((path, name) for path, one in model.named_modules() for name in vars(one) if name in ENABLING)
-
-
 @pytest.mark.parametrize("name", ENABLING)
-@pytest.mark.parametrize("value", ["full", "selective"])
-def test_a_method_that_turns_it_on(name: str, value: str) -> None:
+def test_a_method_that_turns_it_on(name: str) -> None:
     model, batch = tiny("llama")
-    sac.apply(model, value)
+    sac.apply(model, "full")
     for part in (model, model.model):
         with pytest.raises(ModelError, match=CALLED.format(type(part).__name__, name)):
             getattr(part, name)({"use_reentrant": False})
@@ -67,43 +58,39 @@ def test_remove_gives_the_methods_back() -> None:
     model, _ = tiny("llama")
     model.gradient_checkpointing_enable = own = lambda: "called"
     sac.apply(model, "full")
-    assert switches(model) == sorted((path, name) for path in ("", "model") for name in ENABLING)
     with pytest.raises(ModelError, match="gradient_checkpointing_enable was called"):
         model.gradient_checkpointing_enable()
     sac.remove(model)
-    assert switches(model) == [("", "gradient_checkpointing_enable")]
     assert model.gradient_checkpointing_enable is own
-    del model.gradient_checkpointing_enable
     model.activation_checkpointing_enable()
     assert model.is_activation_checkpointing
     with pytest.raises(ModelError, match="the model's own checkpointing is on"):
         sac.apply(model, "full")
-    assert switches(model) == []
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_has_switches_of_its_own(copied: Any) -> None:
-    model, _ = tiny("llama")
-    names = list(model.state_dict())
-    twin = copied(sac.apply(model, "full"))
-    sac.remove(model)
-    assert list(twin.state_dict()) == names
-    with pytest.raises(ModelError, match="was called"):
-        twin.activation_checkpointing_enable()
-    sac.remove(twin)
-    twin.activation_checkpointing_enable()
-    assert twin.is_activation_checkpointing
-    assert not model.is_activation_checkpointing
+def flag_on_a_block(model: Any) -> None:
+    model.model.layers[1].gradient_checkpointing = True
 
 
-@pytest.mark.parametrize("steps_before", [0, 1])
-def test_a_flag_that_is_set_by_hand_on_a_block(steps_before: int) -> None:
+def wrapper_around_a_block(model: Any) -> None:
+    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
+
+
+@pytest.mark.parametrize(
+    ("turn_on", "found", "steps_before"),
+    [
+        (flag_on_a_block, "gradient_checkpointing is on in this block", 0),
+        (flag_on_a_block, "gradient_checkpointing is on in this block", 1),
+        (wrapper_around_a_block, r"a checkpoint_wrapper \(CheckpointWrapper\) has been put around this block", 0),
+    ],
+)
+def test_what_is_turned_on_by_hand(turn_on: Callable[[Any], None], found: str, steps_before: int) -> None:
     model, batch = tiny("llama")
     sac.apply(model, "full")
     for _ in range(steps_before):
         model(**batch).loss.backward()
-    model.model.layers[1].gradient_checkpointing = True
-    with pytest.raises(RegionError, match=FOUND.format("model.layers.1", "gradient_checkpointing is on in this block")):
+    turn_on(model)
+    with pytest.raises(RegionError, match=FOUND.format("model.layers.1", found)):
         model(**batch)
 
 
@@ -122,48 +109,3 @@ def test_enabling_a_model_of_which_a_part_is_ours() -> None:
     model.activation_checkpointing_enable()
     with pytest.raises(RegionError, match=r"^layers.0: gradient_checkpointing is on in this block"):
         model(**batch)
-
-
-@pytest.mark.parametrize("value", ["full", "selective"])
-def test_a_wrapper_that_is_put_around_a_block(value: str) -> None:
-    model, batch = tiny("llama")
-    sac.apply(model, value)
-    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
-    found = r"a checkpoint_wrapper \(CheckpointWrapper\) has been put around this block"
-    with pytest.raises(RegionError, match=FOUND.format("model.layers.1", found)):
-        model(**batch)
-
-
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layer() for _ in range(2))
-        self.was_freed = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        big = torch.ones(1000)
-        reference = weakref.ref(big)
-        for one in self.layers:
-            x = one(x)
-        del big
-        self.was_freed = reference() is None
-        return x
-
-
-class Outer(nn.Module):
-    gradient_checkpointing = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tower, self.head = Tower(), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.head, self.tower(x), use_reentrant=False)
-
-
-def test_what_calls_the_model_may_checkpoint_something_else_and_is_not_held() -> None:
-    model = Outer()
-    sac.apply(model.tower, "full")
-    model(torch.ones(2, 4)).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    assert model.tower.was_freed

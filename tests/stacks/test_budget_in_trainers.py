@@ -1,7 +1,9 @@
-"""A budget in the config under the Trainer of transformers and that of Lightning: met from the second step on."""
+"""A budget in the config under torch.compile and the Trainers of transformers and Lightning: met from step two on."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import sac
 from sac.memory_timeline import StepMemory
-from sac.planner.controller import Controller
 from tests.support.model_zoo import tiny
-from tests.unit.planner.small_training import Y, built, bytes_of, controller_of, within
+from tests.unit.planner.small_training import X, Y, built, bytes_of, controller_of, within
 
 STEPS = 4
+Trained = tuple[list[Tensor], list[int], nn.Module]
 
 
 class Peaks:
@@ -36,11 +39,30 @@ class Peaks:
             self._memory = None
 
 
-# -- transformers
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x).flatten(0, 1), Y.flatten())
 
 
-def hugging_face(folder: Path, value: Any, **options: Any) -> tuple[list[float], list[Tensor], list[int], nn.Module]:
-    """Train a tiny Llama with the Trainer; return its losses and weights, the peaks, and the model."""
+def compiled(value: Any) -> Trained:
+    """Blocks that are compiled each run in eager, within the budget."""
+    peaks, model = Peaks(), built()
+    if value is not None:
+        sac.apply(model, value)
+    for block in model.body.blocks:
+        block.compile(backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        if step:
+            peaks.begin(model, optimizer)
+        loss_of(model, X).backward()
+        peaks.end()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*model.state_dict().values()], peaks.found, model
+
+
+def hugging_face(value: Any) -> Trained:
+    """Train a tiny Llama with the Trainer."""
     pytest.importorskip("transformers", reason="tests/stacks needs transformers")
     pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
     from transformers import Trainer, TrainerCallback
@@ -64,47 +86,27 @@ def hugging_face(folder: Path, value: Any, **options: Any) -> tuple[list[float],
     tokens = batch["input_ids"][0].repeat(16)[:64]
     data = [{"input_ids": tokens.roll(shift), "labels": tokens.roll(shift)} for shift in range(16)]
     callbacks = [Measuring(), *([SacCallback(value)] if value is not None else [])]
-    given = arguments(folder, max_steps=STEPS, per_device_train_batch_size=2, **options)
-    trainer = Trainer(model=model, args=given, train_dataset=data, callbacks=callbacks)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, [*model.state_dict().values()], peaks.found, model
+    with tempfile.TemporaryDirectory() as folder:
+        given = arguments(Path(folder), max_steps=STEPS, gradient_accumulation_steps=2)
+        Trainer(model=model, args=given, train_dataset=data, callbacks=callbacks).train()
+    return [*model.state_dict().values()], peaks.found, model
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=["plain", "accumulation"])
-def test_trainer_of_transformers(tmp_path: Path, options: dict[str, Any]) -> None:
-    (low, high) = (max(hugging_face(tmp_path, mode, **options)[2]) for mode in ("full", None))
-    budget = int(low + 0.6 * (high - low))
-    losses, weights, peaks, model = hugging_face(tmp_path, within(budget), **options)
-    plain, plain_weights, _, _ = hugging_face(tmp_path, None, **options)
-    assert losses == plain
-    assert all(torch.equal(one, other) for one, other in zip(weights, plain_weights, strict=True))
-    controller = controller_of(model)
-    assert isinstance(controller, Controller)
-    assert controller.fitted is not None
-    assert low + 0.8 * (budget - low) <= max(peaks) <= budget
-
-
-# -- Lightning
-
-
-def lightning_training(value: Any, **options: Any) -> tuple[list[Tensor], list[int], nn.Module]:
-    """Train the model of the small training with Lightning; return its weights, the peaks, and the module."""
-    lightning = pytest.importorskip("lightning", reason="lightning is in the extra `stacks`")
+def lightning(value: Any) -> Trained:
+    """Train the model of the small training with Lightning."""
+    package = pytest.importorskip("lightning", reason="lightning is in the extra `stacks`")
     from sac.compat.lightning import SacCallback
     from tests.stacks.lightning_module import QUIET
-    from tests.unit.planner.small_training import X
 
     peaks = Peaks()
 
-    class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
+    class Module(package.LightningModule):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.net = built()
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
-            return nn.functional.cross_entropy(self.net(batch).flatten(0, 1), Y.flatten())
+            return loss_of(self.net, batch)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -122,19 +124,19 @@ def lightning_training(value: Any, **options: Any) -> tuple[list[Tensor], list[i
     module = Module()
     data = torch.utils.data.DataLoader([X] * 16, batch_size=None)  # type: ignore[arg-type]
     callbacks = [SacCallback(value)] if value is not None else []
-    trainer = lightning.Trainer(max_steps=STEPS, enable_checkpointing=False, callbacks=callbacks, **QUIET, **options)
-    trainer.fit(module, data)
+    options = {**QUIET, "enable_checkpointing": False, "accumulate_grad_batches": 2}
+    package.Trainer(max_steps=STEPS, callbacks=callbacks, **options).fit(module, data)
     return [*module.state_dict().values()], peaks.found, module
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=["plain", "accumulation"])
-def test_trainer_of_lightning(options: dict[str, Any]) -> None:
-    (low, high) = (max(lightning_training(mode, **options)[1]) for mode in ("full", None))
+@pytest.mark.parametrize("train", [compiled, hugging_face, lightning])
+def test_a_budget_is_met(train: Callable[[Any], Trained]) -> None:
+    low, high = (max(train(mode)[1]) for mode in ("full", None))
     budget = int(low + 0.6 * (high - low))
-    weights, peaks, module = lightning_training(within(budget), **options)
-    plain, _, _ = lightning_training(None, **options)
+    weights, peaks, model = train(within(budget))
+    plain, _, _ = train(None)
     assert all(torch.equal(one, other) for one, other in zip(weights, plain, strict=True))
-    assert controller_of(module).fitted is not None
+    assert controller_of(model).fitted is not None
     assert low + 0.8 * (budget - low) <= max(peaks) <= budget

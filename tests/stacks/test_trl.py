@@ -27,13 +27,13 @@ from sac.compat.huggingface import SacCallback, take_over  # noqa: E402  (needs 
 
 WORDS = ["<pad>", "<bos>", "<eos>", "<unk>", "a", "small", "cat", "sat", "on", "the", "mat", "and", "saw", "dog", "run"]
 WORDS += ["far", "over", "hill"]
+PAIRS = (("a small cat", "sat on the mat", "run far"), ("the dog", "saw a cat", "over the hill"))
 TEXTS = (
     "a small cat sat on the mat",
     "the dog saw a cat run far",
     "over the hill a dog sat",
     "the cat and the dog run over the mat",
 )
-PAIRS = (("a small cat", "sat on the mat", "run far"), ("the dog", "saw a cat", "over the hill"))
 OFF = {"gradient_checkpointing": False}
 
 
@@ -60,21 +60,6 @@ def fine_tune(folder: Path, prepare: Prepare, **changes: Any) -> Outcome:
     return told(trainer, tiny("llama")[1])
 
 
-def prefer(folder: Path, prepare: Prepare, *, peft_config: Any = None) -> Outcome:
-    from datasets import Dataset
-
-    reference = None if peft_config is not None else tiny("llama")[0]  # with an adapter: the model without it
-    args = arguments(folder, trl.DPOConfig, bf16=False, max_length=16, **OFF)
-    names = ("prompt", "chosen", "rejected")
-    pairs = Dataset.from_list([dict(zip(names, pair, strict=True)) for pair in PAIRS * 3])
-    torch.manual_seed(0)
-    trainer = trl.DPOTrainer(
-        llama(prepare), reference, args=args, train_dataset=pairs, processing_class=tokenizer(), peft_config=peft_config
-    )
-    trainer.train()
-    return told(trainer, tiny("llama")[1])
-
-
 def lora() -> Any:
     return peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "down_proj"])
 
@@ -85,53 +70,49 @@ def sft(mode: Any) -> Outcome:
         return fine_tune(Path(folder), untouched if mode == "none" else applied(mode), **OFF)
 
 
-@pytest.fixture(scope="module")
-def plain() -> Outcome:
-    return sft("none")
+def dpo(mode: Any, *, adapter: bool) -> Outcome:
+    """Two forwards in each step, and two more of the reference: with an adapter the model without it."""
+    from datasets import Dataset
 
-
-def assert_as(ours: Outcome, plain: Outcome) -> None:
-    """The training is the same, and checkpointing was on."""
-    assert_recomputed(lambda mode: plain if mode == "none" else ours, "ours")
-
-
-@pytest.mark.parametrize("value", ["full", "selective"])
-def test_fine_tuning(value: str, plain: Outcome) -> None:
-    assert_as(sft(value), plain)
+    names = ("prompt", "chosen", "rejected")
+    pairs = Dataset.from_list([dict(zip(names, pair, strict=True)) for pair in PAIRS * 3])
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trl.DPOTrainer(
+            llama(untouched if mode == "none" else applied(mode)),
+            None if adapter else tiny("llama")[0],
+            args=arguments(Path(folder), trl.DPOConfig, bf16=False, max_length=16, **OFF),
+            train_dataset=pairs,
+            processing_class=tokenizer(),
+            peft_config=lora() if adapter else None,
+        )
+        trainer.train()
+        return told(trainer, tiny("llama")[1])
 
 
 def test_fine_tuning_an_adapter_that_the_trainer_puts_on(tmp_path: Path) -> None:
-    plain = fine_tune(tmp_path, untouched, peft_config=lora(), **OFF)
-    ours = fine_tune(tmp_path, applied("selective"), peft_config=lora(), **OFF)
-    by_callback = fine_tune(tmp_path, untouched, peft_config=lora(), callbacks=[SacCallback("selective")], **OFF)
-    taken_over = fine_tune(tmp_path, take_over, peft_config=lora())
-    for one in (ours, by_callback, taken_over):
-        assert_as(one, plain)
-        assert any("lora_A" in name for name in one.state)
+    ways = {
+        "none": lambda: fine_tune(tmp_path, untouched, peft_config=lora(), **OFF),
+        "apply": lambda: fine_tune(tmp_path, applied("selective"), peft_config=lora(), **OFF),
+        "callback": lambda: fine_tune(
+            tmp_path, untouched, peft_config=lora(), callbacks=[SacCallback("selective")], **OFF
+        ),
+        "take_over": lambda: fine_tune(tmp_path, take_over, peft_config=lora()),
+    }
+    found = assert_recomputed(lambda way: ways[way](), "apply", "callback", "take_over")
+    assert all(any("lora_A" in name for name in one.state) for one in found)
 
 
-@pytest.mark.parametrize("kwargs", [None, {"selective": True}], ids=["by default", "selective"])
-def test_gradient_checkpointing_that_trl_turns_on_by_itself(kwargs: Any, tmp_path: Path) -> None:
+def test_gradient_checkpointing_that_trl_turns_on_by_itself(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"activation_checkpointing_enable was called, and sac\.apply has been"):
-        fine_tune(tmp_path, applied("selective"), gradient_checkpointing_kwargs=kwargs)
+        fine_tune(tmp_path, applied("selective"))
     with pytest.raises(ConfigError, match="activation_checkpointing is on in the SFTConfig too"):
         fine_tune(tmp_path, untouched, callbacks=[SacCallback("selective")])
 
 
-@pytest.mark.parametrize("kwargs", [None, {"mode": "full"}])
-def test_gradient_checkpointing_that_is_taken_over(kwargs: Any, plain: Outcome, tmp_path: Path) -> None:
-    assert_as(fine_tune(tmp_path, take_over, gradient_checkpointing_kwargs=kwargs), plain)
-
-
-@pytest.mark.parametrize("adapter", [False, True])
-def test_preferences(adapter: bool, tmp_path: Path) -> None:
-    """Two forwards in each step, and two more of the reference; with an adapter that is the model without it."""
-
-    def trained(mode: str) -> Outcome:
-        prepare = untouched if mode == "none" else applied(mode)
-        return prefer(tmp_path, prepare, peft_config=lora() if adapter else None)
-
-    assert_recomputed(trained, "full", "selective")
+def test_gradient_checkpointing_that_is_taken_over(tmp_path: Path) -> None:
+    kwargs = {"gradient_checkpointing_kwargs": {"mode": "full"}}
+    assert_recomputed(lambda mode: sft(mode) if mode == "none" else fine_tune(tmp_path, take_over, **kwargs), "full")
 
 
 def test_a_trained_model_can_be_given_back(tmp_path: Path) -> None:

@@ -1,122 +1,169 @@
 """`sac.apply` before, after and between everything else that is done to a model: each order works.
 
-Works means: gradients are those of the same steps without us, bit for bit, more FLOPs are run and fewer bytes kept.
+Works means what a row of the matrix promises: the training of the same steps without us, more FLOPs and fewer bytes.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import sac
-from tests.stacks.composition import Outcome, forward_done, outcome
-from tests.stacks.orders import APPLY, STEPS, WIDTH, compare, verdict
-from tests.support.blocks import llama_stack, policy, save
-from tests.support.pairs import in_pairs, rows_of_pairs
-from tests.support.ranks import run_ranks
+from tests.stacks.composition import Outcome, differences, forward_done, outcome
+from tests.stacks.matrix import assert_as_promised, line_of
+from tests.stacks.registry import Stack as Row
+from tests.support.blocks import LlamaLikeBlock, Stack, llama_stack
 
-VALUES: dict[str, Any] = {"full": "full", "selective": {"mode": "selective", "policy": policy(save("attention"))}}
-RANKED = ("DDP", "fully_shard", "FSDP1", "parallelize_module")
-COMPILING = ("compile", "compile blocks", "wrap compiled blocks")
-ALONE = tuple(name for name in STEPS if name not in RANKED)
-PLAIN = ("get_peft_model", "to(bfloat16)", "load_state_dict", "deepcopy")
-LIMIT_SECONDS = 600.0
+APPLY = "apply"
 
 
-def with_ours_at(place: int, *steps: str) -> tuple[str, ...]:
-    """These steps in this order, with ours after the first `place` of them."""
-    return (*steps[:place], APPLY, *steps[place:])
+def compile_whole(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="aot_eager")
 
 
-def assert_all_work(found: dict[str, str]) -> None:
-    assert {order: text for order, text in found.items() if text != "works"} == {}
+def compile_blocks(model: nn.Module) -> nn.Module:
+    for block in blocks_of(model):
+        block.compile(backend="aot_eager")
+    return model
 
 
-@pytest.fixture(autouse=True)
-def has_peft() -> None:
-    pytest.importorskip("peft", reason="adapters are one of the steps")
+def wrap_compiled_blocks(model: nn.Module) -> nn.Module:
+    """Put each block into the wrapper that `torch.compile` returns."""
+    owner = next(module for module in model.modules() if isinstance(module, Stack))
+    for index, block in enumerate(owner.blocks):
+        owner.blocks[index] = torch.compile(block, backend="aot_eager")
+    return model
 
 
-@in_pairs(step=ALONE, place={"before": 0, "after": 1}, value=VALUES)
-def test_before_and_after(step: str, place: int, value: Any) -> None:
-    assert_all_work(compare([with_ours_at(place, step)], value))
+def shard(model: nn.Module) -> nn.Module:
+    for block in blocks_of(model):
+        fully_shard(block)
+    return fully_shard(model)
 
 
-def test_before_and_after_in_ranks() -> None:
-    for name, place, step in rows_of_pairs(VALUES, (0, 1), RANKED):
-        for found in run_ranks(2, compare, [with_ours_at(place, step)], VALUES[name], timeout=LIMIT_SECONDS):
-            assert_all_work(found)
+def shard_flat(model: nn.Module) -> nn.Module:
+    each = ModuleWrapPolicy({LlamaLikeBlock})
+    return FullyShardedDataParallel(model, auto_wrap_policy=each, device_id=torch.device("cpu"), use_orig_params=True)
 
 
-@in_pairs(first=PLAIN, second=PLAIN, place={"first": 0, "between": 1, "last": 2}, unless=lambda one, two, _: one == two)
-def test_among_two(first: str, second: str, place: int) -> None:
-    assert_all_work(compare([with_ours_at(place, first, second)], "full"))
+def parallelize(model: nn.Module) -> nn.Module:
+    plan = {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+    for block in blocks_of(model):
+        parallelize_module(block, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    return model
 
 
-WITH_COMPILE = [
-    ("get_peft_model", APPLY, "compile"),
-    (APPLY, "compile blocks", "get_peft_model"),
-    ("compile blocks", APPLY, "get_peft_model"),
+def adapt(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft", reason="adapters are one of the steps")
+    torch.manual_seed(8)
+    config = peft.LoraConfig(target_modules=["up_proj", "q_proj"], r=2, lora_alpha=4, init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def load(model: nn.Module) -> nn.Module:
+    model.load_state_dict({name: value.clone() * 1.01 for name, value in model.state_dict().items()})
+    return model
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, LlamaLikeBlock)]
+
+
+ALONE: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "compile": compile_whole,
+    "compile blocks": compile_blocks,
+    "wrap compiled blocks": wrap_compiled_blocks,
+    "PEFT": adapt,
+    "bfloat16": lambda model: model.to(torch.bfloat16),
+    "load": load,
+    "deepcopy": copy.deepcopy,
+}
+IN_RANKS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DDP": DistributedDataParallel,
+    "FSDP1": shard_flat,
+    "FSDP2": shard,
+    "TP": parallelize,
+}
+STEPS = ALONE | IN_RANKS
+SEVERAL = [
+    ("PEFT", APPLY, "compile"),
+    (APPLY, "compile blocks", "PEFT"),
+    ("compile blocks", APPLY, "PEFT"),
     (APPLY, "compile", "deepcopy"),
     ("compile", APPLY, "deepcopy"),
-    ("to(bfloat16)", "wrap compiled blocks", APPLY),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", WITH_COMPILE, ids=" > ".join)
-def test_among_two_of_which_one_compiles(order: tuple[str, ...]) -> None:
-    assert_all_work(compare([order], "full"))
-
-
-# What compiles in ranks is in test_compiled_parallel too.
-IN_RANKS = [
-    (APPLY, "get_peft_model", "DDP"),
-    ("get_peft_model", APPLY, "DDP"),
-    ("get_peft_model", APPLY, "fully_shard"),
-    ("get_peft_model", "fully_shard", APPLY),
-    (APPLY, "get_peft_model", "FSDP1"),
-    ("get_peft_model", "FSDP1", APPLY),
-    (APPLY, "to(bfloat16)", "fully_shard"),
-    ("load_state_dict", APPLY, "FSDP1"),
+    ("bfloat16", "wrap compiled blocks", APPLY),
+    (APPLY, "PEFT", "DDP"),
+    ("PEFT", "FSDP2", APPLY),
+    (APPLY, "PEFT", "FSDP1"),
+    (APPLY, "bfloat16", "FSDP2"),
+    ("load", APPLY, "FSDP1"),
+    (APPLY, "DDP", "compile"),
+    ("DDP", "compile", APPLY),
     ("compile", APPLY, "DDP"),
+    (APPLY, "compile blocks", "FSDP2"),
+    ("compile blocks", APPLY, "FSDP2"),
+    ("compile blocks", "FSDP2", APPLY),
+    ("FSDP2", APPLY, "compile"),
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("order", IN_RANKS, ids=" > ".join)
-def test_among_two_in_ranks(order: tuple[str, ...]) -> None:
-    for found in run_ranks(2, compare, [order], "full", timeout=LIMIT_SECONDS):
-        assert_all_work(found)
-
-
-@pytest.mark.parametrize("step", [None, *COMPILING])
-def test_put_on_and_taken_off_a_model_that_has_trained(step: str | None) -> None:
-    """What has been compiled by then was compiled without regions: it must not be used any more."""
-
+def trained(value: Any, *, order: Sequence[str]) -> Outcome:
+    """Build a model, do the steps in this order, train, and measure."""
     torch._dynamo.reset()
     torch.manual_seed(1)
-    model = llama_stack(2, d=WIDTH)
-    model = STEPS[step](model) if step else model
-    torch.manual_seed(2)
-    x = torch.randn(2, 16, WIDTH)
+    model: nn.Module = llama_stack(2)
+    for name in order:
+        model = sac.apply(model, value) if name == APPLY else STEPS[name](model)
+    return measured(model, compiled=any("compile" in name for name in order))
 
-    def train() -> Tensor:
+
+def measured(model: nn.Module, *, compiled: bool) -> Outcome:
+    torch.manual_seed(2)
+    x = torch.randn(2, 16, 32, dtype=next(model.parameters()).dtype)
+
+    def step() -> Tensor:
         loss = model(x).square().mean()
         forward_done()
         loss.backward()
         return loss
 
-    def trained() -> Outcome:
-        found = outcome(train, model, compiled=step is not None)
-        model.zero_grad()
-        return found
+    found = outcome(step, model, compiled=compiled)
+    model.zero_grad()
+    return found
 
-    reference = trained()
-    sac.apply(model, "full")
-    assert verdict(trained(), reference) == "works"
-    sac.remove(model)
-    assert verdict(trained(), reference) == "nothing is recomputed"
+
+@pytest.mark.parametrize(
+    "order", [order for step in STEPS for order in ((APPLY, step), (step, APPLY))] + SEVERAL, ids=" > ".join
+)
+def test_any_order(order: tuple[str, ...]) -> None:
+    world = 2 if any(name in IN_RANKS for name in order) else 1
+    assert_as_promised(line_of(Row(" > ".join(order), "test_wrong_order:trained", world, options={"order": order})))
+
+
+@pytest.mark.parametrize("step", [None, "compile", "compile blocks", "wrap compiled blocks"])
+def test_put_on_and_taken_off_a_model_that_has_trained(step: str | None) -> None:
+    """What has been compiled by then was compiled without regions: it must not be used any more."""
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    model: nn.Module = llama_stack(2)
+    model = STEPS[step](model) if step else model
+    plain = measured(model, compiled=step is not None)
+    for value, is_more in (("full", True), (None, False)):
+        if value:
+            sac.apply(model, value)
+        else:
+            sac.remove(model)
+        found = measured(model, compiled=step is not None)
+        assert differences(found, plain) == []
+        assert (found.flops > plain.flops, found.kept_bytes < plain.kept_bytes) == (is_more, is_more)

@@ -64,12 +64,9 @@ class SelectiveACWithCPUAttention(own.SelectiveAC):
         return super().get_save_ops() | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
 
 
-TITANS = {"titan full": own.FullAC, "titan selective": own.SelectiveAC, "titan with CPU": SelectiveACWithCPUAttention}
-
-
 def trained(mode: Any) -> Outcome:
-    """Train in a mode of torchtitan's own, by its name in `TITANS`, or in one of ours."""
-    policy = TITANS[mode].Config() if isinstance(mode, str) and mode in TITANS else SacAC.Config(value=mode)
+    """Train under torchtitan's own selective policy, or in one of our modes."""
+    own_policy = SelectiveACWithCPUAttention.Config()
     model = build()
-    policy.build(dump_folder="").apply(model)
+    (own_policy if mode == "torchtitan's" else SacAC.Config(value=mode)).build(dump_folder="").apply(model)
     return train(model, loss)

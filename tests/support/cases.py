@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from sac.full import RngTracker
-
 Run = Callable[..., Any]
 Seen = dict[str, Tensor]
+Program = Callable[[Run], Seen]
 WIDTH = 8
 
 
@@ -28,15 +27,14 @@ class Case:
     """
 
     name: str
-    program: Callable[[Run], Seen]
+    program: Program
     rounds: bool = False
-    tracker: Callable[[], RngTracker] | None = None
 
 
 CASES: dict[str, Case] = {}
 
 
-def case(program: Callable[[Run], Seen] | None = None, **traits: Any) -> Any:
+def case(program: Program | None = None, **traits: Any) -> Any:
     """Put a program into `CASES` under its name."""
     if program is None:
         return lambda one: case(one, **traits)
@@ -92,41 +90,6 @@ def two_regions_in_a_row(run: Run) -> Seen:
     return seen(run(second, run(first, h)), x, first, second)
 
 
-TRACKER = RngTracker("cpu")
-
-
-@case(tracker=lambda: TRACKER)
-def tracker_fork(run: Run) -> Seen:
-    TRACKER.reset()
-    TRACKER.add("model-parallel-rng", 1234)
-    model, (x, h) = layer(dropout=0.4), hidden(4, WIDTH)
-
-    def body(h: Tensor) -> Tensor:
-        with TRACKER.fork():
-            h = F.dropout(h, 0.5)
-        return F.dropout(model(h), 0.2)
-
-    found = seen(run(body, run(body, h)), x, model)
-    return found | {f"tracker {name}": state for name, state in TRACKER.get_states().items()}
-
-
-@case(tracker=lambda: TRACKER)
-def entered_inside_a_fork(run: Run) -> Seen:
-    TRACKER.reset()
-    TRACKER.add("model-parallel-rng", 77)
-    model, (x, h) = layer(), hidden(4, WIDTH)
-
-    def body(h: Tensor) -> Tensor:
-        h = F.dropout(h, 0.5)
-        with TRACKER.fork():
-            h = F.dropout(h, 0.5)
-        return model(F.dropout(h, 0.5))
-
-    with TRACKER.fork():
-        out = run(body, h)
-    return seen(out, x, model) | {f"tracker {name}": state for name, state in TRACKER.get_states().items()}
-
-
 @case
 def autocast(run: Run) -> Seen:
     model, (x, h) = layer(), hidden(4, WIDTH)
@@ -149,12 +112,6 @@ def keyword_arguments(run: Run) -> Seen:
         return model(h * scale + other if flag else h)
 
     return seen(run(body, h, scale=3.0, other=g, flag=True), x, y, model)
-
-
-@case
-def only_keyword_arguments(run: Run) -> Seen:
-    model, (x, h) = layer(), hidden(4, WIDTH)
-    return seen(run(lambda hidden_states=None, mask=None: model(hidden_states), hidden_states=h), x, model)
 
 
 @case
@@ -229,41 +186,9 @@ def several_outputs(run: Run) -> Seen:
 
 
 @case
-def dict_output(run: Run) -> Seen:
-    model, (x, h) = layer(), hidden(4, WIDTH)
-    return seen(run(lambda h: {"hidden": model(h), "aux": {"loss": h.square().mean(), "none": None}}, h), x, model)
-
-
-@case
-def detached_output(run: Run) -> Seen:
-    model, (x, h) = layer(), hidden(4, WIDTH)
-    return seen(run(lambda h: (model(h), model(h).detach()), h), x, model)
-
-
-@case
 def frozen_input(run: Run) -> Seen:
     model = layer(dropout=0.3)
     return seen(run(model, torch.randn(4, WIDTH)), model)
-
-
-@case
-def frozen_weights(run: Run) -> Seen:
-    model, (x, h) = layer().requires_grad_(False), hidden(4, WIDTH)
-    return seen(run(model, h), x, model)
-
-
-@case
-def integer_input(run: Run) -> Seen:
-    table, model = nn.Embedding(16, WIDTH), layer()
-    return seen(run(lambda ids: model(table(ids)), torch.arange(6)), table, model)
-
-
-@case
-def no_grad(run: Run) -> Seen:
-    model, (x, h) = layer(dropout=0.3), hidden(4, WIDTH)
-    with torch.no_grad():
-        first = run(model, h)
-    return seen([first, run(model, h)], x, model) | {"input": h.detach().clone()}
 
 
 @case(rounds=True)
@@ -283,77 +208,11 @@ def micro_batches_in_flight(run: Run) -> Seen:
 
 
 @case
-def statistics_in_buffers(run: Run) -> Seen:
-    norm = nn.BatchNorm1d(WIDTH)
-    model, (x, h) = layer(), hidden(5, WIDTH)
-    found = seen(run(lambda h: norm(model(h)) * norm(h), h), x, model, norm)
-    return found | {f"buffer {name}": one.clone() for name, one in norm.named_buffers()}
-
-
-@case
-def routing(run: Run) -> Seen:
-    experts, router, (x, h) = nn.ModuleList(layer() for _ in range(3)), nn.Linear(WIDTH, 3), hidden(6, WIDTH)
-
-    def moe(h: Tensor) -> Tensor:
-        weights, chosen = router(h).softmax(-1).topk(2)
-        out = torch.zeros_like(h)
-        for place, expert in enumerate(experts):
-            rows, slot = (chosen == place).nonzero(as_tuple=True)
-            out = out.index_add(0, rows, expert(h[rows]) * weights[rows, slot, None])
-        return out
-
-    return seen(run(moe, h), x, experts, router)
-
-
-@case
-def explicit_generator(run: Run) -> Seen:
-    generator = torch.Generator().manual_seed(7)
-    model, (x, h) = layer(), hidden(4, WIDTH)
-
-    def body(h: Tensor) -> Tensor:
-        return model(h * torch.rand(h.shape, generator=generator))
-
-    found = seen(run(body, run(body, h)), x, model)
-    return found | {"generator": generator.get_state()}
-
-
-@case
-def attention(run: Run) -> Seen:
-    project, (x, h) = nn.Linear(WIDTH, 3 * WIDTH), hidden(2, 5, WIDTH)
-
-    def body(h: Tensor, causal: bool) -> Tensor:
-        query, key, value = (one.view(2, 5, 2, 4).transpose(1, 2) for one in project(h).chunk(3, -1))
-        return F.scaled_dot_product_attention(query, key, value, is_causal=causal, dropout_p=0.1)
-
-    return seen(run(body, h, causal=True), x, project)
-
-
-@case
-def low_precision(run: Run) -> Seen:
-    model, x = layer().bfloat16(), torch.randn(3, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    return seen(run(model, x * 1), x, model)
-
-
-@case
 def complex_numbers(run: Run) -> Seen:
     x = torch.randn(3, 5, dtype=torch.complex64, requires_grad=True)
     weight = nn.Parameter(torch.randn(5, 5, dtype=torch.complex64))
     out = run(lambda h: torch.view_as_real((h @ weight).sin()), (x * 2).conj())
     return seen(out, x, weight)
-
-
-class Halves(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        return out * 0.5 if func is F.linear else out
-
-
-@case
-def torch_function_mode(run: Run) -> Seen:
-    model, (x, h) = layer(), hidden(4, WIDTH)
-    with Halves():
-        out = run(model, h)
-    return seen(out, x, model)
 
 
 def written_inside(run: Run) -> Seen:

@@ -5,8 +5,7 @@ When the outermost autocast ends, all scales of forwards are updated; when the b
 of backwards are. As its kernels do, the model reads and writes unseen by modes and version counters (through NumPy);
 with ``Recipe(seen=True)`` it updates by ops, as its unfused update does.
 
-The library's own protocol for checkpointing is here too: flags around forward and recomputation, and a queue of copies
-for each module.
+Its own protocol for checkpointing: flags around forward and recomputation, and a queue of copies for each module.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -25,199 +24,100 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from tests.support.runs import note_run
-
-MODULE = "transformer_engine.pytorch.quantization"
+ROWS, TOP = 160, 16.0  # of a history, of which the last three count; the largest quantised value
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """``history``: rows of a history, of which the last ``window`` count. The largest quantised value is ``top``."""
+    seen: bool = False  # whether updates are made by ops
 
-    history: int = 160
-    window: int = 3
-    top: float = 16.0
-    seen: bool = False
-
-
-@dataclass(slots=True)
-class GlobalState:
-    """What the library keeps for the process."""
-
-    fp8_enabled: bool = False
-    fp8_calibration: bool = False
-    fp8_recipe: Recipe | None = None
-    fp8_distributed_group: Any = None
-    is_first_fp8_module: bool = False
-    fp8_graph_capturing: bool = False
-    autocast_depth: int = 0
-    global_amax_buffer: dict[str, list[Tensor]] = field(default_factory=dict)
-    global_amax_history_buffer: dict[str, list[Tensor]] = field(default_factory=dict)
-    global_scale_buffer: dict[str, list[Tensor]] = field(default_factory=dict)
-    fp8_tensors_recompute_buffer: list[deque[tuple[Tensor, Tensor]]] = field(default_factory=list)
-    recipes: dict[str, Recipe] = field(default_factory=dict)  # of each buffer
+    def write(self, target: Tensor, value: Tensor) -> None:
+        if self.seen:
+            with torch.no_grad():
+                target.copy_(value)
+        else:
+            target.numpy()[...] = value.numpy()
 
 
-_AUTOCAST = [
-    "fp8_enabled",
-    "fp8_calibration",
-    "fp8_recipe",
-    "fp8_distributed_group",
-    "is_first_fp8_module",
-    "fp8_graph_capturing",
-]
-
-
-class FP8GlobalStateManager:
-    """The library's access to that state."""
-
-    __module__ = MODULE
-    quantization_state = GlobalState()
-
-    @classmethod
-    def reset(cls) -> None:
-        cls.quantization_state = GlobalState()
-
-    @classmethod
-    def is_fp8_enabled(cls) -> bool:
-        return cls.quantization_state.fp8_enabled
-
-    @classmethod
-    def get_fp8_recipe(cls) -> Recipe:
-        return cls.recipe()
-
-    @classmethod
-    def get_fp8_group(cls) -> Any:
-        return cls.quantization_state.fp8_distributed_group
-
-    @classmethod
-    def recipe(cls) -> Recipe:
-        return cls.quantization_state.fp8_recipe or Recipe()
-
-    @classmethod
-    def get_autocast_state(cls) -> tuple[Any, ...]:
-        return tuple(getattr(cls.quantization_state, name) for name in _AUTOCAST)
-
-    @classmethod
-    def set_autocast_state(cls, state: tuple[Any, ...]) -> None:
-        for name, value in zip(_AUTOCAST, state, strict=True):
-            setattr(cls.quantization_state, name, value)
-
-    @classmethod
-    def takes_first(cls) -> bool:
-        """Whether the asking module is the first one of its autocast."""
-        state = cls.quantization_state
-        first, state.is_first_fp8_module = state.is_first_fp8_module, False
-        return first
-
-    @classmethod
-    def register(cls, meta: dict[str, Any]) -> None:
-        """Make a module's scales known to the updates, once."""
-        if "positions" in meta:
-            return
-        meta["positions"] = []
-        cls.quantization_state.recipes |= dict.fromkeys(("scaling_fwd", "scaling_bwd"), cls.recipe())
-        for key in ("scaling_fwd", "scaling_bwd"):
-            state = cls.quantization_state
-            kept = (state.global_amax_buffer, state.global_amax_history_buffer, state.global_scale_buffer)
-            scales = meta[key]
-            for buffer, one in zip(kept, (scales.amax_history[0], scales.amax_history, scales.scale), strict=True):
-                buffer.setdefault(key, []).append(one)
-            meta["positions"].append(len(state.global_scale_buffer[key]) - 1)
-
-    @classmethod
-    def update(cls, key: str) -> None:
-        """Compute the scales of all forwards, or of all backwards, from their histories, and shift these by a row."""
-        state = cls.quantization_state
-        for maxima, history, scale in zip(
-            state.global_amax_buffer.get(key, ()),
-            state.global_amax_history_buffer.get(key, ()),
-            state.global_scale_buffer.get(key, ()),
-            strict=True,
-        ):
-            assert maxima.data_ptr() == history.data_ptr()
-            recipe = state.recipes[key]
-            largest = history[: recipe.window].max(dim=0).values
-            _write(scale, torch.where(largest > 0, recipe.top / largest, scale), recipe)
-            rows = history.roll(1, 0)
-            rows[0] = 0
-            _write(history, rows, recipe)
-
-    @classmethod
-    def stash(cls, meta: dict[str, Any]) -> None:
-        state = cls.quantization_state
-        if "queue" not in meta:
-            state.fp8_tensors_recompute_buffer.append(deque())
-            meta["queue"] = len(state.fp8_tensors_recompute_buffer) - 1
-        scales = meta["scaling_fwd"]
-        state.fp8_tensors_recompute_buffer[meta["queue"]].append((scales.amax_history.clone(), scales.scale.clone()))
-
-    @classmethod
-    def fetch(cls, meta: dict[str, Any]) -> None:
-        scales = meta["scaling_fwd"]
-        meta["latest"] = scales.amax_history.clone(), scales.scale.clone()
-        cls._put(scales, cls.quantization_state.fp8_tensors_recompute_buffer[meta["queue"]].popleft())
-
-    @classmethod
-    def put_back(cls, meta: dict[str, Any]) -> None:
-        cls._put(meta["scaling_fwd"], meta["latest"])
-
-    @staticmethod
-    def _put(scales: ScalingState, values: tuple[Tensor, Tensor]) -> None:
-        _write(scales.amax_history, values[0], Recipe())
-        _write(scales.scale, values[1], Recipe())
-
-
-def _write(target: Tensor, value: Tensor, recipe: Recipe) -> None:
-    if recipe.seen:
-        with torch.no_grad():
-            target.copy_(value)
-    else:
-        target.numpy()[...] = value.numpy()
+UNSEEN = Recipe()
 
 
 class ScalingState:
     """Scales and maxima of the operands of a module."""
 
-    __module__ = MODULE
-
-    def __init__(self, recipe: Recipe, count: int) -> None:
+    def __init__(self, count: int) -> None:
         self.scale = torch.ones(count)
-        self.amax_history = torch.zeros(recipe.history, count)
+        self.amax_history = torch.zeros(ROWS, count)
 
+    def copied(self) -> tuple[Tensor, Tensor]:
+        return self.amax_history.clone(), self.scale.clone()
 
-class Quantizer:
-    """Quantises one operand; holds views of its scale and of its newest maximum."""
+    def put(self, values: tuple[Tensor, Tensor]) -> None:
+        UNSEEN.write(self.amax_history, values[0])
+        UNSEEN.write(self.scale, values[1])
 
-    def __init__(self, scales: ScalingState, index: int) -> None:
-        self.scale, self.amax = scales.scale[index], scales.amax_history[0][index].reshape(1)
+    def update(self, recipe: Recipe) -> None:
+        """Compute the scales from the history, and shift this by a row."""
+        largest = self.amax_history[:3].max(dim=0).values
+        recipe.write(self.scale, torch.where(largest > 0, TOP / largest, self.scale))
+        rows = self.amax_history.roll(1, 0)
+        rows[0] = 0
+        recipe.write(self.amax_history, rows)
 
-    def __call__(self, x: Tensor, recipe: Recipe) -> Tensor:
+    def quantized(self, index: int, x: Tensor, recipe: Recipe) -> Tensor:
         """Return ``x`` rounded to a grid that follows from the scale; note its maximum."""
-        values, scale = x.detach().numpy(), self.scale.numpy()
-        _write(self.amax, torch.full((1,), max(float(abs(values).max()), float(self.amax.numpy()[0]))), recipe)
+        values, scale, amax = x.detach().numpy(), self.scale[index].numpy(), self.amax_history[0, index]
+        recipe.write(amax, torch.tensor(max(float(abs(values).max()), float(amax.numpy()))))
         out = torch.empty_like(x)
-        out.numpy()[...] = (values * scale).round().clip(-recipe.top, recipe.top) / scale
+        out.numpy()[...] = (values * scale).round().clip(-TOP, TOP) / scale
         return out
+
+
+@dataclass(slots=True)
+class GlobalState:
+    """What the library keeps for the process; the scales of all modules, of forwards and of backwards."""
+
+    enabled: bool = False
+    recipe: Recipe = UNSEEN
+    is_first_module: bool = False
+    depth: int = 0
+    forwards: list[ScalingState] = field(default_factory=list)
+    backwards: list[ScalingState] = field(default_factory=list)
+
+
+class FP8GlobalStateManager:
+    """The library's access to that state."""
+
+    state = GlobalState()
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        return cls.state.enabled
+
+    @classmethod
+    def get_fp8_recipe(cls) -> Recipe:
+        return cls.state.recipe
+
+    get_fp8_group = staticmethod(lambda: None)
 
 
 @contextmanager
 def autocast(enabled: bool = True, recipe: Recipe | None = None, amax_reduction_group: Any = None) -> Iterator[None]:
-    manager, state = FP8GlobalStateManager, FP8GlobalStateManager.quantization_state
-    before = manager.get_autocast_state()
-    is_first = state.autocast_depth == 0 or state.is_first_fp8_module
-    manager.set_autocast_state((enabled, False, recipe or Recipe(), amax_reduction_group, is_first, False))
-    state.autocast_depth += 1
+    state = FP8GlobalStateManager.state
+    before = state.enabled, state.recipe, state.is_first_module
+    state.is_first_module = state.depth == 0 or state.is_first_module
+    state.enabled, state.recipe = enabled, recipe or UNSEEN
+    state.depth += 1
     try:
         yield
     finally:
-        manager.set_autocast_state(before)
-        state.autocast_depth -= 1
-        if enabled and state.autocast_depth == 0 and torch.is_grad_enabled():
-            manager.update("scaling_fwd")
+        used = state.recipe
+        state.enabled, state.recipe, state.is_first_module = before
+        state.depth -= 1
+        if enabled and state.depth == 0 and torch.is_grad_enabled():
+            for scales in state.forwards:
+                scales.update(used)
 
-
-# -- Modules
 
 _IN_REGION = _RECOMPUTES = False
 
@@ -235,9 +135,9 @@ def recompute_flags(recomputes: bool) -> Iterator[None]:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, quantizers: list[Quantizer], updates: bool) -> Tensor:
-        ctx.recipe, ctx.quantizer, ctx.updates = FP8GlobalStateManager.recipe(), quantizers[2], updates
-        x, weight = quantizers[0](x, ctx.recipe), quantizers[1](weight, ctx.recipe)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, meta: dict[str, Any], updates: bool) -> Tensor:
+        ctx.recipe, ctx.scales, ctx.updates = FP8GlobalStateManager.state.recipe, meta["scaling_bwd"], updates
+        x, weight = (meta["scaling_fwd"].quantized(i, one, ctx.recipe) for i, one in enumerate((x, weight)))
         ctx.save_for_backward(x, weight)
         out = x.new_empty(*x.shape[:-1], len(weight))
         out.numpy()[...] = x.numpy() @ weight.numpy().T
@@ -246,9 +146,10 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, weight = ctx.saved_tensors
-        grad = ctx.quantizer(grads[0], ctx.recipe)
+        grad = ctx.scales.quantized(0, grads[0], ctx.recipe)
         if ctx.updates:
-            FP8GlobalStateManager.update("scaling_bwd")
+            for scales in FP8GlobalStateManager.state.backwards:
+                scales.update(ctx.recipe)
         return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2), None, None
 
 
@@ -259,33 +160,30 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
         self.fp8_meta: dict[str, Any] = {}
-        self.quantizers: list[Quantizer] = []
         self.fp8 = False
 
     def forward(self, x: Tensor) -> Tensor:
-        manager = FP8GlobalStateManager
-        if self.fp8 and _RECOMPUTES:
-            manager.fetch(self.fp8_meta)
-        else:
-            self.fp8 = manager.is_fp8_enabled()
-            if self.fp8:
-                self._prepare()
+        meta, state = self.fp8_meta, FP8GlobalStateManager.state
+        recomputes = self.fp8 and _RECOMPUTES
+        if not recomputes:
+            self.fp8 = state.enabled
         if not self.fp8:
             return F.linear(x, self.weight)
-        out = _Product.apply(x, self.weight, self.quantizers, torch.is_grad_enabled() and manager.takes_first())
-        if _RECOMPUTES:
-            manager.put_back(self.fp8_meta)
+        if not meta:
+            meta |= {"scaling_fwd": ScalingState(2), "scaling_bwd": ScalingState(1), "queue": deque()}
+            state.forwards.append(meta["scaling_fwd"])
+            state.backwards.append(meta["scaling_bwd"])
+        latest = meta["scaling_fwd"].copied()
+        if recomputes:
+            meta["scaling_fwd"].put(meta["queue"].popleft())
+        elif self.training and _IN_REGION:
+            meta["queue"].append(latest)
+        updates = torch.is_grad_enabled() and state.is_first_module
+        state.is_first_module = state.is_first_module and not updates
+        out = _Product.apply(x, self.weight, meta, updates)
+        if recomputes:
+            meta["scaling_fwd"].put(latest)
         return out
-
-    def _prepare(self) -> None:
-        manager, meta = FP8GlobalStateManager, self.fp8_meta
-        if "scaling_fwd" not in meta:
-            forward, backward = (ScalingState(manager.recipe(), count) for count in (2, 1))
-            meta |= {"scaling_fwd": forward, "scaling_bwd": backward}
-            self.quantizers = [Quantizer(forward, 0), Quantizer(forward, 1), Quantizer(backward, 0)]
-        manager.register(meta)
-        if self.training and _IN_REGION:
-            manager.stash(meta)
 
 
 class Block(nn.Module):
@@ -298,21 +196,18 @@ class Block(nn.Module):
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        note_run(self)
-        h = self._call(self.first, self.norm(x))
+        around = autocast if self.inner else nullcontext
+        with around():
+            h = self.first(self.norm(x))
         h = F.dropout(self.plain(h).sin(), 0.2)
-        return x + self._call(self.second, h)
-
-    def _call(self, layer: Linear, x: Tensor) -> Tensor:
-        if not self.inner:
-            return layer(x)
-        with autocast():
-            return layer(x)
+        with around():
+            return x + self.second(h)
 
 
 def own_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """The library's way: flags around both passes, and its autocast around the recomputation."""
-    enabled, recipe = FP8GlobalStateManager.is_fp8_enabled(), FP8GlobalStateManager.quantization_state.fp8_recipe
+    state = FP8GlobalStateManager.state
+    enabled, recipe = state.enabled, state.recipe
 
     @contextmanager
     def again() -> Iterator[None]:
@@ -323,26 +218,13 @@ def own_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
         return checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (recompute_flags(False), again()))
 
 
-def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of all scales and histories, by name."""
-    found = {}
-    for name, module in model.named_modules():
-        for key, scales in getattr(module, "fp8_meta", {}).items():
-            if isinstance(scales, ScalingState):
-                found |= {f"{name} {key} scale": scales.scale.clone()}
-                found |= {f"{name} {key} maxima": scales.amax_history.clone()}
-    return found
-
-
 @pytest.fixture
-def fp8_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fp8_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the model be the library that is loaded."""
     library = SimpleNamespace(FP8GlobalStateManager=FP8GlobalStateManager, autocast=autocast)
-    monkeypatch.setitem(sys.modules, MODULE, library)
     contexts = SimpleNamespace(
         get_activation_recompute_contexts=lambda: (recompute_flags(False), recompute_flags(True))
     )
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.quantization", library)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.distributed", contexts)
-    FP8GlobalStateManager.reset()
-    yield
-    FP8GlobalStateManager.reset()
+    monkeypatch.setattr(FP8GlobalStateManager, "state", GlobalState())

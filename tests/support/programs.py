@@ -162,6 +162,13 @@ def complex_numbers(block: Block, x: Tensor) -> Tensor:
     return torch.view_as_real((h * h.angle()).sin()).reshape(x.shape)
 
 
+@program("plain", "view")
+def a_part_and_its_conjugate(block: Block, x: Tensor) -> Tensor:
+    """Both share a storage, and each is held without the rest of it."""
+    part = torch.view_as_complex(block.up(x.repeat(8, 1)).view(-1, 4, 2))[:8]
+    return block.down(torch.view_as_real(part * part.conj().sin()).reshape(x.shape)) + part.conj().imag.sum()
+
+
 @program("plain")
 def low_precision_inside(block: Block, x: Tensor) -> Tensor:
     h = block.up(x).bfloat16()
@@ -268,7 +275,41 @@ def write_to_the_input(block: Block, x: Tensor) -> Tensor:
     return block.down(block.up(h).sin() + h)
 
 
+@program("write")
+def shapes_changed_in_place(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x)[:, :4] * 1.0
+    h.t_()
+    h.unsqueeze_(0)
+    h.squeeze_(0)
+    return block.down((h.sin() @ x).tanh().repeat(2, 1))
+
+
+@program("write")
+def lists_of_tensors(block: Block, x: Tensor) -> Tensor:
+    doubled, halved = torch._foreach_mul([block.up(x), x], [2.0, 0.5])
+    with torch.no_grad():
+        written = [x.detach().clone(), x.detach() * 2]
+        torch._foreach_add_(written, [x.detach(), x.detach()])
+    return block.down((doubled * written[0]).sin() + (halved * written[1]).cos())
+
+
+@program("write", not_under=("reentrant",))
+def written_behind_autograd(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x)
+    alias = h.data
+    y = h * 2.0
+    alias.mul_(3)
+    return block.down(y.sin()) * alias
+
+
 # -- Views
+
+
+@program("plain")
+def sparse_products(block: Block, x: Tensor) -> Tensor:
+    h = torch.sparse.mm((x * (x > 0)).to_sparse(), block.up(x)).sin()
+    rows = (x.detach() * (x.detach() > 0)).to_sparse_csr()
+    return block.down(h) + (rows @ h).cos()
 
 
 @program("view")

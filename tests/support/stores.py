@@ -43,7 +43,6 @@ def _calls(faces: tuple[str, ...]) -> Any:
 
 
 every_store = pytest.mark.parametrize("store", STORES.values(), ids=STORES.keys())
-every_call = _calls(FACES)
 every_call_and_reentrant = _calls((*FACES, "reentrant"))  # these take a plain backward only
 
 

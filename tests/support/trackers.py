@@ -6,7 +6,6 @@ TransformerEngine, Megatron-Core and DeepSpeed switch the CUDA generator; here i
 from __future__ import annotations
 
 import contextlib
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -26,7 +25,6 @@ class DeepSpeedLike:
 
     def __init__(self) -> None:
         self.states_: dict[str, Any] = {}
-        self.seeds_: set[int] = set()
 
     def get_states(self) -> dict[str, Any]:
         return dict(self.states_)
@@ -35,11 +33,6 @@ class DeepSpeedLike:
         self.states_ = states
 
     def add(self, name: str, seed: int) -> None:
-        if seed in self.seeds_:
-            raise RuntimeError(f"seed {seed} is there")
-        self.seeds_.add(seed)  # recorded before the name is looked at: a failed add burns the seed
-        if name in self.states_:
-            raise RuntimeError(f"state {name} is there")
         self.states_[name] = self.first_state(seed)
 
     def first_state(self, seed: int) -> Any:
@@ -93,68 +86,6 @@ class GeneratorsLike(DeepSpeedLike):
         finally:
             self.states_[name].set_state(torch.get_rng_state())
             torch.set_rng_state(outer)
-
-
-class TiedGenerator(torch.Generator):
-    """What a CUDA generator is under the hood: a pointer to a seed and an offset, which two generators may share."""
-
-    box: list[int]
-
-    @classmethod
-    def seeded(cls, seed: int) -> TiedGenerator:
-        return cls.of([seed, 0])
-
-    @classmethod
-    def of(cls, box: list[int]) -> TiedGenerator:
-        made = cls()
-        made.box = box
-        return made
-
-    def get_state(self) -> Tensor:
-        return torch.frombuffer(bytearray(struct.pack("qq", *self.box)), dtype=torch.uint8).clone()
-
-    def set_state(self, state: Tensor) -> TiedGenerator:
-        self.box[:] = struct.unpack("qq", bytes(state.tolist()))
-        return self
-
-    def graphsafe_get_state(self) -> TiedGenerator:
-        return self.of(self.box)
-
-    def graphsafe_set_state(self, other: TiedGenerator) -> TiedGenerator:
-        self.box = other.box
-        return self
-
-    def draw(self, like: Tensor) -> Tensor:
-        """Numbers that no dispatcher sees come from a generator."""
-        self.box[1] += 1
-        return torch.sin(torch.arange(like.numel()) * 1.7 + self.box[0] + 31.0 * self.box[1]).view(like.shape) + 2
-
-
-class GraphSafeLike(DeepSpeedLike):
-    """States are generators, to which `default` is tied for the time of a fork: TransformerEngine, Megatron on CUDA."""
-
-    default: Any
-
-    @contextlib.contextmanager
-    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        outer = self.default.graphsafe_get_state()
-        self.default.graphsafe_set_state(self.states_[name])
-        try:
-            yield
-        finally:
-            self.states_[name] = self.default.graphsafe_get_state()
-            self.default.graphsafe_set_state(outer)
-
-
-class TiedTracker(GraphSafeLike):
-    """The same with a generator that is given."""
-
-    def __init__(self, default: TiedGenerator) -> None:
-        super().__init__()
-        self.default = default
-
-    def first_state(self, seed: int) -> TiedGenerator:
-        return TiedGenerator.seeded(seed)
 
 
 MAKERS: Mapping[str, Callable[[], Any]] = {

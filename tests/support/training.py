@@ -159,13 +159,6 @@ def nearly_same(left: Tensor, right: Tensor) -> bool:
     return left.shape == right.shape and torch.allclose(left, right, rtol=1e-9, atol=1e-10)
 
 
-def assert_nearly_same(reference: dict[str, Tensor], ours: dict[str, Tensor]) -> None:
-    """Hold that two trainings in float64 saw the same numbers, but for the order in which sums were formed."""
-    assert reference.keys() == ours.keys(), sorted(reference.keys() ^ ours.keys())
-    wrong = [name for name in reference if not nearly_same(reference[name], ours[name])]
-    assert not wrong, "; ".join(f"{name}: {_difference(reference[name], ours[name])}" for name in wrong[:6])
-
-
 @contextlib.contextmanager
 def deterministic(device: str) -> Iterator[None]:
     """On CUDA, ask for kernels that repeat their bits; on CPU all of ours do."""

@@ -7,6 +7,7 @@ matrix product, and so before the all-reduce behind it.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import sac
-from tests.support.layers import PreNormLayer, mixed, stack
+from tests.support.layers import mixed, stack
 from tests.support.ranks import run_ranks
 from tests.support.recording import Recorder
 
@@ -40,18 +41,12 @@ WAYS: dict[str, Callable[[nn.Module], Step]] = {
     "torch": lambda layer: partial(checkpoint, layer, use_reentrant=False),
     "torch reentrant": lambda layer: partial(checkpoint, layer, use_reentrant=True),
     "sac.checkpoint": lambda layer: partial(sac.checkpoint, layer),
-    "sac.checkpoint of a lambda": lambda layer: lambda x: sac.checkpoint(lambda y: layer(y), x),
-    "sac.checkpoint to the end": lambda layer: partial(sac.checkpoint, layer, early_stop=False),
     "sac.checkpoint reentrant": lambda layer: partial(sac.checkpoint, layer, use_reentrant=True),
     "sac.apply": applied,
     "sac.apply to the end": lambda layer: applied(layer, early_stop=False),
-    "sac.apply reentrant": lambda layer: applied(layer, use_reentrant=True),
 }
-EARLY = ["torch", "sac.checkpoint", "sac.checkpoint of a lambda", "sac.apply"]
-TO_THE_END = [
-    "torch reentrant", "sac.checkpoint to the end", "sac.checkpoint reentrant", "sac.apply to the end",
-    "sac.apply reentrant",
-]  # fmt: skip
+EARLY = ["torch", "sac.checkpoint", "sac.apply"]
+TO_THE_END = ["torch reentrant", "sac.checkpoint reentrant", "sac.apply to the end"]
 
 
 def gradients(layer: nn.Module, x: Tensor) -> list[Tensor]:
@@ -84,14 +79,9 @@ def recomputed(way: str, tokens: int = 8) -> list[float]:
     return shares
 
 
-@pytest.mark.parametrize("way", EARLY)
-def test_two_thirds_of_a_forward_are_recomputed_by_default(way: str) -> None:
-    assert recomputed(way) == [2 / 3] * CALLS
-
-
-@pytest.mark.parametrize("way", TO_THE_END)
-def test_all_of_a_forward_is_recomputed_without_early_stop(way: str) -> None:
-    assert recomputed(way) == [1.0] * CALLS
+@pytest.mark.parametrize(("way", "share"), [*((way, 2 / 3) for way in EARLY), *((way, 1.0) for way in TO_THE_END)])
+def test_two_thirds_of_a_forward_are_recomputed_by_default_and_all_without_early_stop(way: str, share: float) -> None:
+    assert recomputed(way) == [share] * CALLS
 
 
 # All-reduces
@@ -176,19 +166,10 @@ def megatron_all_reduces(way: str) -> list[int]:
     return counts
 
 
-class MLP(nn.Module):
-    def __init__(self, d: int = 32) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(d), nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 def dtensor_all_reduces(way: str) -> list[int]:
     """The same for torch's own tensor parallelism."""
     torch.manual_seed(0)
-    block = MLP()
+    block = nn.Sequential(OrderedDict(up=nn.Linear(32, 128), gelu=nn.GELU(), down=nn.Linear(128, 32)))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     x = torch.randn(2, 8, 32, requires_grad=True)
@@ -204,47 +185,12 @@ def dtensor_all_reduces(way: str) -> list[int]:
     return counts
 
 
-def test_a_layer_without_recomputation_has_4_all_reduces() -> None:
-    assert run_ranks(2, megatron_all_reduces, "none") == [[4] * CALLS] * 2
-
-
-@pytest.mark.parametrize("way", EARLY)
-def test_a_recomputed_layer_has_5_all_reduces_by_default(way: str) -> None:
-    assert run_ranks(2, megatron_all_reduces, way) == [[5] * CALLS] * 2
-
-
-@pytest.mark.parametrize("way", TO_THE_END)
-def test_a_recomputed_layer_has_6_all_reduces_without_early_stop(way: str) -> None:
-    assert run_ranks(2, megatron_all_reduces, way) == [[6] * CALLS] * 2
-
-
 @pytest.mark.parametrize(
-    ("way", "expected"), [("none", 2), *((way, 2) for way in EARLY), *((w, 3) for w in TO_THE_END)]
+    ("way", "megatron", "dtensors"),
+    [("none", 4, 2), *((way, 5, 2) for way in EARLY), *((way, 6, 3) for way in TO_THE_END)],
 )
-def test_the_all_reduce_behind_the_mlp_is_not_run_again_for_dtensors(way: str, expected: int) -> None:
-    assert run_ranks(2, dtensor_all_reduces, way) == [[expected] * CALLS] * 2
-
-
-def test_the_layer_split_over_ranks_is_the_layer() -> None:
-    assert max(run_ranks(2, largest_difference)) < 1e-5
-
-
-def largest_difference() -> float:
-    """In one rank: how far the split layer with the weights of a whole one is from it."""
-    whole = stack(1)[0]
-    assert isinstance(whole, PreNormLayer)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    split = TensorParallelLayer()
-    with torch.no_grad():
-        for name in ("attention_norm", "mlp_norm"):
-            getattr(split, name).load_state_dict(getattr(whole, name).state_dict())
-        for of in ("weight", "bias"):
-            parts = getattr(whole.qkv, of).chunk(3)
-            getattr(split.qkv, of).copy_(torch.cat([part.chunk(ranks)[rank] for part in parts]))
-            getattr(split.up, of).copy_(getattr(whole.up, of).chunk(ranks)[rank])
-        split.out.weight.copy_(whole.out.weight.chunk(ranks, 1)[rank])
-        split.down.weight.copy_(whole.down.weight.chunk(ranks, 1)[rank])
-        split.out_bias.copy_(whole.out.bias)
-        split.down_bias.copy_(whole.down.bias)
-        x = torch.randn(2, 8, 32)
-        return (split(x) - whole(x)).abs().max().item()
+def test_the_all_reduce_behind_the_last_product_is_not_run_again_by_default(
+    way: str, megatron: int, dtensors: int
+) -> None:
+    assert run_ranks(2, megatron_all_reduces, way) == [[megatron] * CALLS] * 2
+    assert run_ranks(2, dtensor_all_reduces, way) == [[dtensors] * CALLS] * 2

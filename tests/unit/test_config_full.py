@@ -1,4 +1,4 @@
-"""`FullConfig` and the keys of the full path in a config value: what is legal, and the whole text told of the rest."""
+"""`FullConfig` and the keys of the full path in a config value: what is legal, and what is told of the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import sac
 from sac.config import CallOptions, parse_config, settings_of
@@ -19,13 +18,6 @@ from sac.errors import ConfigError
 from sac.full import FullConfig
 from tests.support.blocks import FULL, llama_stack
 from tests.support.training import built
-
-FLAG = "    legal: true, false"
-QUOTE = "    fix: quote the word that is meant: YAML 1.1 reads on, off, yes and no as booleans"
-STORES = "    legal: whole, scattered, host, contiguous, or some of the last three joined by +"
-KEEPS = "    legal: first, all, or a predicate (position, tensor) -> bool"
-COUNT = "    legal: a whole number, 1 or more"
-PROVIDERS = "    legal: a tuple of objects with snapshot() and restore(state)"
 
 
 class Counter:
@@ -42,146 +34,83 @@ class Counter:
 
 
 COUNTER = Counter()
+FLAG = "is not true or false / legal: true, false"
+STORE = "is not a store / legal: whole, scattered, host, contiguous, or some of the last three joined by +"
+KEEP = "is not a choice of inputs / legal: first, all, or a predicate (position, tensor) -> bool"
+COUNT = "is not a number of checkpoints / legal: a whole number, 1 or more"
+YAML = "fix: quote the word that is meant: YAML 1.1 reads on, off, yes and no as booleans"
 
-# What is given, and what follows `FullConfig.` (or the place of the config value).
-ILLEGAL: dict[str, tuple[dict[str, Any], str]] = {
-    "keep misspelled": (
-        {"keep": "frist"},
-        f"keep: 'frist' is not a choice of inputs\n    did you mean: first\n{KEEPS}",
-    ),
-    "keep is a boolean": ({"keep": True}, f"keep: True is not a choice of inputs\n{KEEPS}\n{QUOTE}"),
-    "keep is empty": ({"keep": None}, f"keep: None is not a choice of inputs\n{KEEPS}"),
-    "store misspelled": (
-        {"store": "scatered"},
-        f"store: 'scatered' is not a store\n    did you mean: scattered\n{STORES}",
-    ),
-    "one of two stores misspelled": (
-        {"store": "scattered+hots"},
-        f"store: 'hots' is not a store\n    did you mean: host\n{STORES}",
-    ),
-    "store is off": ({"store": False}, f"store: False is not a store\n{STORES}\n{QUOTE}"),
-    "store is empty": ({"store": None}, f"store: None is not a store\n{STORES}"),
-    "store is an empty text": ({"store": ""}, f"store: '' is not a store\n{STORES}"),
-    "stores in a list": (
-        {"store": ["scattered", "Host"]},
-        f"store: ['scattered', 'Host'] is not a store\n{STORES}\n    fix: write \"scattered+host\"",
-    ),
-    "stores with a comma": (
-        {"store": "scattered, host"},
-        f"store: 'scattered, host' is not a store\n{STORES}\n    fix: write \"scattered+host\"",
-    ),
-    "store twice": ({"store": "host+host"}, f"store: 'host+host' does not go together\n{STORES}"),
-    "whole and another": ({"store": "whole+host"}, f"store: 'whole+host' does not go together\n{STORES}"),
-    "count in quotes": (
-        {"store": "contiguous", "num_checkpoints": "4"},
-        f"num_checkpoints: '4' is not a number of checkpoints\n{COUNT}\n    fix: write 4, without quotes",
-    ),
-    "count that YAML 1.1 reads as text": (
-        {"store": "contiguous", "num_checkpoints": "1e1"},
-        f"num_checkpoints: '1e1' is not a number of checkpoints\n{COUNT}\n    fix: write 10, without quotes",
-    ),
-    "count with a point": (
-        {"store": "contiguous", "num_checkpoints": 4.0},
-        f"num_checkpoints: 4.0 is not a number of checkpoints\n{COUNT}\n    fix: write 4",
-    ),
-    "half a checkpoint": (
-        {"store": "contiguous", "num_checkpoints": 4.5},
-        f"num_checkpoints: 4.5 is not a number of checkpoints\n{COUNT}",
-    ),
-    "no checkpoints": (
-        {"store": "contiguous", "num_checkpoints": 0},
-        f"num_checkpoints: 0 is not a number of checkpoints\n{COUNT}",
-    ),
-    "count is a boolean": (
-        {"store": "contiguous", "num_checkpoints": True},
-        f"num_checkpoints: True is not a number of checkpoints\n{COUNT}",
-    ),
-    "contiguous without a count": (
-        {"store": "contiguous"},
-        "num_checkpoints: a contiguous store needs to know how many checkpoints it is to hold\n    fix: give "
-        "num_checkpoints, the number of regions whose backward is pending at once: as a rule, of layers",
-    ),
-    "count without contiguous": (
-        {"store": "host", "num_checkpoints": 4},
-        "num_checkpoints: it counts the slots of a contiguous store, but `store` is not contiguous\n"
-        "    fix: choose store contiguous, or leave num_checkpoints out",
-    ),
-    "memory is a word": (
-        {"host_memory": "much"},
-        "host_memory: 'much' is not an amount of host memory: it is not a number with a unit\n"
-        '    legal: a whole number of bytes, or text such as "64KiB", "1MiB", "1.5GB"',
-    ),
-    "a provider alone": (
-        {"state": COUNTER},
-        f"state: Counter() is not in a tuple\n{PROVIDERS}\n    fix: write a comma after it, in parentheses: (…,)",
-    ),
-    "no provider": ({"state": (COUNTER, 3)}, f"state: 3 is none of them\n{PROVIDERS}"),
-    "a class of providers": (
-        {"state": (Counter,)},
-        f"state: <class 'tests.unit.test_config_full.Counter'> is none of them\n{PROVIDERS}",
-    ),
-    "two at once": (
-        {"keep": 1, "num_checkpoints": "x"},
-        f"keep: 1 is not a choice of inputs\n{KEEPS}\n%snum_checkpoints: 'x' is not a number of checkpoints\n{COUNT}",
-    ),
-}
+# What is given, and how the text goes on after the place (` / ` begins a line of it).
+ILLEGAL: list[tuple[dict[str, Any], str]] = [
+    ({"keep": "frist"}, "keep: 'frist' is not a choice of inputs / did you mean: first / legal: first, all, or a pred"),
+    ({"keep": True}, f"keep: True {KEEP} / {YAML}"),
+    ({"keep": None}, f"keep: None {KEEP}"),
+    ({"store": "scatered"}, "store: 'scatered' is not a store / did you mean: scattered / legal: whole, scattered"),
+    ({"store": "scattered+hots"}, "store: 'hots' is not a store / did you mean: host / legal: whole, scattered"),
+    ({"store": False}, f"store: False {STORE} / {YAML}"),
+    ({"store": ""}, f"store: '' {STORE}"),
+    ({"store": ["scattered", "Host"]}, f"store: ['scattered', 'Host'] {STORE} / fix: write \"scattered+host\""),
+    ({"store": "scattered, host"}, f"store: 'scattered, host' {STORE} / fix: write \"scattered+host\""),
+    ({"store": "host+host"}, "store: 'host+host' does not go together / legal: "),
+    ({"store": "whole+host"}, "store: 'whole+host' does not go together / legal: "),
+    ({"store": "contiguous", "num_checkpoints": "4"}, f"num_checkpoints: '4' {COUNT} / fix: write 4, without quotes"),
+    ({"store": "contiguous", "num_checkpoints": 4.0}, f"num_checkpoints: 4.0 {COUNT} / fix: write 4"),
+    ({"store": "contiguous", "num_checkpoints": 4.5}, f"num_checkpoints: 4.5 {COUNT}"),
+    ({"store": "contiguous", "num_checkpoints": 0}, f"num_checkpoints: 0 {COUNT}"),
+    ({"store": "contiguous"}, "num_checkpoints: a contiguous store needs to know how many checkpoints it is to hold"),
+    ({"store": "host", "num_checkpoints": 4}, "num_checkpoints: it counts the slots of a contiguous store, but"),
+    ({"host_memory": "much"}, "host_memory: 'much' is not an amount of host memory: it is not a number with a unit"),
+    ({"state": COUNTER}, "state: Counter() is not in a tuple / legal: a tuple of objects with snapshot() and"),
+    ({"state": (COUNTER, 3)}, "state: 3 is none of them / legal: a tuple of objects with snapshot() and"),
+    ({"state": (Counter,)}, "state: <class 'tests.unit.test_config_full.Counter'> is none of them / legal: a tuple"),
+]
 
 
-def told(where: str, text: str) -> str:
-    return f"{where}." + text.replace("%s", f"{where}.")
-
-
-@pytest.mark.parametrize(("given", "text"), ILLEGAL.values(), ids=ILLEGAL.keys())
-def test_illegal_values_of_a_full_config(given: dict[str, Any], text: str) -> None:
+def told(call: Any, *args: Any, **kwargs: Any) -> str:
+    """The text of the error that the call raises, with ` / ` for the beginning of a line."""
     with pytest.raises(ConfigError) as caught:
-        FullConfig(**given)
-    assert str(caught.value) == told("FullConfig", text)
+        call(*args, **kwargs)
+    return str(caught.value).replace("\n    ", " / ")
 
 
-@pytest.mark.parametrize(("given", "text"), ILLEGAL.values(), ids=ILLEGAL.keys())
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
-def test_illegal_values_in_a_config_value(mode: str, given: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        sac.apply(nn.Linear(2, 2), {"mode": mode, **given})
-    assert str(caught.value) == told("activation_checkpointing", text)
+@pytest.mark.parametrize(("given", "text"), ILLEGAL)
+def test_illegal_values(given: dict[str, Any], text: str) -> None:
+    assert told(FullConfig, **given).startswith(f"FullConfig.{text}")
+    for mode in ("none", "full", "selective"):
+        assert told(parse_config, {"mode": mode, **given}).startswith(f"activation_checkpointing.{text}")
 
 
-CALL_ILLEGAL = {
-    "use_reentrant": ("no", f"'no' is not true or false\n{FLAG}\n    fix: write false, without quotes"),
-    "distribute_saved_activations": ("tp", f"'tp' is not true or false\n{FLAG}"),
-    "preserve_rng_state": (None, f"None is not true or false\n{FLAG}"),
-    "early_stop": (0, f"0 is not true or false\n{FLAG}\n    fix: write false, without quotes"),
-}
-
-
-@pytest.mark.parametrize(("key", "value", "text"), [(key, *rest) for key, rest in CALL_ILLEGAL.items()])
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("use_reentrant", "no", f"'no' {FLAG} / fix: write false, without quotes"),
+        ("distribute_saved_activations", "tp", f"'tp' {FLAG}"),
+        ("preserve_rng_state", None, f"None {FLAG}"),
+        ("early_stop", 0, f"0 {FLAG} / fix: write false, without quotes"),
+    ],
+)
 def test_illegal_switches(key: str, value: Any, text: str) -> None:
-    assert CALL_ILLEGAL.keys() == set(CALL_KEYS)
-    with pytest.raises(ConfigError) as caught:
-        sac.apply(nn.Linear(2, 2), {"mode": "full", key: value})
-    assert str(caught.value) == f"activation_checkpointing.{key}: {text}"
-    with pytest.raises(ConfigError) as caught:
-        sac.checkpoint(torch.sin, torch.ones(2, requires_grad=True), **{key: value})
-    assert str(caught.value) == f"sac.checkpoint.{key}: {text}"
+    x = torch.ones(2, requires_grad=True)
+    assert told(parse_config, {"mode": "full", key: value}) == f"activation_checkpointing.{key}: {text}"
+    assert told(sac.checkpoint, torch.sin, x, **{key: value}) == f"sac.checkpoint.{key}: {text}"
 
 
-def test_a_check_that_there_is_not() -> None:
-    with pytest.raises(ConfigError) as caught:
-        sac.checkpoint(torch.sin, torch.ones(2, requires_grad=True), determinism_check="defualt")
-    assert str(caught.value) == (
-        "sac.checkpoint.determinism_check: 'defualt' is not a check\n    did you mean: default\n"
-        "    legal: default, none"
-    )
+def test_illegal_arguments() -> None:
+    x = torch.ones(2, requires_grad=True)
+    text = told(sac.checkpoint, torch.sin, x, determinism_check="defualt")
+    assert text.startswith("sac.checkpoint.determinism_check: 'defualt' is not a check / did you mean: default")
+    for config in ({"store": "host"}, 0, FullConfig):
+        text = told(sac.checkpoint, torch.sin, x, config=config)
+        assert text.startswith(f"sac.checkpoint.config: {config!r} is not a FullConfig / legal: a FullConfig / fix: ")
+    model = built(llama_stack)
+    text = told(sac.apply, model, "full", get_rng_state_tracker=3)
+    assert text.startswith("sac.apply.get_rng_state_tracker: 3 cannot be called / legal: a function that returns a")
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("key", ["tp_group", "get_rng_state_tracker"])
-def test_arguments_are_no_keys(key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        sac.apply(nn.Linear(2, 2), {"mode": "full", key: None})
-    assert str(caught.value) == (
-        f"activation_checkpointing: {key} is not a key of a config value\n"
-        f"    fix: pass it as an argument: sac.apply(model, value, {key}=…)"
-    )
+def test_mode_selective_has_no_reentrant_form() -> None:
+    text = told(parse_config, {"mode": "selective", "use_reentrant": True})
+    assert text.startswith("activation_checkpointing.use_reentrant: mode selective has no reentrant form / fix: leave")
 
 
 def test_mode_none_makes_nothing_of_the_keys() -> None:
@@ -193,10 +122,8 @@ def test_mode_none_makes_nothing_of_the_keys() -> None:
 
 
 def test_words_in_any_spelling() -> None:
-    value = {"mode": "Full", "keep": " ALL ", "store": "Host + Scattered"}
-    parsed = parse_config(value)
-    assert (parsed.mode, parsed.full.keep, parsed.full.store) == ("full", "all", "scattered+host")
-    assert parsed.full == FullConfig(keep="all", store="scattered+host")
+    parsed = parse_config({"mode": "Full", "keep": " ALL ", "store": "Host + Scattered"})
+    assert (parsed.mode, parsed.full) == ("full", FullConfig(keep="all", store="scattered+host"))
     assert not settings_of(FullConfig(), CallOptions(determinism_check="NONE"), "here").checks_metadata
 
 
@@ -231,59 +158,15 @@ def test_group_that_nothing_is_scattered_over_is_not_looked_at() -> None:
     assert any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_config_is_a_value() -> None:
-    config = FullConfig(store="host", keep="all")
-    assert hash(config) == hash(dataclasses.replace(config))
-    assert dataclasses.replace(config, keep="first").keep == "first"
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.keep = "first"  # type: ignore[misc]
-    with pytest.raises(ConfigError, match=r"FullConfig\.num_checkpoints"):
-        dataclasses.replace(config, num_checkpoints=2)
-
-
-def test_one_config_has_one_buffer() -> None:
-    config = FullConfig(store="contiguous", num_checkpoints=2)
+def test_a_config_is_a_value_with_one_buffer() -> None:
+    config = FullConfig(store="Contiguous", num_checkpoints=2)
     wider = dataclasses.replace(config, num_checkpoints=4)
-    assert config.buffer is not None
-    assert wider.buffer is not None
     assert (config.buffer.num_checkpoints, wider.buffer.num_checkpoints) == (2, 4)
-    assert config == FullConfig(store="contiguous", num_checkpoints=2)
     assert FullConfig().buffer is None
     config.reset()
-    FullConfig().reset()
-
-
-@pytest.mark.parametrize(
-    "config", [FullConfig(), FullConfig(store="host"), FullConfig(store="Contiguous", num_checkpoints=2)]
-)
-def test_copies_are_equal(config: FullConfig) -> None:
-    assert copy.deepcopy(config) == config
-    assert pickle.loads(pickle.dumps(config)) == config
-
-
-def test_tracker_that_cannot_be_called() -> None:
-    text = "get_rng_state_tracker: 3 cannot be called\n    legal: a function that returns a tracker"
-    model = built(llama_stack)
-    with pytest.raises(ConfigError) as caught:
-        sac.apply(model, "full", get_rng_state_tracker=3)  # type: ignore[arg-type]
-    assert str(caught.value) == f"sac.apply.{text}"
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_mode_selective_has_no_reentrant_form() -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_config({"mode": "selective", "use_reentrant": True})
-    assert str(caught.value) == (
-        "activation_checkpointing.use_reentrant: mode selective has no reentrant form\n"
-        "    fix: leave it out: per-op decisions need the non-reentrant mode"
-    )
-
-
-@pytest.mark.parametrize("config", [{"store": "host"}, 0, "host", FullConfig])
-def test_what_is_no_full_config(config: Any) -> None:
-    with pytest.raises(ConfigError) as caught:
-        sac.checkpoint(torch.sin, torch.ones(2, requires_grad=True), config=config)
-    assert str(caught.value) == (
-        f"sac.checkpoint.config: {config!r} is not a FullConfig\n    legal: a FullConfig\n    fix: write "
-        "sac.full.FullConfig(…); for a keyword of the function's own, functools.partial(function, config=…)"
-    )
+    for one in (config, FullConfig(), FullConfig(store="host", keep="all")):
+        assert hash(one) == hash(dataclasses.replace(one))
+        assert copy.deepcopy(one) == pickle.loads(pickle.dumps(one)) == one
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.keep = "all"  # type: ignore[misc]
+    assert told(dataclasses.replace, FullConfig(), num_checkpoints=2).startswith("FullConfig.num_checkpoints")

@@ -30,24 +30,19 @@ class Kernel(torch.autograd.Function):
 
 
 class Logging(nn.Module):
-    def __init__(self, fails: bool = False) -> None:
+    """Notes what it is told, before an op or, with ``calls``, in a function of its own; in backward it may fail."""
+
+    def __init__(self, calls: bool = False, fails: bool = False) -> None:
         super().__init__()
-        self.linear, self.fails = nn.Linear(4, 4), fails
+        self.linear, self.calls, self.fails = nn.Linear(4, 4), calls, fails
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.calls:
+            return Kernel.apply(self.linear(x).tanh()).sin()
         seen.append(sac.is_recomputing())
         if self.fails and sac.is_recomputing():
             raise ValueError("again")
         return self.linear(x).sin().exp()
-
-
-class Calling(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Kernel.apply(self.linear(x).tanh()).sin()
 
 
 def trained(block: nn.Module, value: Any, grad: bool = True) -> list[bool]:
@@ -64,29 +59,24 @@ def trained(block: nn.Module, value: Any, grad: bool = True) -> list[bool]:
     return seen
 
 
-POLICY = {"schema": "sac/v1", "name": "nothing", "rules": [{"id": "tanh", "ops": "aten.exp", "do": "save"}]}
+POLICY = {"schema": "sac/v1", "name": "nothing", "rules": [{"id": "sines", "ops": "aten.sin", "do": "save"}]}
+REPLAY = {"mode": "selective", "policy": POLICY, "engine": "replay"}
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"),
+    ("value", "calls", "expected"),
     [
-        ({"mode": "full"}, [False, False, True]),
-        ({"mode": "full", "use_reentrant": True}, [False, False, True]),
-        ({"mode": "selective", "policy": POLICY, "engine": "rerun"}, [False, False, True]),
-        ({"mode": "selective", "policy": POLICY, "engine": "replay"}, [False, False]),  # no Python runs again
+        ({"mode": "full"}, False, [False, False, True]),
+        ({"mode": "full", "use_reentrant": True}, False, [False, False, True]),
+        ({**REPLAY, "engine": "rerun"}, False, [False, False, True]),
+        (REPLAY, False, [False, False]),  # no Python runs again
+        (REPLAY, True, [False, False, True]),
     ],
-    ids=["full", "reentrant", "rerun", "replay"],
+    ids=["full", "reentrant", "rerun", "replay", "replay calls a function"],
 )
-def test_it_is_true_in_the_second_run_of_a_forward(value: Any, expected: list[bool]) -> None:
-    assert trained(Logging(), value) == expected
-
-
-def test_it_is_true_while_a_replay_calls_a_function_again() -> None:
-    assert trained(Calling(), {"mode": "selective", "policy": POLICY, "engine": "replay"}) == [False, False, True]
-
-
-def test_without_grad_nothing_runs_again() -> None:
-    assert trained(Logging(), {"mode": "full"}, grad=False) == [False, False]
+def test_it_is_true_in_the_second_run_of_a_forward(value: Any, calls: bool, expected: list[bool]) -> None:
+    assert trained(Logging(calls), value) == expected
+    assert trained(Logging(calls), value, grad=False) == [False, False]
 
 
 def test_an_error_in_the_second_run_ends_it() -> None:

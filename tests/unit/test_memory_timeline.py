@@ -26,14 +26,8 @@ def test_peak_and_end_are_those_of_known_allocations():
     assert timeline.peak_bytes == 800 * KIB
     assert timeline.end_bytes == 100 * KIB
     assert timeline.live_bytes == tuple(kib * KIB for kib in (0, 300, 800, 500, 600, 100, 100))
-
-
-def test_curve_starts_at_zero_and_time_never_goes_back():
-    timeline = measure_memory(lambda: [block(10) for _ in range(50)])
-    assert (timeline.times_ms[0], timeline.live_bytes[0]) == (0.0, 0)
     assert list(timeline.times_ms) == sorted(timeline.times_ms)
-    assert len(timeline.times_ms) == len(timeline.live_bytes)
-    assert timeline.end_bytes == 500 * KIB
+    assert (timeline.times_ms[0], len(timeline.times_ms)) == (0.0, len(timeline.live_bytes))
 
 
 def test_marks_give_the_live_bytes_at_a_named_instant():
@@ -54,28 +48,12 @@ def test_marks_give_the_live_bytes_at_a_named_instant():
 
 
 def test_freeing_what_was_there_before_does_not_count():
-    before = [block(128)]
-    timeline = measure_memory(before.clear)
+    kept = [block(128)]
+    timeline = measure_memory(kept.clear)
     assert (timeline.peak_bytes, timeline.end_bytes) == (0, 0)
-
-
-def test_freeing_what_an_earlier_measurement_allocated_does_not_count():
-    kept = []
-    measure_memory(lambda: kept.append(block(256)))
+    measure_memory(lambda: kept.append(block(256)))  # an earlier measurement has seen this one
     timeline = measure_memory(lambda: (kept.clear(), kept.append(block(64))))
     assert (timeline.peak_bytes, timeline.end_bytes) == (64 * KIB, 64 * KIB)
-
-
-def test_peak_time_is_where_the_curve_is_highest():
-    def work() -> None:
-        block(1)
-        mark("low")
-        block(900)
-        mark("after")
-
-    timeline = measure_memory(work)
-    peak_ms = timeline.times_ms[timeline.live_bytes.index(max(timeline.live_bytes))]
-    assert timeline.marks["low"][0][0] <= peak_ms <= timeline.marks["after"][0][0]
 
 
 def test_kept_bytes_of_a_small_network_are_what_autograd_saves():
@@ -91,21 +69,17 @@ def test_kept_bytes_of_a_small_network_are_what_autograd_saves():
     assert measure_memory(forward).at("forward") == 2 * 64 * 256 * 4 + 4
 
 
-def test_mark_outside_of_a_measurement_does_nothing():
-    mark("no listener")
-    assert measure_memory(lambda: block(1)).marks == {}
-
-
 def test_error_of_the_call_passes_through():
+    mark("no listener")
     with pytest.raises(ZeroDivisionError):
         measure_memory(lambda: 1 // 0)
-    assert measure_memory(lambda: block(1)).end_bytes == KIB
+    timeline = measure_memory(lambda: block(1))
+    assert (timeline.end_bytes, timeline.marks) == (KIB, {})
 
 
 def test_other_devices_are_refused():
-    with pytest.raises(SacError) as caught:
+    with pytest.raises(SacError, match="memory cannot be measured on 'meta'"):
         measure_memory(lambda: None, "meta")
-    assert str(caught.value) == "device: memory cannot be measured on 'meta'\n    legal: cpu, cuda"
 
 
 @pytest.mark.gpu

@@ -17,34 +17,23 @@ def tracker() -> RngTracker:
     return two_streams()
 
 
-# states
-
-
-def test_states_are_copies_both_ways(tracker):
+def test_states_are_copies_that_can_be_put_back(tracker):
     states = tracker.get_states()
-    states["a"].zero_()
-    assert not torch.equal(tracker.get_states()["a"], states["a"])
-    states = tracker.get_states()
-    tracker.set_states(states)
-    states["a"].zero_()
-    del states["b"]
-    assert torch.equal(tracker.get_states()["a"], torch.Generator().manual_seed(1).get_state())
-    assert tracker.names == ("a", "b")
-
-
-def test_states_can_be_put_back(tracker):
-    before = tracker.get_states()
     with tracker.fork("a"):
         first = torch.rand(3)
-    tracker.set_states(before)
+    tracker.set_states(states)
+    states["a"].zero_()
+    assert torch.equal(tracker.get_states()["a"], torch.Generator().manual_seed(1).get_state())
     with tracker.fork("a"):
         assert torch.equal(torch.rand(3), first)
-    tracker.set_states({"b": before["b"]})
+    tracker.set_states({"b": states["b"]})
     assert tracker.names == ("b",)
     assert "seed 1 belongs" in refusal(tracker.add, "a", 1)
 
 
-def test_inside_a_fork_the_stream_in_use_is_as_it_is_now(tracker):
+def test_states_inside_a_fork(tracker):
+    """The stream in use is as it is now; one that is taken away stays away."""
+    torch.manual_seed(9)
     with tracker.fork("a"):
         drawn = [torch.rand(3)]
         states = tracker.get_states()
@@ -54,10 +43,6 @@ def test_inside_a_fork_the_stream_in_use_is_as_it_is_now(tracker):
     assert torch.equal(drawn[1], again)
     with tracker.fork("a"):
         assert_numbers([torch.rand(3)], numbers_of(1, 3)[2:])
-
-
-def test_a_stream_that_is_taken_away_inside_its_fork_stays_away(tracker):
-    torch.manual_seed(9)
     with tracker.fork("a"), tracker.fork("b"):
         tracker.set_states({})
     assert tracker.names == ()
@@ -69,10 +54,7 @@ def test_a_stream_that_is_taken_away_inside_its_fork_stays_away(tracker):
     [
         (3, "expected a torch.ByteTensor, but got int"),
         (torch.zeros(5056), "RNG state must be a torch.ByteTensor"),
-        (
-            torch.zeros(16, dtype=torch.uint8),
-            "Expected a CPUGeneratorImplState of size 5056 but found the input RNG state size to be 16",
-        ),
+        (torch.zeros(16, dtype=torch.uint8), "Expected a CPUGeneratorImplState of size 5056 but found the input RNG"),
         (torch.zeros(5056, dtype=torch.uint8), "Invalid mt19937 state"),
     ],
     ids=["number", "floats", "of CUDA", "zeros"],
@@ -82,25 +64,16 @@ def test_what_is_no_state_is_refused_before_anything_changes(tracker, state, com
     with tracker.fork("a"):
         inside = torch.get_rng_state()
         good = torch.Generator().manual_seed(8).get_state()
-        assert refusal(tracker.set_states, {"a": good, "b": state}) == (
-            f"RngTracker.set_states: the state of 'b' is none of cpu: {complaint}\n"
-            "    legal: what get_states returned for a tracker of the same device type, in host memory"
-        )
+        text = refusal(tracker.set_states, {"a": good, "b": state})
+        assert text.startswith(f"RngTracker.set_states: the state of 'b' is none of cpu: {complaint}")
         assert torch.equal(torch.get_rng_state(), inside)
     assert all(torch.equal(before[name], now) for name, now in tracker.get_states().items())
-
-
-def test_what_holds_no_states_is_refused(tracker):
-    assert refusal(tracker.set_states, [1]) == (
-        "RngTracker.set_states: [1] holds no states\n    legal: a mapping of name to state"
-    )
-    state = tracker.get_states()["a"]
-    assert refusal(tracker.set_states, {1: state}) == "RngTracker.set_states: 1 is not a name\n    legal: a string"
+    assert "set_states: [1] holds no states\n    legal: a mapping of name to state" in refusal(tracker.set_states, [1])
 
 
 def test_reset_forgets_names_and_seeds_but_not_inside_a_fork(tracker):
     with tracker.fork("a"):
-        assert refusal(tracker.reset) == ("RngTracker.reset: 'a' is in use\n    fix: call it outside of every fork")
+        assert refusal(tracker.reset) == "RngTracker.reset: 'a' is in use\n    fix: call it outside of every fork"
     assert tracker.names == ("a", "b")
     tracker.reset()
     assert tracker.names == ()
@@ -116,8 +89,7 @@ def test_a_copy_holds_the_streams_and_is_in_no_fork(tracker, copied):
             theirs = torch.rand(3)
         ours = torch.rand(3)
     assert torch.equal(theirs, ours)
-    assert other.names == tracker.names
-    assert other.device == tracker.device
+    assert (other.names, other.device) == (tracker.names, tracker.device)
     assert "seed 2 belongs" in refusal(other.add, "c", 2)
     with tracker.fork("b"):
         torch.rand(3)
@@ -125,18 +97,9 @@ def test_a_copy_holds_the_streams_and_is_in_no_fork(tracker, copied):
         assert_numbers([torch.rand(3)], numbers_of(2, 1))
 
 
-# devices
-
-
-def test_without_an_accelerator_it_is_for_the_cpu():
+def test_its_device_is_the_accelerator_or_the_one_that_is_named():
     expected = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     assert RngTracker().device == expected
     assert repr(RngTracker("cpu")) == "RngTracker(device='cpu', names=())"
-
-
-def test_a_device_without_a_generator_is_refused():
-    assert refusal(RngTracker, "meta") == (
-        "RngTracker.device: 'meta' has no random generator here: META device type not an accelerator."
-    )
-    assert refusal(RngTracker, "gpu").startswith("RngTracker.device: 'gpu' has no random generator here: ")
-    assert refusal(RngTracker, 1.5).startswith("RngTracker.device: 1.5 has no random generator here: ")
+    for device in ("meta", "gpu", 1.5):
+        assert refusal(RngTracker, device).startswith(f"RngTracker.device: {device!r} has no random generator here: ")

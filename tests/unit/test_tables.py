@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sac.tables import Table, count_text, percent_text, screen_width, wrapped_text
+from sac.tables import Table, percent_text, screen_width, wrapped_text
 
 TABLE = Table(
     ("mode", "kept", "kept per block", "step"),
@@ -55,17 +55,12 @@ def test_no_text_is_lost_and_no_line_is_too_long(rows: list[tuple[str, str, str]
 
 def test_what_is_not_a_terminal_has_no_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
-    assert screen_width() is None
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    assert screen_width() == 80
+    for is_terminal, width in ((False, None), (True, 80)):
+        monkeypatch.setattr("sys.stdout.isatty", lambda is_terminal=is_terminal: is_terminal, raising=False)
+        assert screen_width() == width
 
 
 def test_prose_is_indented_where_it_goes_on() -> None:
     lines = ("  saving mlp.up_proj would spare 12 ms", "", "short")
     assert wrapped_text(lines, None) == "\n".join(lines)
     assert wrapped_text(lines, 24) == "  saving mlp.up_proj\n      would spare 12 ms\n\nshort"
-
-
-def test_one_and_many() -> None:
-    assert [count_text(number, "call") for number in (0, 1, 2)] == ["0 calls", "1 call", "2 calls"]

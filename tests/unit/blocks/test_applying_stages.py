@@ -38,9 +38,7 @@ def test_one_loop_over_the_parts_serves_a_rank_whose_part_holds_no_block(value: 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert [sac.apply(model, value) for model in parts] == parts
-    assert [str(one.message) for one in told] == [
-        "Llama: no block to checkpoint in this part of a model: nothing is in `layers`. sac.apply had nothing to do"
-    ]
+    assert ["nothing is in `layers`. sac.apply had nothing to do" in str(one.message) for one in told] == [True]
     assert "forward" not in vars(parts[0])
     assert regions(parts[1]) == ["layers.3-4 (x2)"]
 
@@ -66,31 +64,20 @@ def test_layers_are_counted_over_the_whole_model() -> None:
 
 
 def test_layers_that_are_all_on_other_stages_leave_this_one_as_it_is() -> None:
-    with pytest.warns(SacWarning) as told:
+    with pytest.warns(SacWarning, match=r"chooses none of the layers it has \(3 of 8, 4 of 8\)"):
         model = sac.apply(part(3, 4), {"mode": "full", "layers": {"first": 2}})
-    assert [str(one.message) for one in told] == [
-        "Llama: no block to checkpoint in this part of a model: `layers` chooses none of the layers it has "
-        "(3 of 8, 4 of 8). sac.apply had nothing to do"
-    ]
     assert "forward" not in vars(model.layers["3"])
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_rule_for_layers_of_another_stage_is_no_mistake(strict: bool) -> None:
     model = part(3, 4, first=True, last=True)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         sac.apply(model, selective(rule({"first": 2}), rule(["3-5"], id="here"), strict=strict))
         model(batch(SIZES)[0]).sum().backward()
-    assert [str(one.message) for one in told] == []
     (kind,) = sac.report(model).kinds
     assert [use.rule for use in kind.rules if use.hits] == ["here"]
-
-
-def test_a_policy_that_is_meant_for_another_stage_recomputes_here() -> None:
-    model = sac.apply(part(3, 4, first=True, last=True), selective(rule({"first": 2})))
-    model(batch(SIZES)[0]).sum().backward()
-    assert sac.report(model).to_dict()["kinds"][0]["saved_bytes"] == 0
 
 
 def test_a_module_that_only_other_stages_have_is_told_and_no_error() -> None:
@@ -114,12 +101,10 @@ def test_on_a_whole_model_these_are_mistakes() -> None:
 
 
 def test_an_empty_list_beside_the_blocks_makes_no_stage() -> None:
-    class Adapted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)) for _ in range(3))
-            self.adapter_layers = nn.ModuleList()
-
-    assert regions(sac.apply(Adapted(), "full")) == ["parts.0-2 (x3)"]
+    model = nn.Module()
+    model.parts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)) for _ in range(3))
+    model.adapter_layers = nn.ModuleList()
+    assert regions(sac.apply(model, "full")) == ["parts.0-2 (x3)"]
+    sac.remove(model)
     with pytest.raises(ModelError, match="`layers` leaves no block"):
-        sac.apply(Adapted(), {"mode": "full", "layers": ["7"]})
+        sac.apply(model, {"mode": "full", "layers": ["7"]})

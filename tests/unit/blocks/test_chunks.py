@@ -1,4 +1,4 @@
-"""Chunks of layers as one region: what they do and what they hold.
+"""Which layers are regions of their own or go into a chunk of layers, and what chunks do and hold.
 
 Chunks are put on chains: containers whose forward is that of `nn.Sequential`. The oracle is the same chain without us.
 """
@@ -6,34 +6,34 @@ Chunks are put on chains: containers whose forward is that of `nn.Sequential`. T
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import pickle
-from collections import Counter, OrderedDict
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import sac
 from sac.blocks.install import regions_of
-from sac.errors import ModelError, RegionError
+from sac.config import parse_config
+from sac.errors import ConfigError, ModelError, PolicyError, RegionError
 from sac.memory_timeline import mark, measure_memory
+from sac.policy.model import Chunks, Layers
 from tests.promises.test_11_invisible import flat
-from tests.support.blocks import FULL, LlamaLikeBlock, llama_stack, tokens
+from tests.support.blocks import LlamaLikeBlock, policy, save, tokens
 from tests.support.chains import Between, Chain, chain, dropping_chain, full, paths
-from tests.support.ranks import run_ranks
+from tests.support.model_zoo import tiny
 from tests.support.recording import backward_ops, step, without_collector
 from tests.support.training import assert_same, built, train
 
-# What chunks do
 
-PLANS_RUN = ["sqrt", {"uniform": 2}, {"uniform": 9}]
-
-
-@pytest.mark.parametrize("layers", PLANS_RUN, ids=str)
+@pytest.mark.parametrize("layers", ["sqrt", {"uniform": 2}, {"uniform": 9}], ids=str)
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["frame", "reentrant"])
 def test_gradients_are_the_same(layers: Any, use_reentrant: bool) -> None:
     reference = train(built(dropping_chain), steps=2)
@@ -57,58 +57,6 @@ def test_what_stands_between_the_layers() -> None:
     assert_same(reference, train(model))
 
 
-class Pair(nn.Module):
-    """Takes and gives a pair, one of which needs no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = LlamaLikeBlock()
-
-    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        x, mask = pair
-        return self.inner(x * mask), mask
-
-
-def test_what_is_passed_on_has_any_structure() -> None:
-    gradients = []
-    for value in ("none", full("sqrt", blocks=["*"])):
-        model = sac.apply(built(lambda: nn.Sequential(*(Pair() for _ in range(4)))), value)
-        (x,), mask = tokens(), torch.ones(2, 8, 1)
-        x.requires_grad_()
-        out, same = model(input=(x, mask))
-        assert same is mask
-        out.square().sum().backward()
-        gradients.append({"x": x.grad, **{name: p.grad for name, p in model.named_parameters()}})
-    assert_same(*gradients)
-
-
-def test_leading_frozen_layers() -> None:
-    def build() -> nn.Module:
-        model = chain(5)
-        model[0].requires_grad_(False)
-        model[1].requires_grad_(False)
-        return model
-
-    reference = train(built(build), input_needs_grad=[False])
-    assert_same(reference, train(sac.apply(built(build), full({"uniform": 2})), input_needs_grad=[False]))
-
-
-def test_hooks_on_the_chain_run_once() -> None:
-    calls: Counter[str] = Counter()
-
-    def noting(name: str) -> Any:
-        return lambda *_: calls.update([name])
-
-    model = sac.apply(chain(4), full({"uniform": 2}))
-    model.register_forward_pre_hook(noting("before the chain"))
-    model.register_forward_hook(noting("after the chain"))
-    model.register_full_backward_hook(noting("backward of the chain"))
-    model[0].register_forward_hook(noting("a layer"))
-    (x,) = tokens()
-    model(x.requires_grad_()).sum().backward()
-    assert calls == {"before the chain": 1, "after the chain": 1, "backward of the chain": 1, "a layer": 2}
-
-
 def test_copies_and_names() -> None:
     reference, plain = train(built(dropping_chain)), built(dropping_chain)
     model = sac.apply(built(dropping_chain), full("sqrt"))
@@ -123,35 +71,11 @@ def test_copies_and_names() -> None:
     assert_same(reference, train(model))
 
 
-def test_remove_gives_the_chain_back() -> None:
-    model = chain()
-    before = flat(model)
-    with pytest.raises(ModelError) as caught:
-        sac.apply(sac.apply(model, full("sqrt")), "full")
-    assert str(caught.value) == (
-        "0-2: sac.apply has been called on this model before\n    fix: call sac.remove(model) first"
-    )
-    assert flat(sac.remove(model)) == before
-
-
-def test_no_grad_is_the_plain_forward() -> None:
-    x = tokens()
-    plain = built(chain)
-    ours = sac.apply(built(chain), full("sqrt"))
-    with torch.no_grad():
-        assert torch.equal(ours(*x), plain(*x))
-    assert all(one.region.stats.calls == 0 for one in regions_of(ours))
-
-
 def test_chain_that_changed_its_length() -> None:
     model = sac.apply(Between(4), full({"uniform": 2}))
     model.layers.append(LlamaLikeBlock())
-    with pytest.raises(RegionError) as caught:
+    with pytest.raises(RegionError, match=r"layers: it had 4 children when sac.apply .* 5 now\n.*fix: call sac.remove"):
         model(*tokens())
-    assert str(caught.value) == (
-        "layers: it had 4 children when sac.apply divided it into chunks, and has 5 now\n"
-        "    fix: call sac.remove(model) before a model is changed, and sac.apply after it"
-    )
 
 
 def test_layer_that_was_exchanged_is_used() -> None:
@@ -165,58 +89,6 @@ def test_layer_that_was_exchanged_is_used() -> None:
     model[1] = nn.Identity()
     model.load_state_dict(built(build).state_dict())
     assert_same(reference, train(model))
-
-
-def sharded_chain(order: str, layers: Any) -> list[dict[str, Tensor]]:
-    """The gradients without us and with us."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    seen = []
-    for value in ("none", full(layers)):
-        model = built(chain)
-        if order == "apply, shard":
-            sac.apply(model, value)
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        if order == "shard, apply":
-            sac.apply(model, value)
-        torch.manual_seed(dist.get_rank())
-        (x,) = tokens()
-        for _ in range(2):
-            model(x).square().sum().backward()
-        seen.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
-    return seen
-
-
-@pytest.mark.parametrize("layers", ["sqrt", {"uniform": 2}], ids=str)
-@pytest.mark.parametrize("order", ["apply, shard", "shard, apply"])
-def test_layers_sharded_by_fsdp(order: str, layers: Any) -> None:
-    for plain, ours in run_ranks(2, sharded_chain, order, layers):
-        assert_same(plain, ours)
-
-
-class Routing(nn.Module):
-    """A layer with an op that must not answer differently the second time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.mlp = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.gate(x).topk(2)
-        return x + self.mlp(x).scatter_add(-1, chosen, weights)
-
-
-def test_routing_of_every_layer_in_a_chunk_is_kept() -> None:
-    model = sac.apply(nn.Sequential(*(Routing() for _ in range(4))), full({"uniform": 2}, blocks=["*"]))
-    again = backward_ops(model, (torch.randn(3, 8, requires_grad=True),))
-    assert again.count("topk") == 0
-    assert again.count("scatter_add") > 0
-    (kind,) = sac.report(model).kinds
-    assert (kind.count, kind.regions, [use.hits for use in kind.rules]) == (2, "0-1, … (x2)", [2])
-
-
-# What chunks hold
 
 
 def bytes_of(layers: int, value: Any) -> tuple[int, int]:
@@ -246,16 +118,8 @@ def test_sqrt_holds_the_root_of_what_all_layers_hold() -> None:
     (held, peak), (held_4, peak_4) = bytes_of(16, full("sqrt")), bytes_of(64, full("sqrt"))
     assert (held, held_4) == (4 * one, 8 * one)  # the end of each chunk; the first input is the caller's
     assert 1.8 < peak_4 / peak < 2.2
-    (plain, plain_peak), (plain_4, plain_peak_4) = bytes_of(16, "none"), bytes_of(64, "none")
-    assert 3.9 < plain_4 / plain < 4.1
-    assert 3.6 < plain_peak_4 / plain_peak < 4.1
-    assert (bytes_of(16, "full")[0], bytes_of(64, "full")[0]) == (16 * one, 64 * one)
-    assert peak_4 < plain_peak_4 / 5
-
-
-def test_gradients_of_many_layers() -> None:
-    reference = train(built(lambda: dropping_chain(16)))
-    assert_same(reference, train(sac.apply(built(lambda: dropping_chain(16)), full("sqrt"))))
+    assert bytes_of(64, "full")[0] == 64 * one
+    assert peak_4 < bytes_of(64, "none")[1] / 5
 
 
 def test_a_chunk_is_recomputed_once() -> None:
@@ -267,6 +131,144 @@ def test_a_chunk_is_recomputed_once() -> None:
     assert singly - plain == 4 * 7 - 4
 
 
-def test_full_of_a_stack_is_not_changed_by_chains() -> None:
-    model = sac.apply(llama_stack(), FULL)
-    assert paths(model) == ["blocks.0", "blocks.1"]
+# Which layers
+
+
+@given(st.integers(0, 300), st.floats(0, 1, exclude_min=True))
+def test_a_fraction_is_that_many_layers_spread_evenly(count: int, fraction: float) -> None:
+    chosen = sorted(Layers(fraction=fraction).select(count))
+    assert len(chosen) == round(fraction * count)
+    assert all(0 <= layer < count for layer in chosen)
+    gaps = [later - earlier for earlier, later in itertools.pairwise([*chosen, count])]
+    assert not chosen or (chosen[0] == 0 and max(gaps) - min(gaps) <= 1)
+
+
+@given(st.integers(0, 400), st.none() | st.integers(1, 500))
+def test_chunks_hold_every_layer_once(count: int, size: int | None) -> None:
+    spans = Chunks(size).spans(count)
+    assert [layer for span in spans for layer in span] == list(range(count))
+    sizes = [len(span) for span in spans]
+    whole = size or math.ceil(math.sqrt(count))
+    assert all(one == min(whole, count) for one in sizes[:-1])
+    assert not sizes or 1 <= sizes[-1] <= whole
+
+
+FORMS: dict[str, tuple[Any, list[str]]] = {
+    "block": ({"block": 2}, ["0", "1"]),
+    "fraction": ({"fraction": 0.5}, ["0", "2"]),
+    "all of it": ({"fraction": 1}, ["0", "1", "2", "3", "4"]),
+    "sqrt": ("sqrt", ["0-2", "3-4"]),
+    "sqrt in capitals": (" SQRT ", ["0-2", "3-4"]),
+    "uniform": ({"uniform": 2}, ["0-1", "2-3", "4"]),
+    "chunks of one layer": ({"uniform": 1}, ["0", "1", "2", "3", "4"]),
+    "one chunk": ({"uniform": 9}, ["0-4"]),
+}
+
+
+@pytest.mark.parametrize(("layers", "expected"), FORMS.values(), ids=FORMS.keys())
+def test_forms(layers: Any, expected: list[str]) -> None:
+    assert paths(sac.apply(chain(), full(layers))) == expected
+    assert paths(sac.apply(Between(), full(layers))) == [f"layers.{name}" for name in expected]
+
+
+def test_chunks_of_one_layer_are_all_layers() -> None:
+    """In a ModuleList, too."""
+    assert paths(sac.apply(tiny("llama")[0], full({"uniform": 1}))) == ["model.layers.0", "model.layers.1"]
+
+
+def test_policies_take_fractions_and_blocks() -> None:
+    written = policy(save("matmul", layers={"fraction": 0.5}), regions={"layers": {"block": 3}})
+    loaded = sac.load_policy(written)
+    assert loaded.layers == Layers(first=3)
+    assert loaded.rules[0].layers == Layers(fraction=0.5)
+    model = sac.apply(chain(4), {"mode": "selective", "policy": written})
+    step(model, tokens())
+    saving = [one.region.path for one in regions_of(model) if one.region.group.table.rules]
+    assert (paths(model), saving) == (["0", "1", "2"], ["0", "2"])
+
+
+# What is told of others
+
+ILLEGAL: dict[str, tuple[Any, str]] = {
+    # name: (the layers, what is told of them and the fix)
+    "sqrt misspelled": ("sqr", 'layers is "sqr"\n.*did you mean: sqrt'),
+    "a form without a number": ("uniform", r"as in \{uniform: 2\}"),
+    "fraction without a number": ("Fraction", r"as in \{fraction: 0.5\}"),
+    "a bare fraction": (0.25, r"write \{fraction: 0.25\}"),
+    "sqrt as a key": ({"sqrt": True}, "write the word alone: layers: sqrt"),
+    "uniform misspelled": ({"unifrom": 2}, r"layers\.unifrom: .*\n.*did you mean: uniform"),
+    "two forms": ({"uniform": 2, "block": 3}, "layers has uniform and block"),
+    "an offset of chunks": ({"uniform": 2, "offset": 1}, "layers has uniform and offset"),
+    "half a layer in a chunk": ({"uniform": 2.5}, r"layers\.uniform is 2\.5\n.*a whole number, 1 or more"),
+    "nothing": ({"fraction": 0}, r"layers\.fraction is 0\n.*above 0, at most 1"),
+    "more than all": ({"fraction": 1.5}, r"layers\.fraction is 1\.5"),
+    "no number": ({"fraction": float("nan")}, r"layers\.fraction is nan"),
+    "in quotes": ({"fraction": "5e-1"}, "fix: remove the quotes"),
+}
+
+
+@pytest.mark.parametrize(("layers", "text"), ILLEGAL.values(), ids=ILLEGAL.keys())
+def test_illegal_layers(layers: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        parse_config(full(layers))
+
+
+@pytest.mark.parametrize("layers", ["sqrt", {"uniform": 1}])
+def test_chunks_are_not_for_policies(layers: Any) -> None:
+    for written in (policy(regions={"layers": layers}), policy(save("matmul", layers=layers))):
+        with pytest.raises(PolicyError, match="layers asks for chunks of layers, which no policy can"):
+            sac.load_policy(written)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"mode": "selective", "layers": "sqrt"}, "mode selective decides op by op within one layer"),
+        (full({"uniform": 2}, granularity="SubModule"), "granularity submodule makes several regions of each layer"),
+    ],
+)
+def test_chunks_in_the_wrong_company(value: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        parse_config(value)
+
+
+class OwnLoop(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = x + layer(x)
+        return x
+
+
+class OwnOrder(nn.Sequential):
+    def __iter__(self) -> Any:
+        return reversed(list(self._modules.values()))
+
+
+def patched() -> nn.Module:
+    model = chain(3)
+    model.forward = model.forward
+    return model
+
+
+NO_CHAINS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a list": (
+        lambda: nn.ModuleList(LlamaLikeBlock() for _ in range(3)),
+        r"the model \(ModuleList\): its layers cannot .*: they are called one by one",
+    ),
+    "own forward": (
+        lambda: OwnLoop(*(LlamaLikeBlock() for _ in range(3))),
+        "OwnLoop has a forward of its own, not that of nn.Sequential",
+    ),
+    "own order": (lambda: OwnOrder(*(LlamaLikeBlock() for _ in range(3))), "cannot be put together in chunks"),
+    "exchanged forward": (patched, "cannot be put together in chunks"),
+    "Hugging Face": (lambda: tiny("llama")[0], r"model\.layers .*: LlamaModel calls them one by one"),
+}
+
+
+@pytest.mark.parametrize(("build", "text"), NO_CHAINS.values(), ids=NO_CHAINS.keys())
+def test_layers_that_are_called_one_by_one(build: Callable[[], nn.Module], text: str) -> None:
+    model = build()
+    before = flat(model)
+    with pytest.raises(ModelError, match=text + "(.*\n)*.*fix: choose single layers"):
+        sac.apply(model, full({"uniform": 2}))
+    assert flat(model) == before

@@ -1,18 +1,24 @@
-"""Blocks of wrapped models, and clean paths."""
+"""Wrapped models and parts: blocks are found, and rules name modules as the author of the model wrote them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+import sac
 from sac.blocks.find import Block, clean_path, find_blocks
 from sac.policy.patterns import PathPattern
+from tests.support.blocks import GatedMLP, llama_stack, policy, save, selective, tokens
 from tests.support.plain_zoo import Block as PlainBlock
 from tests.support.plain_zoo import plain
+from tests.support.training import built
 
 LAYERS = ["layers.0", "layers.1", "layers.2"]
 
@@ -72,20 +78,9 @@ def test_wrappers_are_looked_through(wrap) -> None:
     assert all(type(block.module) is PlainBlock for block in blocks)
     if wrap is not torch.optim.swa_utils.AveragedModel:  # which copies the model
         assert [block.module for block in blocks] == inner
-    assert find_blocks(model, patterns=patterns("layers.*")) == blocks
-
-
-@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
-def test_raw_paths_match_too_and_clean_alike(wrap) -> None:
-    model = wrap(plain("titan")[0])
-    wanted = type(find_blocks(model)[1].module)
-    raw = [n for n, m in model.named_modules() if type(m) is wanted or n.rsplit(".", 1)[-1] == "1"]
-    raw = [name for name in raw if clean_path(name, model) == "layers.1"]
-    assert raw
-    for name in raw:
-        if name.endswith("_module") or name.endswith("_orig_mod"):  # inside the outermost wrapper
-            continue
-        assert paths(find_blocks(model, patterns=patterns(name))) == ["layers.1"]
+    raw = next(name for name, _ in model.named_modules() if clean_path(name, model) == "layers.1")
+    for pattern in ("layers.1", raw):
+        assert paths(find_blocks(model, patterns=patterns(pattern))) == ["layers.1"]
 
 
 @pytest.fixture
@@ -98,9 +93,6 @@ def group():
 
 @pytest.mark.usefixtures("group")
 def test_distributed_wrappers_are_looked_through() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     model, _ = plain("titan")
     inner = list(model.layers.values())
     mesh = init_device_mesh("cpu", (1,))
@@ -114,41 +106,48 @@ def test_distributed_wrappers_are_looked_through() -> None:
     assert paths(find_blocks(replicated, patterns=patterns("module.layers.1", "layers.2"))) == ["layers.1", "layers.2"]
 
 
-@pytest.mark.usefixtures("group")
-@pytest.mark.filterwarnings("ignore")
-def test_flat_sharding_is_looked_through() -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    model, _ = plain("titan")
-    inner = list(model.layers.values())
-    sharded = FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy({PlainBlock}), device_id=torch.device("cpu"), use_orig_params=True
-    )
-    assert [(b.path, b.module) for b in find_blocks(sharded)] == list(zip(LAYERS, inner, strict=True))
-
-
-def test_clean_path_without_a_model_drops_what_only_wrappers_say() -> None:
-    assert clean_path("_orig_mod.layers.0._checkpoint_wrapped_module.mlp") == "layers.0.mlp"
-    assert clean_path("_fsdp_wrapped_module.layers.0._fsdp_wrapped_module") == "layers.0"
-    assert clean_path("base_model.model.model.layers.0") == "model.layers.0"
-    assert clean_path("module.layers.0") == "module.layers.0"
-    assert clean_path("_orig_mod") == clean_path("") == ""
+@pytest.mark.parametrize(
+    ("path", "clean"),
+    [
+        ("_orig_mod.layers.0._checkpoint_wrapped_module.mlp", "layers.0.mlp"),
+        ("_fsdp_wrapped_module.layers.0._fsdp_wrapped_module", "layers.0"),
+        ("base_model.model.model.layers.0", "model.layers.0"),
+        ("module.layers.0", "module.layers.0"),
+        ("_orig_mod", ""),
+    ],
+)
+def test_a_clean_path_drops_what_only_wrappers_say(path: str, clean: str) -> None:
+    assert clean_path(path) == clean
 
 
-def test_clean_path_with_a_model_knows_wrappers_by_class() -> None:
-    model = nn.DataParallel(plain("titan")[0])
-    assert clean_path("module.layers.0", model) == "layers.0"
+def test_a_module_that_only_has_the_name_of_a_wrapped_one_keeps_it() -> None:
     ordinary = nn.Module()
     ordinary.module = plain("titan")[0]
-    assert clean_path("module.layers.0", ordinary) == "module.layers.0"
-    assert paths(find_blocks(ordinary)) == ["module.layers.0", "module.layers.1", "module.layers.2"]
+    assert paths(find_blocks(ordinary)) == [f"module.{path}" for path in LAYERS]
 
 
-NAMES = st.sampled_from(["layers", "0", "_orig_mod", "_checkpoint_wrapped_module", "mlp", "module"])
+# Parts of blocks
+
+GATES = selective(policy(save("matmul", module="mlp.gate_proj"), save("matmul", module="mlp.*")), strict=True)
 
 
-@given(st.lists(NAMES, max_size=8))
-def test_cleaning_twice_is_cleaning_once(segments: list[str]) -> None:
-    once = clean_path(".".join(segments))
-    assert clean_path(once) == once
+def rules_of(model: nn.Module) -> list[dict[str, Any]]:
+    sac.apply(model, GATES)
+    model(*tokens()).square().mean().backward()
+    return sac.report(model).to_dict()["kinds"][0]["rules"]
+
+
+@pytest.mark.usefixtures("group")
+def test_rules_reach_sharded_units_inside_a_block() -> None:
+    units = ModuleWrapPolicy({GatedMLP, nn.Linear})
+    model = FullyShardedDataParallel(built(llama_stack), auto_wrap_policy=units, device_id=torch.device("cpu"))
+    found = rules_of(model)
+    assert found == rules_of(built(llama_stack))
+    assert all(rule["hits"] for rule in found)
+
+
+def test_rules_reach_compiled_parts_of_a_block() -> None:
+    model = built(llama_stack)
+    for block in model.blocks:
+        block.mlp.gate_proj = torch.compile(block.mlp.gate_proj, backend="eager")
+    assert rules_of(model) == rules_of(built(llama_stack))

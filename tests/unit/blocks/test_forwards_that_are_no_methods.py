@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from functools import partialmethod
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ from torch import Tensor, nn
 
 import sac
 from tests.support.blocks import FULL, Stack, policy, save, selective, square, under_each_engine
-from tests.support.training import assert_same, assert_same_training, built, train
+from tests.support.training import assert_same_training, built
 
 
 class Doubling:
@@ -33,10 +30,6 @@ class OfClass(nn.Module):
     @classmethod
     def forward(cls, x: Tensor) -> Tensor:
         return x.sin() * cls.scale
-
-
-class Inheriting(Static):
-    pass
 
 
 class Partial(nn.Module):
@@ -59,7 +52,7 @@ class Around(nn.Module):
         return x + self.part(self.linear(x))
 
 
-KINDS = [Static, OfClass, Inheriting, Partial, Callable]
+KINDS = [Static, OfClass, Partial, Callable]
 PLACES = {"block": lambda kind: Stack(kind(), kind()), "part": lambda kind: Stack(Around(kind()), Around(kind()))}
 VALUES = under_each_engine(
     {
@@ -75,29 +68,6 @@ CASES = [(place, value) for place in PLACES for value in VALUES if place == "par
 @pytest.mark.parametrize(("place", "value"), CASES)
 def test_training_is_the_same(kind: type[nn.Module], place: str, value: str) -> None:
     assert_same_training(lambda: PLACES[place](kind), VALUES[value], steps=3, make_input=square)
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@pytest.mark.parametrize("kind", KINDS)
-def test_copy_is_the_same(kind: type[nn.Module], copied: Any, place: str) -> None:
-    def build() -> Stack:
-        return PLACES[place](kind)
-
-    ours = copied(sac.apply(built(build), FULL))
-    assert_same(train(built(build), steps=2, make_input=square), train(ours, steps=2, make_input=square))
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_the_class_is_given_later_runs(kind: type[nn.Module], place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = sac.apply(PLACES[place](kind), FULL)
-    x = torch.randn(4, 8)
-    model(x)
-    monkeypatch.setattr(kind, "forward", lambda self, x: x.exp(), raising=False)
-    expected = PLACES[place](kind)
-    expected.load_state_dict(model.state_dict())
-    assert torch.equal(model(x), expected(x))
 
 
 class Method(nn.Module):
@@ -125,22 +95,3 @@ def test_method_that_is_exchanged_for_a_static_one_between_steps(
     plain = shown(built(lambda: PLACES[place](Method)))
     ours = shown(sac.apply(built(lambda: PLACES[place](Method)), VALUES[value]))
     assert all(map(torch.equal, plain, ours))
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_remove_leaves_nothing(kind: type[nn.Module], place: str) -> None:
-    model = PLACES[place](kind)
-    sac.remove(sac.apply(model, FULL))
-    assert not [module for module in model.modules() if "forward" in vars(module)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", [Static, OfClass])
-def test_compiled_blocks(kind: type[nn.Module], place: str) -> None:
-    model = sac.apply(built(lambda: PLACES[place](kind)), selective(policy(save("aten.sin"))))
-    for block in model.blocks:
-        block.compile(backend="aot_eager", fullgraph=True)
-    reference = train(built(lambda: PLACES[place](kind)), steps=2, make_input=square)
-    assert_same(reference, train(model, steps=2, make_input=square))

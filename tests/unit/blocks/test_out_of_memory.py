@@ -12,19 +12,10 @@ from torch import Tensor, nn
 
 import sac
 from sac.torch_private import NO_TASK, current_graph_task_id
+from tests.support.blocks import FULL, Stack, policy, save, selective
 
 X = torch.linspace(-1, 1, 64).reshape(4, 16)
 HAS_NOTES = hasattr(BaseException, "add_note")  # since Python 3.11
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-        self.fails = Fails()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.fails(self.up(x)))
 
 
 class Fails(nn.Module):
@@ -32,42 +23,34 @@ class Fails(nn.Module):
 
     where = ""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
     def forward(self, x: Tensor) -> Tensor:
         if self.where == ("forward" if current_graph_task_id() == NO_TASK else "backward"):
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return x.sin()
+        return self.linear(x).sin().cos()
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-
-def applied(value: Any) -> Model:
-    model = Model()
-    sac.apply(model, value)
-    model(X.clone()).backward()
+def applied(value: Any) -> Stack:
+    model = sac.apply(Stack(Fails(), Fails()), value)
+    model(X.clone()).sum().backward()
     return model
 
 
-def notes(model: Model, where: str) -> list[str]:
+def notes(model: Stack, where: str) -> list[str]:
     """Return the notes of the error of a step in which the last block fails."""
-    model.blocks[1].fails.where = where
+    model.blocks[1].where = where
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        model(X.clone()).backward()
+        model(X.clone()).sum().backward()
     return getattr(caught.value, "__notes__", [])
 
 
 VALUES = {
-    "full": "full",
-    "reentrant": {"mode": "full", "use_reentrant": True},
-    "rerun": {"mode": "selective", "policy": "general", "engine": "rerun"},
+    "full": FULL,
+    "reentrant": {**FULL, "use_reentrant": True},
+    "rerun": selective(policy(save("matmul")), engine="rerun"),
 }
 
 
@@ -81,7 +64,7 @@ def test_the_error_carries_the_report(name: str, where: str) -> None:
 
 
 def test_a_copy_has_the_report_of_the_copy() -> None:
-    model = applied("full")
+    model = applied(FULL)
     copied = copy.deepcopy(model)
     sac.remove(model)
     assert notes(copied, "forward") == [str(sac.report(copied))] * HAS_NOTES

@@ -83,3 +83,18 @@ def same_everywhere(reference: dict[str, Tensor], ours: dict[str, Tensor]) -> li
     """Return the names of what is not equal bit for bit: for ranks, which cannot assert where a test would see it."""
     missing = [f"{name} is missing" for name in reference.keys() ^ ours.keys()]
     return missing + [name for name in reference.keys() & ours.keys() if not torch.equal(reference[name], ours[name])]
+
+
+def unequal_in_a_residual(call: Call) -> list[str]:
+    """Return what differs if `call` runs a region with dropout around which its input is added, an odd number.
+
+    Systems that write a rank's share into the caller's tensor get it wrong.
+    """
+
+    def program(run: Call) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        block, x = nn.Sequential(nn.Linear(7, 7), nn.GELU(), nn.Dropout(0.3)), torch.randn(3, 7, requires_grad=True)
+        h = x * 1.5
+        return gradients_of((run(block, h) + h).square().sum(), x, block)
+
+    return same_everywhere(program(plainly), program(call))

@@ -1,8 +1,10 @@
-"""What checkpoint_wrapper and apply_activation_checkpointing of sac.compat.fsdp refuse, which leaves nothing behind."""
+"""What the functions of sac.compat.fsdp refuse, which leaves nothing behind."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from torch import nn
@@ -12,104 +14,102 @@ import sac
 from sac.compat import fsdp as ours
 from sac.config import FullConfig
 from sac.errors import ConfigError, ModelError
-from tests.unit.compat.wrapping import (
-    by_function,
-    is_layer,
-    model,
-    on_layers,
-    region_paths,
-)
-
-# What a region cannot do
-
-REENTRANT = {"context_fn": sac.context_fn("general"), "checkpoint_impl": ours.CheckpointImpl.REENTRANT}
-UNSUPPORTED = {  # what is given to checkpoint_wrapper, and what the error says of it
-    "checkpoint_impl": (
-        {"checkpoint_impl": "reentrant"},
-        "'reentrant' is not an implementation\n    legal: CheckpointImpl.",
-    ),
-    "checkpoint_fn": (
-        {"checkpoint_fn": len},
-        "<built-in function len> cannot be made a region\n    legal: sac.checkpoint, ",
-    ),
-    "context_fn": (
-        {"context_fn": int},
-        "the caller's contexts around forward and recomputation are not entered\n    fix: ",
-    ),
-    "context_fn reentrant": (
-        REENTRANT,
-        "per-op decisions need the non-reentrant mode\n    fix: use CheckpointImpl.NO_",
-    ),
-    "debug": ({"debug": True}, "True is not supported: errors of recomputation name the saved tensor without it\n"),
-    "offload_to_cpu": ({"offload_to_cpu": 1}, "1 is not true or false\n    legal: true, false"),
-    "config": (
-        {"config": {"store": "host"}},
-        "{'store': 'host'} is not a FullConfig\n    legal: a sac.full.FullConfig",
-    ),
-    "offload_to_cpu and config": (
-        {"config": FullConfig(store="host"), "offload_to_cpu": True},
-        "config keeps inputs elsewhere (store 'host')\n    fix: leave one of the two out",
-    ),
-    "preserve_rng": ({"preserve_rng": True}, "it is not known\n    did you mean: preserve_rng_state\n    legal: use_"),
-    "determinism_check": ({"determinism_check": "all"}, "'all' is not a check\n    legal: default, none"),
-}
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
-@pytest.mark.parametrize("entry", ["wrapper", "apply", "function"])
-def test_what_cannot_be_done_is_an_error_and_changes_nothing(name: str, entry: str) -> None:
-    given, text = UNSUPPORTED[name]
+def model() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3)))
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def ours_in(network: nn.Module) -> list[str]:
+    return [name for name, one in network.named_modules() if "forward" in one.__dict__]
+
+
+CONTEXTS = {"context_fn": sac.context_fn("general"), "checkpoint_impl": ours.CheckpointImpl.REENTRANT}
+KEPT_TWICE = {"config": FullConfig(store="host"), "offload_to_cpu": True}
+UNSUPPORTED: list[tuple[dict[str, Any], str]] = [  # what is given to checkpoint_wrapper, and what the error says of it
+    ({"checkpoint_impl": "reentrant"}, "checkpoint_impl: 'reentrant' is not .*\n.*legal: CheckpointImpl"),
+    ({"checkpoint_fn": len}, "checkpoint_fn: <built-in function len> cannot be made a region"),
+    ({"context_fn": int}, "context_fn: the caller's contexts .* are not entered\n.*fix: "),
+    (CONTEXTS, "context_fn: per-op decisions need the non-reentrant mode"),
+    ({"debug": True}, "debug: True is not supported"),
+    ({"offload_to_cpu": 1}, "offload_to_cpu: 1 is not true or false"),
+    ({"config": {"store": "host"}}, "config: {'store': 'host'} is not a FullConfig"),
+    (KEPT_TWICE, "offload_to_cpu: config keeps inputs elsewhere .*\n.*fix: leave one of the two out"),
+    ({"preserve_rng": True}, "preserve_rng: it is not known\n.*did you mean: preserve_rng_state"),
+    ({"determinism_check": "all"}, "determinism_check: 'all' is not a check"),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), UNSUPPORTED)
+def test_what_cannot_be_done_is_an_error_and_changes_nothing(given: dict[str, Any], text: str) -> None:
     mine = model()
     wrap = functools.partial(ours.checkpoint_wrapper, **given)
-    put = {
-        "wrapper": lambda: wrap(mine.layers[0]),
-        "apply": lambda: ours.apply_activation_checkpointing(mine, wrap, is_layer),
-        "function": lambda: ours.apply_activation_checkpointing(mine, lambda one: wrap(one), is_layer),
-    }[entry]
-    with pytest.raises(ConfigError) as error:
-        put()
-    assert str(error.value).startswith(f"checkpoint_wrapper.{name.split()[0]}: {text}")
-    assert all("forward" not in one.__dict__ for one in mine.modules())
-    assert region_paths(mine) == []
-
-
-def test_a_second_region_is_an_error() -> None:
-    mine = model()
-    on_layers(ours, mine)
-    for again in (lambda: on_layers(ours, mine), lambda: by_function(ours, mine)):
-        with pytest.raises(ModelError) as error:
-            again()
-        assert str(error.value).split("\n")[:2] == [
-            "layers.0: this module is a region of sac already",
-            "    fix: call sac.remove(model) first",
-        ]
-        assert len(region_paths(mine)) == 3
+    for put in (wrap, lambda one: ours.apply_activation_checkpointing(one, wrap, is_linear)):
+        with pytest.raises(ConfigError, match=rf"^checkpoint_wrapper\.{text}"):
+            put(mine)
+        assert ours_in(mine) == []
 
 
 def test_a_function_that_fails_half_way_leaves_nothing() -> None:
-    mine, count = model(), [0]
+    mine, left = model(), [nn.Linear]
 
     def wrap(module: nn.Module) -> nn.Module:
-        count[0] += 1
-        if count[0] == 2:
-            raise KeyError("half way")
+        left.pop()  # an IndexError the second time
         return ours.checkpoint_wrapper(module)
 
-    with pytest.raises(KeyError):
-        ours.apply_activation_checkpointing(mine, wrap, is_layer)
-    assert all("forward" not in one.__dict__ for one in mine.modules())
+    with pytest.raises(IndexError):
+        ours.apply_activation_checkpointing(mine, wrap, is_linear)
+    assert ours_in(mine) == []
 
 
-def test_torchs_own_wrapper_is_not_mixed_in() -> None:
+def a_second_region() -> None:
     mine = model()
-    with pytest.raises(ConfigError) as error:
-        ours.apply_activation_checkpointing(mine, of_torch.checkpoint_wrapper, is_layer)
-    assert str(error.value) == (
-        "apply_activation_checkpointing.checkpoint_wrapper_fn: it returned CheckpointWrapper around PreNormLayer, "
-        "not the module itself\n"
-        "    fix: let it call checkpoint_wrapper of sac.compat.fsdp"
-    )
-    of_torch.apply_activation_checkpointing(mine, check_fn=is_layer)
-    with pytest.raises(ModelError) as refused:
-        ours.checkpoint_wrapper(mine)
-    assert str(refused.value).startswith("Model: the model's own checkpointing is on: checkpoint_wrapper is around ")
+    ours.apply_activation_checkpointing(mine, check_fn=is_linear)
+    ours.apply_activation_checkpointing(mine, check_fn=is_linear)
+
+
+def beside_torchs_wrapper() -> None:
+    mine = model()
+    of_torch.apply_activation_checkpointing(mine, check_fn=is_linear)
+    ours.checkpoint_wrapper(mine)
+
+
+def offloaded() -> nn.Module:
+    return ours.offload_wrapper(nn.Linear(2, 2))
+
+
+def apply_on_offloaded() -> None:
+    mine = model()
+    ours.offload_wrapper(mine[1])
+    sac.apply(mine, "full")
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    r"0\.0: this module is a region of sac already\n    fix: call sac.remove": a_second_region,
+    "Sequential: the model's own checkpointing is on: checkpoint_wrapper is around ": beside_torchs_wrapper,
+    "checkpoint_wrapper_fn: it returned CheckpointWrapper around": lambda: ours.apply_activation_checkpointing(
+        model(), of_torch.checkpoint_wrapper, is_linear
+    ),
+    "Linear: it is inside a region, which does not keep what its modules save\n    fix": lambda: ours.offload_wrapper(
+        sac.apply(model(), "full")[0][0]
+    ),
+    "Linear: what it saves is kept elsewhere already\n    fix": lambda: ours.offload_wrapper(offloaded()),
+    "Linear: its inputs are kept elsewhere already": lambda: ours.offload_wrapper(
+        ours.offload_wrapper(ours.checkpoint_wrapper(nn.Linear(2, 2)))
+    ),
+    "ModuleList: it is not called itself, .*\n    fix: call offload_wrapper on each of": lambda: ours.offload_wrapper(
+        nn.ModuleList([nn.Linear(2, 2)])
+    ),
+    "Linear: offload_wrapper is on this module: make it": lambda: ours.checkpoint_wrapper(offloaded()),
+    "1: sac.compat.fsdp.offload_wrapper is on this module\n    fix: call": apply_on_offloaded,
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_is_refused(text: str) -> None:
+    with pytest.raises((ModelError, ConfigError), match=text):
+        REFUSED[text]()

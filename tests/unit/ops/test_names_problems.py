@@ -19,12 +19,7 @@ from sac.ops.names import check_sets, resolve_ops
         ("aten.mm.defalt", "aten.mm has no overload defalt", "aten.mm.default"),
         ("aten.*no_such*", "the glob aten.*no_such* matches no registered op", ""),
         ("aten.add_", "aten.add_ cannot be saved: it writes its argument `self`", ""),
-        ("aten.native_batch_norm", "it writes its arguments `running_mean` and `running_var`", ""),
         ("aten.view", "aten.view cannot be saved: it is a view", ""),
-        ("aten.empty_like", "aten.empty_like cannot be saved: it makes an uninitialised tensor", ""),
-        ("aten.zeros_like", "aten.zeros_like cannot be saved: it makes a constant", ""),
-        ("aten._local_scalar_dense", "aten._local_scalar_dense cannot be saved: it returns no tensor", ""),
-        ("profiler._record_function_enter_new", "profiler ops belong to the infrastructure", ""),
     ],
 )
 def test_a_wrong_name(name, found, nearest):
@@ -43,12 +38,8 @@ def test_a_set_that_the_policy_defines_is_legal_and_near():
 
 
 def test_every_wrong_name_is_told_at_its_place():
-    resolved = resolve_ops(["aten.mm", "aten.view", "matmul", "aten.mmm", "zzz.*", "aten.add_"])
-    assert [(problem.index, problem.text) for problem in resolved.problems] == [
-        (1, "aten.view"),
-        (3, "aten.mmm"),
-        (5, "aten.add_"),
-    ]
+    resolved = resolve_ops(["aten.mm", "aten.view", "matmul", "aten.mmm", "zzz.*"])
+    assert [(problem.index, problem.text) for problem in resolved.problems] == [(1, "aten.view"), (3, "aten.mmm")]
     assert {"aten.mmm", "zzz.*"} <= set(resolved.missing)
 
 

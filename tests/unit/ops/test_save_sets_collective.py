@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 
 from sac.ops.facts import traits_of
-from sac.ops.names import is_must_save, resolve_ops
+from sac.ops.names import resolve_ops
 
 c10d = torch.ops._c10d_functional
 P2P = ("irecv", "batch_p2p_ops")
@@ -18,34 +19,18 @@ def group(tmp_path):
     dist.destroy_process_group()
 
 
-def test_waiting_hands_back_the_tensor_it_waits_for(group):
+def test_a_result_may_be_waited_for_again_and_later(group):
+    """Waiting hands back the tensor it waits for, so what a region keeps is complete once backward has waited."""
     x = torch.arange(4.0)
     result = c10d.all_to_all_single(x, [4], [4], group.group_name)
     assert c10d.wait_tensor(result) is result
-    assert traits_of(c10d.wait_tensor.default).is_view
+    assert c10d.wait_tensor(result) is result
+    assert torch.equal(result, x)
     assert result.data_ptr() != x.data_ptr()
-    assert traits_of(c10d.all_to_all_single.default).savable
-
-
-def test_a_kept_result_may_be_waited_for_again(group):
-    x = torch.arange(4.0)
-    result = c10d.all_reduce(x, "sum", group.group_name)
-    first = c10d.wait_tensor(result).clone()
-    again = c10d.wait_tensor(result)
-    assert again is result
-    assert torch.equal(first, again)
-    assert torch.equal(again, x)
-
-
-def test_a_result_that_forward_never_waited_for_is_complete_once_waited_for_later(group):
-    x = torch.arange(4.0)
-    kept = c10d.all_gather_into_tensor(x, 1, group.group_name)
-    assert torch.equal(c10d.wait_tensor(kept), x)
+    assert traits_of(c10d.wait_tensor.default).is_view
 
 
 def test_the_wrapper_of_a_pending_result_shares_its_storage(group):
-    import torch.distributed._functional_collectives as collectives
-
     pending = collectives.all_reduce(torch.ones(2), "sum", group)
     assert traits_of(c10d._wrap_tensor_autograd.default).is_view
     assert not resolve_ops(["*"]).matches(c10d._wrap_tensor_autograd.default)
@@ -68,8 +53,3 @@ newer = pytest.mark.skipif(not hasattr(c10d, "irecv"), reason="this torch has no
 )
 def test_collectives_that_write_cannot_be_saved(name):
     assert traits_of(getattr(c10d, name).default).unsavable_reason.startswith("it writes its argument")
-
-
-def test_every_exchange_is_saved_on_every_rank_alike():
-    assert is_must_save(c10d.all_to_all_single.default) == (True, "")
-    assert is_must_save(c10d.all_reduce.default) == (False, "")

@@ -38,31 +38,27 @@ def test_device_to_host_looks_at_both_sides(source, target, holds):
     assert condition((on(source),), {"device": torch.device(target)}, None) is holds
 
 
-def test_device_to_host_is_false_for_what_is_no_copy_of_a_tensor():
-    assert condition_of("device_to_host")((), {}, None) is False
-    assert condition_of("device_to_host")((on("cuda"),), {}, None) is False
-    assert condition_of("device_to_host")((torch.empty(2, device="meta"),), {"device": "cpu"}, None) is False
+TRAIN_WITHOUT_OUT = "truthy:1/train & absent:3/out"
 
 
-def test_absent_holds_when_every_named_argument_was_left_out():
-    condition = condition_of("absent:2/out,/more")
-    assert condition((0, 1, None), {}, None) is True
-    assert condition((0, 1), {}, None) is True
-    assert condition((0, 1, 2), {}, None) is False
-    assert condition((0, 1), {"out": 2}, None) is False
-    assert condition((0, 1), {"more": 2}, None) is False
-
-
-def test_truthy_holds_when_every_named_argument_is_true():
-    condition = condition_of("truthy:0/dropout,1/train")
-    assert condition((0.1, True), {}, None) is True
-    assert condition((0.0, True), {}, None) is False
-    assert condition((0.1,), {"train": False}, None) is False
-    assert condition((), {}, None) is False
-
-
-def test_two_conditions_can_be_asked_for_at_once():
-    condition = condition_of("truthy:1/train & absent:3/out")
-    assert condition((0, True, 1), {}, None) is True
-    assert condition((0, True, 1, 0), {}, None) is False
-    assert condition((0, False, 1), {}, None) is False
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "holds"),
+    [
+        ("device_to_host", (), {}, False),
+        ("device_to_host", (torch.empty(2, device="meta"),), {"device": "cpu"}, False),
+        ("absent:2/out,/more", (0, 1, None), {}, True),
+        ("absent:2/out,/more", (0, 1), {}, True),
+        ("absent:2/out,/more", (0, 1, 2), {}, False),
+        ("absent:2/out,/more", (0, 1), {"out": 2}, False),
+        ("absent:2/out,/more", (0, 1), {"more": 2}, False),
+        ("truthy:0/dropout,1/train", (0.1, True), {}, True),
+        ("truthy:0/dropout,1/train", (0.0, True), {}, False),
+        ("truthy:0/dropout,1/train", (0.1,), {"train": False}, False),
+        ("truthy:0/dropout,1/train", (), {}, False),
+        (TRAIN_WITHOUT_OUT, (0, True, 1), {}, True),
+        (TRAIN_WITHOUT_OUT, (0, True, 1, 0), {}, False),
+        (TRAIN_WITHOUT_OUT, (0, False, 1), {}, False),
+    ],
+)
+def test_conditions_on_arguments(name, args, kwargs, holds):
+    assert condition_of(name)(args, kwargs, None) is holds

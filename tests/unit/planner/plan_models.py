@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 WIDTH = 16
-Built = tuple[nn.Module, tuple[Tensor, ...]]
 
 
 class Block(nn.Module):
@@ -27,10 +24,7 @@ class Stack(nn.Module):
 
     def __init__(self, layers: int = 3) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(self.make() for _ in range(layers))
-
-    def make(self) -> nn.Module:
-        return Block()
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -45,55 +39,5 @@ class Looks(Stack):
         return super().forward(x) * (1 if x.sum() > 0 else 2)
 
 
-class NoBlocks(nn.Module):
-    """One parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.weight).sum()
-
-
-@torch.library.custom_op("sac_tests_plan::twice", mutates_args=())
-def twice(x: Tensor) -> Tensor:
-    """An op of a library, which may multiply: its FLOPs are not known."""
-    return x * 2
-
-
-twice.register_fake(torch.empty_like)
-twice.register_autograd(lambda context, gradient: gradient * 2)
-
-
-class Library(Block):
-    """A block with that op."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(twice(x)).sin()
-
-
-class OfLibrary(Stack):
-    """Blocks with an op of a library."""
-
-    def make(self) -> nn.Module:
-        return Library()
-
-
-def _inputs(seq: int = 64, width: int = WIDTH) -> tuple[Tensor, ...]:
-    return (torch.randn(4, seq, width),)
-
-
-def stack(seq: int = 64, layers: int = 3) -> Built:
-    return Stack(layers), _inputs(seq)
-
-
-def looks() -> Built:
-    return Looks(), _inputs()
-
-
-def of_library() -> Built:
-    return OfLibrary(), _inputs()
-
-
-MODELS: dict[str, Any] = {"stack": stack, "of_library": of_library}
+def stack(seq: int = 64, layers: int = 3) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Stack(layers), (torch.randn(4, seq, WIDTH),)

@@ -74,9 +74,5 @@ def test_largest_numbers() -> None:
     ],
 )
 def test_ranks_that_differ(other: Grounds, what: str) -> None:
-    with pytest.raises(PlanError) as raised:
+    with pytest.raises(PlanError, match=f"differ in the {what} of their regions"):
         largest([grounds(8), other])
-    assert str(raised.value) == (
-        f"activation_checkpointing.budget: the ranks that share its parameters differ in the {what} of their regions, "
-        "so that no plan is right for all\n    fix: use mode: full, or a policy by hand"
-    )

@@ -93,17 +93,6 @@ def test_model_that_goes_takes_the_profiler_along() -> None:
     assert not profiler_is_on()
 
 
-def test_steps_without_gradients_are_left_alone() -> None:
-    model = Model()
-    sac.apply(model, within("50%"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for _ in range(3):
-        step(model, optimizer)
-        with torch.no_grad():
-            model(X)
-    assert controller_of(model).fitted is not None
-
-
 class Odd(Block):
     """A block whose results depend on memory that no op has filled."""
 

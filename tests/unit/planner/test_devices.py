@@ -13,12 +13,9 @@ from sac.planner.devices import DEVICES, device_at_hand, device_named
     ("text", "name"),
     [
         ("H-100", "h100"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA H200", "h200"),
-        ("NVIDIA B200", "b200"),
         ("AMD Instinct MI300X", "mi300x"),
-        ("cpu", "cpu"),
     ],
 )
 def test_device_is_found_by_its_names(text: str, name: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import pytest
 import torch
 
 from sac.planner.meters import CpuMeter, CudaMeter, Level, meter_of
@@ -25,13 +24,8 @@ class Allocator:
         self.peak = self.live
 
 
-@pytest.fixture
-def allocator() -> Allocator:
-    return Allocator()
-
-
-def test_levels_of_a_gpu(allocator: Allocator) -> None:
-    device = torch.device("cuda", 0)
+def test_levels_of_a_gpu() -> None:
+    allocator, device = Allocator(), torch.device("cuda", 0)
     with patch.multiple(
         torch.cuda,
         memory_allocated=lambda one: allocator.live,

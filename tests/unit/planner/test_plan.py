@@ -8,21 +8,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed._tools.mem_tracker import MemTracker
 
 import sac
 from sac.errors import ModelError, PlanError
 from sac.memory_timeline import measure_memory
 from sac.planner.budget import LEGAL_BUDGET
-from sac.planner.devices import device_named
 from sac.planner.planning import best_size, make_plan
-from sac.planner.rehearsal import Rehearsal
 from sac.planner.sharding import fake_ranks, fsdp_over
 from sac.policy.load import load_policy
 from tests.support.model_zoo import tiny
-from tests.unit.planner.plan_models import Block, Looks, NoBlocks, Stack
+from tests.unit.planner.plan_models import Block, Looks, Stack
 
-FAMILIES = ["llama", "t5", "mixtral", "gpt2", "vit"]
+FAMILIES = ["llama", "t5", "mixtral", "vit"]
 X = torch.randn(4, 32, 16)
 
 
@@ -31,20 +28,6 @@ def model_of(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
     model, batch = tiny(family)
     model.config.use_cache = False
     return model.train(), {name: value.repeat(4, *[1] * (value.dim() - 1)) for name, value in batch.items()}
-
-
-def real_peak(model: nn.Module, inputs: dict[str, Tensor]) -> int:
-    """Return the peak of the second step of a training, with parameters and inputs."""
-
-    def run() -> None:
-        model(**inputs).loss.backward()
-
-    run()
-    model.zero_grad(set_to_none=True)
-    known = [*model.parameters(), *model.buffers(), *inputs.values()]
-    return (
-        sum({one.data_ptr(): one.untyped_storage().nbytes() for one in known}.values()) + measure_memory(run).peak_bytes
-    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -67,7 +50,15 @@ def test_real_step_takes_what_the_plan_says(family: str) -> None:
     model, inputs = model_of(family)
     made = make_plan(model, inputs, "50%")
     sac.apply(model, made.policy)
-    assert real_peak(model, inputs) <= 1.05 * made.rows[0].peak
+
+    def step() -> None:
+        model(**inputs).loss.backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    known = [*model.parameters(), *model.buffers(), *inputs.values()]
+    there = sum({one.data_ptr(): one.untyped_storage().nbytes() for one in known}.values())
+    assert there + measure_memory(step).peak_bytes <= 1.05 * made.rows[0].peak
 
 
 def test_policy_that_is_saved_decides_the_same(tmp_path: Path) -> None:
@@ -78,20 +69,6 @@ def test_policy_that_is_saved_decides_the_same(tmp_path: Path) -> None:
     assert loaded.rules == policy.rules
     assert (tmp_path / "plan.yaml").read_text().startswith("# Planned by sac with torch")
     assert "selective" in policy.table()
-
-
-def test_ledger_counts_as_torchs_tracker_does() -> None:
-    model, inputs = model_of("llama")
-    steps = Rehearsal(model, inputs, device_named("cpu"))
-    said = steps.run(steps.prediction.fastest).peak
-    copy, tracker = steps.model, MemTracker()
-    steps.close()
-    tracker.track_external(copy)
-    with tracker:
-        copy(**steps.inputs).loss.backward()
-    peak = sum(one["Total"] for one in tracker.get_tracker_snapshot("peak").values())
-    static = sum(value.nbytes for value in inputs.values())
-    assert abs(said - peak - static) <= 0.02 * peak
 
 
 def test_nothing_is_changed() -> None:
@@ -114,14 +91,6 @@ def test_least_peak_and_its_parts_are_in_the_error() -> None:
     assert make_plan(model, inputs, least).rows[0].peak <= least
 
 
-def test_large_budget_needs_no_checkpointing() -> None:
-    model, inputs = model_of("llama")
-    made = make_plan(model, inputs, "1TiB", optimizer="adamw")
-    assert made.notes == ("no checkpointing is needed",)
-    assert made.rows[0].seconds == 0
-    assert made.extra == 2 * sum(one.nbytes for one in model.parameters())
-
-
 def test_explanation_adds_up() -> None:
     model, inputs = model_of("llama")
     made = make_plan(model, inputs, "50%", explains=True, optimizer="adamw")
@@ -132,6 +101,9 @@ def test_explanation_adds_up() -> None:
     assert found["parameters"] == sum(one.nbytes for one in model.parameters())
     assert any("(rule " in line for line in made.explanation.lines())
     assert "memory._record_memory_history" in made.explanation.lines()[-1]
+    large = make_plan(model, inputs, "1TiB")
+    assert large.notes == ("no checkpointing is needed",)
+    assert large.rows[0].seconds == 0
 
 
 def test_plan_for_one_of_several_ranks() -> None:
@@ -142,15 +114,6 @@ def test_plan_for_one_of_several_ranks() -> None:
     with fake_ranks(4):
         again = make_plan(model, inputs, "50%", parallelize=fsdp_over(4))
     assert again.static < whole.static
-
-
-def test_model_on_the_meta_device() -> None:
-    with torch.device("meta"):
-        model = Stack()
-    made = make_plan(model, (X.to("meta"),), "50%", device="h100")
-    assert made.rows[0].peak <= made.budget
-    with pytest.raises(PlanError, match="meta device"):
-        sac.plan(model, (X.to("meta"),), "50%")
 
 
 def test_block_that_cannot_be_replayed_is_named() -> None:
@@ -180,10 +143,9 @@ class _Odd(Block):
         ({"loss_fn": 3}, "cannot be called"),
         ({"loss_fn": lambda loss: loss.detach()}, "needs no gradient"),
         ({"optimizer": "adma"}, "adam"),
-        ({"optimizer": 3}, "not an optimizer"),
         ({"inputs": (X, X)}, "does not run with these inputs"),
         ({"model": Looks()}, "give sac.apply a `budget`"),
-        ({"model": NoBlocks()}, "no blocks|blocks"),
+        ({"model": nn.Linear(16, 1), "loss_fn": torch.sum}, "blocks"),
         ({"model": 3}, "not a torch.nn.Module"),
         ({"model": sac.apply(Stack(), "full")}, "sac is on this model"),
     ],
@@ -217,3 +179,5 @@ def test_plan_of_the_meta_device_is_that_of_the_cpu(device: str) -> None:
     expected = make_plan(model, (X,), "50%", device=device)
     again = make_plan(model.to("meta"), (X.to("meta"),), "50%", device=device)
     assert (again.policy, again.rows) == (expected.policy, expected.rows)
+    with pytest.raises(PlanError, match="meta device"):
+        sac.plan(model, (X.to("meta"),), "50%")

@@ -16,19 +16,10 @@ FILES = [
     ("schema: sac/v1\n1: a\nrules: []\n", ":2:1: a key of a policy is 1"),
     ("llama\n", ':1:1: the policy is "llama"'),
     ("", ": the file is empty"),
-    (
-        "schema: sac/v1\nrules: []\n---\nschema: sac/v1\n",
-        ":3:1: this is not YAML: expected a single document in the stream: ",
-    ),
+    ("schema: sac/v1\nrules: []\n---\nschema: sac/v1\n", ":3:1: this is not YAML: expected a single document"),
     ("schema: !!python/object/apply:os.system [ls]\n", ":1:9: the tag !!python/object/apply:os.system is not allowed"),
-    (
-        "schema: sac/v1\nrules: [{ops: a, module: *_proj, do: save}]\n",
-        ":2:26: this is not YAML: found undefined alias '_proj'",
-    ),
-    (
-        "schema: sac/v1\nrules:\n  - ops: a\n    shape:\n    - >=4096\n",
-        ":5:8: this is not YAML: while scanning a block scalar: expected ch",
-    ),
+    ("schema: sac/v1\nrules: [{module: *_proj, do: save}]\n", ":2:18: this is not YAML: found undefined alias '_proj'"),
+    ("schema: sac/v1\nrules:\n  - shape:\n    - >=4096\n", ":4:8: this is not YAML: while scanning a block scalar"),
     ("schema: sac/v1\nrules:\n\t- ops: a\n", ":3:1: this is not YAML: while scanning for the next token: found c"),
     ("schema: 'sac/v1\n", ":2:1: this is not YAML: while scanning a quoted scalar: found unex"),
     ("schema: sac/v1\nname: \x07\n", ":2:7: the character 0x0007 is not allowed in YAML"),
@@ -40,18 +31,14 @@ FILES = [
     ("schema: sac/v1\nrules: {ops: a, do: save}\n", ":2:8: rules is a mapping"),
     ("schema: sac/v1\ndefault: alternate\nrules: []\n", ':2:10: default is "alternate"'),
     ("schema: sac/v1\nname: true\nrules: []\n", ":2:7: name is the boolean true"),
-    (
-        'schema: sac/v1\nname: "a\\nb"\nrules: []\n',
-        ":2:7: name has a line break, an outer space or a control character",
-    ),
+    ('schema: sac/v1\nname: "a\\nb"\nrules: []\n', ":2:7: name has a line break, an outer space or a control char"),
     ("schema: sac/v1\nsets: {attention: []}\nrules: []\n", ":2:19: sets.attention is an empty list"),
     ("schema: sac/v1\nsets: {aten.mm: a}\nrules: []\n", ':2:8: the name of a set is "aten.mm"'),
     ("schema: sac/v1\nrules: [save]\n", ':2:9: a rule is "save"'),
     (
-        "schema: sac/v1\nrules:\n  - {id: a, ops: a, do: save}\n  - {id: a, ops: b, do: save}\n",
-        ':4:10: the id "a" is given twice; the first is at p.yaml:3:10',
+        "schema: sac/v1\nrules: [{id: a, ops: a, do: save}, {id: a, ops: b, do: save}]\n",
+        ':2:41: the id "a" is given tw',
     ),
-    ("schema: sac/v1\nrules: []\nplan: {}\n", ':3:1: unknown key "plan" in a policy'),
 ]
 RULES = [
     ("ops: a, do: true", "do is true"),
@@ -121,18 +108,21 @@ def test_all_errors_come_at_once_with_legal_values_near_words_and_fixes() -> Non
     ]
 
 
-@pytest.mark.parametrize("text", ["[" * 5000, "schema: " + "{a: " * 30 + "}" * 30 + "\n"])
-def test_deep_files_are_refused(text: str) -> None:
-    assert re.search("nests more than 20 deep|not YAML", message(text))
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9))
 
 
-def test_an_alias_bomb_is_refused() -> None:
-    bomb = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9))
-    assert "holds more than 10000 values" in message(bomb)
-
-
-def test_long_files_are_refused() -> None:
-    assert "holds more than 10000 values" in message("".join(f"x{n}: 1\n" for n in range(6000)))
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("[" * 5000, "nests more than 20 deep|not YAML"),
+        ("schema: " + "{a: " * 30 + "}" * 30 + "\n", "nests more than 20 deep"),
+        (BOMB, "holds more than 10000 values"),
+        ("".join(f"x{n}: 1\n" for n in range(6000)), "holds more than 10000 values"),
+    ],
+    ids=["deep list", "deep mapping", "aliases of aliases", "long"],
+)
+def test_files_that_would_take_all_memory_are_refused(text: str, found: str) -> None:
+    assert re.search(found, message(text))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sac.policy.patterns import PathPattern
@@ -38,33 +38,13 @@ def split(path: str) -> list[str]:
 globbed = st.text("ab_*", min_size=1, max_size=3).filter(lambda text: "**" not in text) | st.just("**")
 
 
-@settings(deadline=None)
-@given(st.lists(globbed, max_size=5), paths)
-def test_a_pattern_without_braces_matches_as_read_plainly(segments: list[str], path: str) -> None:
-    assert PathPattern.parse(".".join(segments)).matches(path) == segments_match(segments, split(path))
-
-
-@st.composite
-def braced(draw: st.DrawFn) -> tuple[str, list[str]]:
-    """A pattern with braces, and the patterns it spells out."""
-    parts = draw(st.lists(st.lists(st.text("ab*", min_size=1, max_size=2), min_size=1, max_size=3), max_size=3))
-    parts = [[word.replace("**", "*") for word in part] for part in parts]
+@given(st.lists(st.lists(globbed, min_size=1, max_size=3), max_size=4), paths)
+def test_a_pattern_matches_when_one_of_what_its_braces_spell_out_does_as_read_plainly(
+    parts: list[list[str]], path: str
+) -> None:
     text = ".".join("{" + ",".join(part) + "}" if len(part) > 1 else part[0] for part in parts)
-    return text, [".".join(way) for way in itertools.product(*parts)]
-
-
-@settings(deadline=None)
-@given(braced(), paths)
-def test_braces_match_when_one_of_what_they_spell_out_does(pattern: tuple[str, list[str]], path: str) -> None:
-    text, ways = pattern
-    assert PathPattern.parse(text).matches(path) == any(segments_match(split(way), split(path)) for way in ways)
-
-
-@settings(deadline=None)
-@given(st.lists(braced(), min_size=1, max_size=4), paths)
-def test_a_list_matches_when_one_of_its_patterns_does(patterns: list[tuple[str, list[str]]], path: str) -> None:
-    texts = [text for text, _ in patterns]
-    assert PathPattern.any_of(texts).matches(path) == any(PathPattern.parse(text).matches(path) for text in texts)
+    ways = itertools.product(*parts)
+    assert PathPattern.parse(text).matches(path) == any(segments_match([*way], split(path)) for way in ways)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +75,10 @@ def test_what_patterns_mean(pattern: str, matching: list[str], other: list[str])
     [
         ("a b", "it has a space in it"),
         ("a/b", 'module paths are written with dots, not with "/"'),
-        ("layers.[0-7]", '"[" has no meaning here; only *, ** and {a,b} are special'),
         ("layer?", '"?" has no meaning here; only *, ** and {a,b} are special'),
         ("a..b", "it has an empty segment: two dots in a row, or a dot at an end"),
-        (".a", "it has an empty segment: two dots in a row, or a dot at an end"),
         ("{,a}.b", "it has an empty segment: two dots in a row, or a dot at an end"),
         ("a**", '"**" stands alone between dots, not inside of "a**"'),
-        ("***", '"**" stands alone between dots, not inside of "***"'),
         ("{a,b", 'a "{" has no "}" after it'),
         ("a}", 'a "}" has no "{" before it'),
         ("a,b", 'a comma stands outside of braces; alternatives are written "{a,b}", or as a list'),
@@ -117,19 +94,6 @@ def test_a_bad_pattern_says_why(pattern: str, reason: str) -> None:
     assert str(caught.value) == reason
 
 
-def test_a_list_does_not_mend_a_bad_pattern_in_it() -> None:
-    with pytest.raises(ValueError) as caught:
-        PathPattern.any_of(["{a", "b}"])
-    assert str(caught.value) == 'a "{" has no "}" after it'
-
-
 def test_many_stars_are_matched_in_little_work() -> None:
     assert not PathPattern.parse(".".join(["**", "a"] * 50)).matches(".".join(["a"] * 300 + ["b"]))
     assert not PathPattern.parse("*a" * 50 + "b").matches("a" * 3000)
-
-
-def test_patterns_are_equal_by_their_text() -> None:
-    assert PathPattern.parse("a.{b,c}") == PathPattern.parse("a.{b,c}")
-    assert PathPattern.parse("a") != PathPattern.parse("b")
-    assert len({PathPattern.parse("a"), PathPattern.parse("a")}) == 1
-    assert repr(PathPattern.parse("a")) == "PathPattern(text='a')"

@@ -13,42 +13,10 @@ from sac.errors import PolicyError
 from sac.policy.load import dump_policy, load_policy
 from sac.policy.read import DO_WORDS, DTYPES, POLICY_KEYS, RULE_KEYS
 
-SIGNS = [
-    "[",
-    "]",
-    "{",
-    "}",
-    "&x ",
-    "*x",
-    "'",
-    '"',
-    "\n",
-    "\n  ",
-    "\n- ",
-    "!!str ",
-    "!",
-    "<<: ",
-    "? ",
-    ": ",
-    ", ",
-    "| ",
-    ">",
-]
-WORDS = [
-    "schema: sac/v1\n",
-    "rules:\n  - ",
-    "ops: x",
-    "do: save",
-    "layers: ",
-    "---\n",
-    "...",
-    "%YAML 1.1\n",
-    "1:8",
-    "~",
-]
-TRAPS = ["\\u", "\\Uffffffff", "\x00", "\u2028", "\ufeff", "\t", "\r", "#", "-1", "1e99", ".nan", "0x1f", "\U0001f600"]
+SIGNS = [*"[]{}'\"!\n>", "&x ", "*x", "\n  ", "\n- ", "!!str ", "<<: ", "? ", ": ", ", ", "| ", "---\n", "%YAML 1.1\n"]
+WORDS = ["schema: sac/v1\n", "rules:\n  - ", "ops: x", "do: save", "layers: ", "1:8", "~", "-1", "1e99", ".nan", "0x1f"]
+TRAPS = ["\\u", "\\Uffffffff", "\x00", "\u2028", "\ufeff", "\t", "\r", "#", "\U0001f600"]
 yamlish = st.lists(st.sampled_from(SIGNS + WORDS + TRAPS), max_size=25).map("".join)
-RULE = {"id": "a", "ops": ["matmul"], "layers": ["0-7"], "optional": True, "do": "save"}
 POLICY = b"schema: sac/v1\nname: fuzz\nrules:\n- {id: a, ops: [matmul], layers: [0-7], do: save}\ndefault: recompute\n"
 places = st.integers(0, len(POLICY))
 changed = st.builds(lambda start, text, end: POLICY[:start] + text.encode() + POLICY[end:], places, yamlish, places)
@@ -60,16 +28,14 @@ contents = st.one_of(
 def assert_policy_or_told(source: object) -> None:
     """Hold that `source` is a policy that can be written and read again, or that one error says why it is none."""
     try:
-        policy, told = load_policy(source), ""  # type: ignore[arg-type]
+        policy = load_policy(source)  # type: ignore[arg-type]
     except PolicyError as error:
-        policy, told = None, str(error)
-    if policy is None:
-        assert told.encode()  # it can be printed, whatever was in the source
+        str(error).encode()  # it can be printed, whatever was in the source
     else:
         assert dump_policy(load_policy(yaml.safe_load(dump_policy(policy)))) == dump_policy(policy)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(contents)
 @example(POLICY)
 @example(b'"\\ud800": 1')
@@ -91,12 +57,11 @@ values = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.dictionaries(st.sampled_from(POLICY_KEYS), values, max_size=4),
     st.lists(st.dictionaries(st.sampled_from(RULE_KEYS), values, max_size=5) | values, max_size=3),
 )
-@example({}, [RULE])
+@example({}, [{"id": "a", "ops": ["matmul"], "layers": ["0-7"], "optional": True, "do": "save"}])
 def test_any_mapping_is_a_policy_or_one_error(policy: dict[str, object], rules: list[object]) -> None:
-    assert_policy_or_told(policy)
     assert_policy_or_told(policy | {"rules": rules})

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-import sac
 from tests.support.blocks import (
     APPLY,
     ENTRIES,
@@ -27,7 +26,6 @@ from tests.support.blocks import (
     selective,
     square,
     tokens,
-    under_each_engine,
     ways,
 )
 from tests.support.recording import backward_ops
@@ -88,7 +86,6 @@ def test_backward_flops_are_exact(name: str, entry: str) -> None:
 
 
 ATTENTION: dict[str, tuple[Any, int]] = {
-    "default save": (selective(policy(default="save")), 0),
     "attention": (selective(policy(save("attention"))), 0),
     "attention by glob": (selective(policy(save("aten._scaled_dot_product_*"))), 0),
     "matmuls": (selective(policy(save("matmul"))), 1),
@@ -103,74 +100,6 @@ def test_attention_runs_again_only_if_it_was_not_saved(name: str, entry: str) ->
     ran = backward_ops(model, tokens())
     forward_calls = sum(count for op, count in ran.ops.items() if "scaled_dot_product" in op and "backward" not in op)
     assert forward_calls == BLOCKS * again
-
-
-class TwoLinears(nn.Module):
-    """Two linears of one shape; the value of each is read in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).sin()).cos()
-
-
-@pytest.mark.parametrize("entry", [*APPLY, "context_fn with module"])
-@pytest.mark.parametrize(("module", "again"), [("first", 1), ("second", 1), ("{first,second}", 0), ("*", 0)])
-def test_rule_on_one_linear_leaves_the_other_of_its_shape_alone(module: str, again: int, entry: str) -> None:
-    value = selective(policy(save("aten.addmm", module=module)))
-    model = install(built(lambda: Stack(TwoLinears())), value, entry)
-    ran = backward_ops(model, square())
-    assert ran.count("aten.addmm") == again
-
-
-class TrailingLinear(TwoLinears):
-    """The second linear's value is read by nothing in backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).sin())
-
-
-@pytest.mark.parametrize("entry", [*APPLY, "context_fn with module"])
-@pytest.mark.parametrize(("module", "again"), [("first", 0), ("second", 1)])
-def test_saved_linear_is_the_named_one(module: str, again: int, entry: str) -> None:
-    """Not only as many: the second need not run again whatever is saved, so only saving the first saves work."""
-    value = selective(policy(save("aten.addmm", module=module)))
-    model = install(built(lambda: Stack(TrailingLinear())), value, entry)
-    assert backward_ops(model, square()).count("aten.addmm") == again
-
-
-def trailing(block: FunctionBlock, x: Tensor) -> Tensor:
-    """After the sine nothing is read by backward: product, sum and scaling are for the caller alone."""
-    h = (x @ block.a).sin()
-    return (h @ block.b).add(1).mul(2.0)
-
-
-TRAILING = under_each_engine(
-    {"full": FULL, "nothing": selective(policy()), "sine": selective(policy(save("aten.sin")))}
-)
-
-
-@pytest.mark.parametrize("value", TRAILING.values(), ids=TRAILING.keys())
-def test_trailing_ops_that_nothing_reads_are_not_run(value: Any) -> None:
-    model = sac.apply(built(lambda: Stack(FunctionBlock(trailing))), value)
-    ran = backward_ops(model, square())
-    without = backward_ops(built(lambda: Stack(FunctionBlock(trailing))), square())
-    assert ran.ops["aten.add.Tensor"] == without.ops["aten.add.Tensor"]
-    assert ran.ops["aten.mul.Tensor"] == without.ops["aten.mul.Tensor"]
-    # the one extra product is x @ a: its sine's derivative reads it
-    assert ran.ops["aten.mm.default"] == without.ops["aten.mm.default"] + 1
-
-
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_saved_op_is_not_run_again(entry: str) -> None:
-    value = selective(policy(save(["aten.sin", "aten.mm"])))
-    model = install(built(lambda: Stack(FunctionBlock(trailing))), value, entry)
-    without = backward_ops(built(lambda: Stack(FunctionBlock(trailing))), square())
-    ran = backward_ops(model, square())
-    assert ran.ops["aten.sin.default"] == without.ops["aten.sin.default"]
-    assert ran.ops["aten.mm.default"] == without.ops["aten.mm.default"]
 
 
 @pytest.mark.parametrize("entry", ENTRIES)

@@ -1,23 +1,26 @@
-"""`early_stop: false`: all that a policy does not save runs again, to the last op; what it saves does not."""
+"""Where a recomputation ends: with `early_stop: false`, at the last op. What is saved does not run again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import sac
-from tests.support.blocks import FunctionBlock, Stack, alternate, install, policy, save, selective, square
+from tests.support.blocks import FULL, FunctionBlock, Stack, alternate, policy, save, selective, square
+from tests.support.layers import stack as layers
 from tests.support.rank_programs import SummedOverRanks
 from tests.support.ranks import run_ranks
 from tests.support.recording import Recorder, backward_ops
 from tests.support.training import assert_same_training, built
-from tests.support.whole_module_blocks import WIDTH, Apply, product, whole
 
 ENGINES = ("auto", "replay", "rerun")
 PRODUCTS = 4
@@ -30,81 +33,37 @@ def four_products(block: FunctionBlock, x: Tensor) -> Tensor:
     return x @ block.b + 1
 
 
-def calls(count: int, **more: Any) -> dict[str, Any]:
-    """A rule that saves the first `count` products."""
-    return save("matmul", call={"index": list(range(count))}, **more)
+def stack(body: Callable[..., Any] = four_products, count: int = 1) -> Stack:
+    return Stack(*(FunctionBlock(body, norm=nn.BatchNorm1d(8), part=nn.Linear(8, 8)) for _ in range(count)))
 
 
-LADDER: dict[str, tuple[dict[str, Any], int]] = {
-    # name: (policy, products in backward); without checkpointing 8
-    "all saved": (policy(calls(4)), 8),
-    "three saved": (policy(calls(3)), 9),
-    "every second saved": (policy(alternate("matmul")), 10),
-    "the last two saved": (policy(save("matmul", call={"index": [2, 3]})), 10),
-    "the last saved": (policy(save("matmul", call={"index": [3]})), 11),
-    "one saved": (policy(calls(1)), 11),
-    "nothing saved": (policy(), 12),
+SAVED: dict[str, tuple[dict[str, Any], int]] = {
+    # name: (policy, products that run again)
+    "every product": (policy(save("matmul")), 0),
+    "every second product": (policy(alternate("matmul")), 2),
+    "the first product": (policy(save("matmul", call={"index": 0})), 3),
+    "nothing": (policy(), 4),
 }
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", LADDER)
-def test_the_ladder_of_products_in_backward(name: str, engine: str) -> None:
-    written, products = LADDER[name]
-    model = sac.apply(
-        built(lambda: Stack(FunctionBlock(four_products))), selective(written, engine=engine, early_stop=False)
-    )
-    for _ in range(3):
-        x = square()[0].requires_grad_()
-        assert backward_ops(model, (x,)).ops["aten.mm.default"] == products
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_saved_product_that_only_recomputation_reads_is_held(engine: str) -> None:
-    """The sum behind it runs again, and finds it."""
-    value = selective(policy(save("matmul", call={"index": [3]})), engine=engine, early_stop=False)
-    model = sac.apply(built(lambda: Stack(FunctionBlock(four_products))), value)
-    x = square()[0].requires_grad_()
-    model(x).sum().backward()
-    (kind,) = sac.report(model).kinds
-    assert (kind.saved_bytes, kind.dead_bytes) == (x.nbytes, 0)
-    assert kind.engine == ("rerun" if engine == "rerun" else "replay")
-
-
-TO_THE_END: dict[str, Any] = {
-    "full": {"mode": "full", "blocks": ["blocks.*"], "early_stop": False},
-    **{f"nothing saved, {one}": selective(policy(), engine=one, early_stop=False) for one in ENGINES},
-    **{f"one saved, {one}": selective(policy(calls(1)), engine=one, early_stop=False) for one in ENGINES},
-    "a module saved": selective(policy(whole("part", optional=True)), early_stop=False),
+TO_THE_END: dict[str, tuple[Any, int]] = {
+    "full": ({**FULL, "early_stop": False}, 4),
+    "a module": (selective(policy({"module": "part", "do": "save", "optional": True}), early_stop=False), 4),
+    **{
+        f"{name}, {engine}": (selective(written, engine=engine, early_stop=False), again)
+        for name, (written, again) in SAVED.items()
+        for engine in ENGINES
+    },
 }
 
 
 @pytest.mark.parametrize("name", TO_THE_END)
 def test_every_op_that_is_not_saved_runs_again(name: str) -> None:
     """Each in every call; the sum of backward's own ops is that of the model without us."""
-    saved = 1 if name.startswith("one saved") else 0
-    model = sac.apply(built(lambda: Stack(FunctionBlock(four_products))), TO_THE_END[name])
-    plain = built(lambda: Stack(FunctionBlock(four_products)))
+    value, products = TO_THE_END[name]
+    model, plain = sac.apply(built(stack), value), built(stack)
     for _ in range(3):
-        x = square()[0].requires_grad_()
-        found, expected = backward_ops(model, (x,)).ops, backward_ops(plain, (x.detach().requires_grad_(),)).ops
-        assert found["aten.mm.default"] - expected["aten.mm.default"] == PRODUCTS - saved
-        assert found["aten.sin.default"] - expected["aten.sin.default"] == PRODUCTS - 1
-        assert found["aten.add.Tensor"] - expected["aten.add.Tensor"] == 1
-
-
-def reads_inputs_and_parameters(block: FunctionBlock, x: Tensor) -> Tensor:
-    """Backward reads nothing that an op makes."""
-    return x @ block.a + 1
-
-
-@pytest.mark.parametrize("name", TO_THE_END)
-def test_a_region_of_which_only_inputs_are_read_runs_again_too(name: str) -> None:
-    """So does another rank's, which may have more to read."""
-    model = sac.apply(built(lambda: Stack(FunctionBlock(reads_inputs_and_parameters))), TO_THE_END[name])
-    for _ in range(3):
-        x = square()[0].requires_grad_()
-        assert backward_ops(model, (x,)).ops["aten.add.Tensor"] == 1
+        found, expected = (backward_ops(one, (square()[0].requires_grad_(),)).ops for one in (model, plain))
+        again = {op: found[op] - expected[op] for op in ("aten.mm.default", "aten.sin.default", "aten.add.Tensor")}
+        assert [*again.values()] == [products, PRODUCTS - 1, 1]
 
 
 def trailing(block: FunctionBlock, x: Tensor) -> Tensor:
@@ -114,9 +73,8 @@ def trailing(block: FunctionBlock, x: Tensor) -> Tensor:
     scratch.add_(h.detach()).mul_(2)
     part = scratch[:2]
     part.copy_(torch.rand_like(part))
-    noise = torch.rand(x.shape).bernoulli_()
     block.norm(h.detach())
-    return h @ block.b + scratch + noise
+    return block.part(h @ block.b) + scratch + torch.rand(x.shape).bernoulli_()
 
 
 def written_results(block: FunctionBlock, x: Tensor) -> Tensor:
@@ -127,28 +85,10 @@ def written_results(block: FunctionBlock, x: Tensor) -> Tensor:
     return w.add_(x).add_(1)
 
 
-def module_behind(block: FunctionBlock, x: Tensor) -> Tensor:
-    return block.part((x @ block.a).sin() @ block.b) + torch.rand_like(x)
-
-
-MORE = (
-    {f"nothing saved, {one}": selective(policy(), engine=one, early_stop=False) for one in ENGINES}
-    | {f"products, {one}": selective(policy(save("matmul")), engine=one, early_stop=False) for one in ENGINES}
-    | {"modules": selective(policy(whole("part", optional=True), save("matmul")), early_stop=False)}
-    | {"full": TO_THE_END["full"]}
-)
-
-
-@pytest.mark.parametrize("name", MORE)
-@pytest.mark.parametrize("body", [four_products, reads_inputs_and_parameters, trailing, written_results, module_behind])
+@pytest.mark.parametrize("name", TO_THE_END)
+@pytest.mark.parametrize("body", [trailing, written_results])
 def test_training_is_the_same(body: Callable[..., Any], name: str) -> None:
-    def build() -> Stack:
-        return Stack(*(FunctionBlock(body, WIDTH, norm=nn.BatchNorm1d(WIDTH), part=Apply(product)) for _ in range(2)))
-
-    assert_same_training(build, MORE[name], steps=3, make_input=square)
-
-
-# Ranks that run other ops around a collective
+    assert_same_training(partial(stack, body, 2), TO_THE_END[name][0], steps=3, make_input=square)
 
 
 def around_a_collective(block: FunctionBlock, x: Tensor) -> Tensor:
@@ -158,35 +98,49 @@ def around_a_collective(block: FunctionBlock, x: Tensor) -> Tensor:
 
 
 def collectives(name: str) -> list[int]:
-    model = sac.apply(built(lambda: Stack(FunctionBlock(around_a_collective))), TO_THE_END[name])
-    found = []
-    for _ in range(3):
-        out = model(square()[0].requires_grad_())
-        recorder = Recorder()
-        with recorder:
-            out.sum().backward()
-        found.append(recorder.count("allreduce"))
-    return found
+    model = sac.apply(built(partial(stack, around_a_collective)), TO_THE_END[name][0])
+    return [backward_ops(model, (square()[0].requires_grad_(),), warm=0).count("allreduce") for _ in range(3)]
 
 
-@pytest.mark.parametrize("name", TO_THE_END)
+@pytest.mark.parametrize("name", ["full", "a module", *(f"nothing, {engine}" for engine in ENGINES)])
 def test_ranks_that_run_other_ops_around_a_collective_meet_in_it(name: str) -> None:
     assert run_ranks(2, collectives, name, timeout=60) == [[1] * 3] * 2
 
 
-@pytest.mark.parametrize(("name", "products"), [("the last saved", 11), ("every second saved", 10), ("all saved", 8)])
-def test_the_ladder_inside_torchs_checkpoint(name: str, products: int) -> None:
-    model = install(built(lambda: Stack(FunctionBlock(four_products))), selective(LADDER[name][0]), "context_fn")
-    with set_checkpoint_early_stop(False):
-        x = square()[0].requires_grad_()
-        assert backward_ops(model, (x,)).ops["aten.mm.default"] == products
+# -- torch.utils.checkpoint.set_checkpoint_early_stop around a forward takes precedence over what sac was told
+
+Around = Callable[[], AbstractContextManager[Any]]
+OFF, ON = partial(set_checkpoint_early_stop, False), partial(set_checkpoint_early_stop, True)
 
 
-def test_a_function_runs_to_the_end() -> None:
-    block = built(lambda: FunctionBlock(four_products))
-    for _ in range(3):
-        out = sac.checkpoint(block, square()[0].requires_grad_(), early_stop=False)
-        recorder = Recorder()
-        with recorder:
-            out.sum().backward()
-        assert recorder.ops["aten.mm.default"] == 3 * PRODUCTS
+def products(run: Callable[[Tensor], Tensor], around: Around = nullcontext) -> int:
+    """How many linear maps backward runs again."""
+    with around():
+        out = run(torch.ones(2, 8, 32, requires_grad=True))
+    with Recorder() as backward:
+        out.sum().backward()
+    return backward.count("aten.addmm.default")
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("around", [nullcontext, OFF, ON])
+def test_a_function_is_run_again_as_far_as_by_torch(around: Around, given: bool) -> None:
+    layer = layers(1)[0]
+    found = products(lambda x: sac.checkpoint(layer, x, early_stop=given), around)
+    assert found == products(lambda x: torch_checkpoint(layer, x, use_reentrant=False, early_stop=given), around)
+    assert found == (3 if (around is nullcontext and given) or around is ON else 4)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"mode": "full"},
+    {"mode": "full", "store": "host"},
+    *({"mode": "selective", "engine": engine} for engine in ENGINES),
+    {"mode": "selective", "policy": policy({"module": "up", "do": "save"})},
+]
+
+
+@pytest.mark.parametrize("value", SETTINGS, ids=str)
+def test_it_means_what_the_key_of_the_config_means(value: dict[str, Any]) -> None:
+    said, given = sac.apply(layers(2), value), sac.apply(layers(2), {**value, "early_stop": False})
+    for _ in range(2):
+        assert products(said, OFF) == products(given)

@@ -13,26 +13,20 @@ from torch.autograd.graph import save_on_cpu
 
 import sac
 from sac.errors import RegionError, SacWarning
-from tests.support.blocks import FULL, FunctionBlock, Stack, policy, save, selective, square
-from tests.support.recording import Recorder, kept_bytes, without_collector
-from tests.support.replay_kernels import FromOutside, tanh_into, twice_in_place
-from tests.support.replay_programs import POLICIES, applied, block_of, python_runs
+from tests.support.blocks import FULL, FunctionBlock, Stack, policy, selective, square
 from tests.support.training import assert_same, built, train
+from tests.support.ways import POLICIES
 
-MATMULS = POLICIES["matmuls"]
 Body = Callable[[FunctionBlock, Tensor], Tensor]
+MATMULS = selective(POLICIES["matmuls"])
 
 
 def two_products(block: FunctionBlock, x: Tensor) -> Tensor:
     return (x @ block.a).sin() @ block.b
 
 
-def trained(value: Any, body: Body, **training: Any) -> tuple[dict[str, Tensor], Stack]:
-    """Three steps in which a warning is an error."""
-    model = applied(block_of(body), value)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", SacWarning)
-        return train(model, steps=3, **{"make_input": square, **training}), model
+def stack(body: Body = two_products, value: Any = "none") -> Stack:
+    return sac.apply(built(lambda: Stack(FunctionBlock(body))), value)
 
 
 def engines(model: nn.Module) -> tuple[str, str]:
@@ -41,63 +35,44 @@ def engines(model: nn.Module) -> tuple[str, str]:
     return kind.engine, kind.no_replay
 
 
-def test_auto_replays() -> None:
-    for engine in ({}, {"engine": "auto"}):
-        seen, model = trained(selective(MATMULS, **engine), two_products)
-        assert_same(train(built(block_of(two_products)), steps=3, make_input=square), seen)
-        assert (engines(model), python_runs(model)) == (("replay", ""), 3)
+def assert_same_in_three_steps(body: Body, model: Stack) -> None:
+    """Hold that training is as without us, and that nothing warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SacWarning)
+        assert_same(train(stack(body), steps=3, make_input=square), train(model, steps=3, make_input=square))
 
 
-NOT_REPLAYED: dict[str, tuple[Any, str]] = {
-    "full": (FULL, ""),
-    "no rules": (selective(policy()), ""),
-    "rerun": (selective(MATMULS, engine="rerun"), "rerun"),
+CHOICES: dict[str, tuple[Any, str, int]] = {
+    # name: (value, the engine in the report, how often Python runs in three steps)
+    "matmuls": (MATMULS, "replay", 3),
+    "matmuls, auto": ({**MATMULS, "engine": "auto"}, "replay", 3),
+    "matmuls, rerun": ({**MATMULS, "engine": "rerun"}, "rerun", 6),
+    "full": (FULL, "", 6),
+    "no rules": (selective(policy()), "", 6),
 }
 
 
-@pytest.mark.parametrize("name", NOT_REPLAYED)
-def test_what_auto_does_not_replay(name: str) -> None:
-    value, engine = NOT_REPLAYED[name]
-    model = applied(block_of(two_products), value)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SacWarning)  # the rule on a module that is not there
-        for _ in range(3):
-            model(*square()).sum().backward()
-    assert engines(model) == (engine, "")
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_auto_replays(name: str) -> None:
+    value, engine, runs = CHOICES[name]
+    model = stack(value=value)
+    assert_same_in_three_steps(two_products, model)
+    assert (engines(model), model.blocks[0].runs) == ((engine, ""), runs)
 
 
-# Where replay gives way
+# -- Where replay gives way
 
 with torch.inference_mode():
     OFFSET = torch.ones(8, 8)
 
 
-def fills_memory(block: FunctionBlock, x: Tensor) -> Tensor:
-    return tanh_into(x @ block.a, torch.empty_like).sin() @ block.b
-
-
-def fills_memory_of_a_saved_product(block: FunctionBlock, x: Tensor) -> Tensor:
-    return twice_in_place(x @ block.a).sin() @ block.b
-
-
-def comes_from_outside(block: FunctionBlock, x: Tensor) -> Tensor:
-    return FromOutside.apply(x @ block.a).sin() @ block.b
-
-
-def exp_unseen(x: Tensor) -> Tensor:
+def is_made_unseen(block: FunctionBlock, x: Tensor) -> Tensor:
     """As in a compiled function: autograd saves what no mode has seen."""
+    h = ((x @ block.a).sin() @ block.b) * 0.1
     guard = torch._C._DisableTorchDispatch()
-    out = x.exp()
+    out = h.exp()
     del guard
     return out
-
-
-def is_made_unseen(block: FunctionBlock, x: Tensor) -> Tensor:
-    return exp_unseen((x @ block.a) * 0.1) @ block.b
-
-
-def is_made_unseen_last(block: FunctionBlock, x: Tensor) -> Tensor:
-    return exp_unseen(((x @ block.a).sin() @ block.b) * 0.1)
 
 
 def was_made_in_inference_mode(block: FunctionBlock, x: Tensor) -> Tensor:
@@ -110,95 +85,73 @@ def goes_unseen(block: FunctionBlock, x: Tensor) -> Tensor:
     return (h.cos() @ block.b).sin() * x
 
 
-NO_OP_MADE_IT = "autograd reads a tensor that no op made and that is no input, parameter or module attribute"
+def results_written_to_arguments(block: FunctionBlock, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        values, places = torch.empty(8, 1), torch.empty(8, 1, dtype=torch.long)
+        torch.max(x, 1, keepdim=True, out=(values, places))
+    return (x @ block.a).sin() * values * places
+
+
+def lies_elsewhere(block: FunctionBlock, x: Tensor) -> Tensor:
+    other = x.detach() * 3
+    moved = torch.empty(0).set_(other)
+    other.add_(1)
+    return (x @ block.a).sin() * moved
+
+
+def takes_a_storage(block: FunctionBlock, x: Tensor) -> Tensor:
+    doubled = x.detach() * 2
+    return (x @ block.a).sin() * torch.empty(0).set_(doubled.untyped_storage(), 0, doubled.shape, doubled.stride())
+
+
+NO_OP_MADE_IT = "reads a tensor that no op made and that is no input, parameter or module attribute"
 GIVES_WAY: dict[Body, str] = {
-    is_made_unseen: NO_OP_MADE_IT,
-    is_made_unseen_last: NO_OP_MADE_IT,
-    was_made_in_inference_mode: NO_OP_MADE_IT.replace("autograd", "aten.add.Tensor"),
+    is_made_unseen: f"autograd {NO_OP_MADE_IT}",
+    was_made_in_inference_mode: f"aten.add.Tensor {NO_OP_MADE_IT}",
     goes_unseen: "saved tensor 2 (float32[8, 8]) is replayed with other values than forward had",
+    results_written_to_arguments: "aten.max.dim_max reads memory that no op has written to",
+    lies_elsewhere: "aten.set_.source_Tensor gives a tensor other memory",
+    takes_a_storage: "aten.set_.source_Storage_storage_offset takes a storage",
 }
 
 
 @pytest.mark.parametrize("body", GIVES_WAY, ids=lambda body: body.__name__)
 def test_giving_way_is_reported_and_nothing_else_says_it(body: Body) -> None:
-    rule = policy(save("matmul", call={"index": 1}))  # the second product, so that the first is recomputed
-    chosen = POLICIES["nothing"] if body is goes_unseen else rule
-    seen, model = trained(selective(chosen), body)
-    assert_same(train(built(block_of(body)), steps=3, make_input=square), seen)
-    assert engines(model) == ("rerun", GIVES_WAY[body])
-    assert python_runs(model) >= 3
-    assert f"run again as Python, not replayed: {GIVES_WAY[body]}" in str(sac.report(model))
-
-
-UNITS = [fills_memory, fills_memory_of_a_saved_product, comes_from_outside]
-
-
-@pytest.mark.parametrize("body", [two_products, *UNITS, *GIVES_WAY], ids=lambda body: body.__name__)
-@pytest.mark.parametrize("name", POLICIES)
-def test_no_more_is_kept_than_under_rerun(name: str, body: Body) -> None:
-    rerun, auto = (
-        kept_bytes(applied(block_of(body), selective(POLICIES[name], **more)), square())
-        for more in ({"engine": "rerun"}, {})
-    )
-    assert auto <= rerun
-
-
-def kept_past_autocast(engine: str) -> int:
-    """Bytes that two calls leave for backward when autocast, which casts weights once for both, has been left."""
-    model, x = applied(block_of(two_products), selective(MATMULS, engine=engine)), torch.randn(8, 8)
-    with without_collector():
-        recorder = Recorder()
-        with torch.autocast("cpu", torch.bfloat16), recorder:
-            outputs = [model(x) for _ in range(2)]
-        return recorder.live_bytes(besides=outputs)
-
-
-def test_a_cast_of_a_weight_is_not_held_when_autocast_is_left() -> None:
-    assert kept_past_autocast("auto") <= kept_past_autocast("rerun")
-
-
-# Tensors from outside
-
-
-def reads_outside(block: FunctionBlock, x: Tensor) -> Tensor:
-    return (x @ block.a + block.outside).sin() @ block.b
+    """Unless replay was asked for: then a warning says it, once."""
+    model, why = stack(body, selective(POLICIES["nothing"])), GIVES_WAY[body]
+    assert_same_in_three_steps(body, model)
+    assert engines(model) == ("rerun", why)
+    assert model.blocks[0].runs > 3
+    assert f"run again as Python, not replayed: {why}" in str(sac.report(model))
+    asked = stack(body, selective(POLICIES["nothing"], engine="replay", verify="always"))
+    with pytest.warns(SacWarning) as said:
+        ours = train(asked, steps=3, make_input=square)
+    assert_same(train(stack(body), steps=3, make_input=square), ours)
+    assert [str(one.message).startswith(f"blocks.0: replay cannot be used here: {why}") for one in said] == [True]
 
 
 @pytest.mark.parametrize("kind", ["buffer", "attribute"])
 def test_a_tensor_from_outside_that_is_written_to_before_backward_is_an_error(kind: str) -> None:
-    def build() -> Stack:
-        block = FunctionBlock(reads_outside)
-        if kind == "buffer":
-            block.register_buffer("outside", torch.ones(8, 8))
-        else:
-            block.outside = torch.ones(8, 8)
-        return Stack(block)
-
-    model = applied(build, selective(MATMULS))
+    model = stack(lambda block, x: (x @ block.a + block.outside).sin() @ block.b, MATMULS)
+    if kind == "buffer":
+        model.blocks[0].register_buffer("outside", torch.ones(8, 8))
+    else:
+        model.blocks[0].outside = torch.ones(8, 8)
     out = model(torch.randn(8, 8))
     model.blocks[0].outside.fill_(1)
-    with pytest.raises(
-        RegionError, match=r"outside the region \(float32\[8, 8\]\) was changed in place after the forward"
-    ):
+    told = r"outside the region \(float32\[8, 8\]\) was changed in place after the forward"
+    with pytest.raises(RegionError, match=told):
         out.square().sum().backward()
 
 
-# Hooks
-
-
-def test_inside_hooks_auto_is_rerun() -> None:
-    model = applied(block_of(two_products), selective(MATMULS))
+def test_below_hooks_and_in_a_region_auto_is_rerun() -> None:
+    model = stack(value=MATMULS)
     for _ in range(2):
         with save_on_cpu():
             out = model(*square())
         out.sum().backward()
         assert engines(model) == ("rerun", "")
-    model(*square()).sum().backward()
-    assert engines(model) == ("replay", "")
-
-
-def test_a_region_in_a_region_is_rerun() -> None:
-    model = applied(lambda: Stack(FunctionBlock(two_products), FunctionBlock(two_products)), selective(MATMULS))
-    for _ in range(2):
         sac.checkpoint(model, *square()).sum().backward()
         assert engines(model) == ("rerun", "")
+    model(*square()).sum().backward()
+    assert engines(model) == ("replay", "")

@@ -1,12 +1,9 @@
 """State that a region changes is changed once: buffers, counters, generators; and errors leave nothing behind.
 
-torch's plain checkpoint and its selective one change buffers and counters twice.
+torch's plain checkpoint and its selective one change buffers and counters twice. Batch norm is in the catalogue.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,52 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-import sac
-from tests.support.blocks import (
-    ENGINES,
-    FULL,
-    FunctionBlock,
-    Stack,
-    alternate,
-    install,
-    llama_stack,
-    policy,
-    save,
-    selective,
-    square,
-    tokens,
-    ways,
-    with_dropout,
-)
-from tests.support.recording import Recorder
-from tests.support.runs import note_run, runs_of
-from tests.support.stock import install_stock
-from tests.support.training import assert_same, assert_same_training, built, train
-
-VALUES = {
-    "full": FULL,
-    "nothing": selective(policy()),
-    "matmuls": selective(policy(save("matmul"))),
-    "every second op": selective(policy(alternate("*"))),
-    "everything": selective(policy(default="save")),
-}
-WAYS = ways(VALUES)
-ON_EACH_WAY = pytest.mark.parametrize(("name", "entry"), WAYS)
-ON_EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-
-
-class BatchNormed(nn.Module):
-    """Running statistics and `num_batches_tracked`, which the kernel changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.slow_norm = nn.BatchNorm1d(8, momentum=None)  # a cumulative average: it reads its own counter
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.dropout(self.norm(self.first(x)).relu(), 0.3, self.training)
-        return self.slow_norm(self.second(h)).tanh() * x
+from tests.support.oracle import assert_exact, built_model, on_every_way
+from tests.support.programs import WIDTH, Block, Program
+from tests.support.runs import note_run
+from tests.support.training import assert_same, train
+from tests.support.ways import NONE, WAYS
 
 
 class Counting(nn.Module):
@@ -67,123 +23,54 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
         self.register_buffer("largest", torch.zeros(4))
-        self.register_buffer("load", torch.zeros(8), persistent=False)
+        self.register_buffer("load", torch.zeros(WIDTH), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.linear(F.dropout(x, 0.3, self.training))
+    def forward(self, h: Tensor) -> Tensor:
         with torch.no_grad():
             self.calls += 1
             self.largest.copy_(self.largest.roll(1))
             self.largest[0] = h.abs().max()
-            self.load.index_add_(0, h.argmax(-1), torch.ones(len(h), device=h.device))
-        return h.sin() * (1 + self.calls) * x.cos()  # the count goes into the value
+            self.load.index_add_(0, h.argmax(-1), torch.ones(len(h)))
+        return h.sin() * (1 + self.calls)  # the count goes into the value
 
 
-class Rebinding(nn.Module):
-    """Buffers bound anew: no op mutates anything, the module's attribute changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.register_buffer("calls", torch.zeros(()))
-        self.register_buffer("mean", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.linear(F.dropout(x, 0.3, self.training))
-        self.calls = self.calls + 1
-        current = h.detach().mean(0)
-        self.mean = current if self.mean is None else 0.9 * self.mean + 0.1 * current
-        return (h - self.mean).sin() * self.calls * x.cos()
+def counters(block: Block, x: Tensor) -> Tensor:
+    return block.counting(F.dropout(block.up(x), 0.3)) * x.cos()
 
 
-class Spectral(nn.Module):
-    """Spectral norm runs a power iteration on its buffers each forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.linear(x), 0.3, self.training).sin() * x
+def power_iteration(block: Block, x: Tensor) -> Tensor:
+    """Spectral norm runs it on its buffers in each forward."""
+    return F.dropout(block.spectral(x), 0.3).sin() * x
 
 
-IN_PLACE = [BatchNormed, Counting, Spectral]
+CHILDREN = {
+    "counting": Counting,
+    "spectral": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+}
 
 
-@ON_EACH_DEVICE
-@ON_EACH_WAY
-@pytest.mark.parametrize("block", IN_PLACE)
-def test_buffers_changed_in_place_advance_once(
-    block: Callable[[], nn.Module], name: str, entry: str, device: str
-) -> None:
-    assert_same_training(
-        lambda: Stack(block(), block()), VALUES[name], entry=entry, device=device, make_input=square, steps=3
-    )
-
-
-# without the module, nothing tells context_fn that an attribute of it was bound anew
-@pytest.mark.parametrize(("name", "entry"), [way for way in WAYS if way[1] != "context_fn"])
-def test_buffers_bound_anew_advance_once(name: str, entry: str) -> None:
-    assert_same_training(lambda: Stack(Rebinding(), Rebinding()), VALUES[name], entry=entry, make_input=square, steps=3)
-
-
-@pytest.mark.parametrize("block", [*IN_PLACE, Rebinding])
-def test_plain_checkpoint_changes_them_twice(block: Callable[[], nn.Module]) -> None:
-    with pytest.raises(AssertionError, match="buffer"):
-        assert_same_training(lambda: Stack(block()), FULL, make_input=square, put=install_stock)
-
-
-@ON_EACH_WAY
-@pytest.mark.parametrize("block", [BatchNormed, Counting])
-def test_buffers_advance_once_in_each_retained_backward(block: Callable[[], nn.Module], name: str, entry: str) -> None:
-    def twice(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Any]:
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return []
-
-    assert_same_training(lambda: Stack(block()), VALUES[name], entry=entry, make_input=square, backward=twice, steps=2)
-
-
-@ON_EACH_WAY
-def test_eval_after_training_uses_the_right_statistics(name: str, entry: str) -> None:
-    def run(model: nn.Module) -> dict[str, Tensor]:
-        seen = train(model, make_input=square, steps=2)
-        model.eval()
-        return seen | {"eval": model(*square()).detach()} | train(model, make_input=square, seed=4)
-
-    def build() -> nn.Module:
-        return Stack(BatchNormed(), BatchNormed())
-
-    assert_same(run(built(build)), run(install(built(build), VALUES[name], entry)))
-
-
-@ON_EACH_DEVICE
-@ON_EACH_WAY
-def test_random_numbers_after_a_step_are_those_without_us(name: str, entry: str, device: str) -> None:
-    """Held for every training of these tests; here with all the dropouts of a transformer on."""
-    assert_same_training(
-        lambda: with_dropout(llama_stack(), attention=0.2), VALUES[name], entry=entry, device=device, steps=3
-    )
+@on_every_way([Program(body.__name__, body, children=CHILDREN) for body in (counters, power_iteration)])
+def test_buffers_changed_in_place_advance_once(program: Program, way: str, policy: str) -> None:
+    assert_exact(program, way, policy)
 
 
 class Failing(nn.Module):
-    """Draws random numbers, counts itself, and then fails on the runs that are listed."""
+    """Draws random numbers, counts itself, and then fails in the run of this number."""
 
-    def __init__(self, fails_on: set[int]) -> None:
+    def __init__(self, fails_in: int = 0) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
+        self.up = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("count", torch.zeros(()))
-        self.fails_on = fails_on
+        self.fails_in = fails_in
 
     def forward(self, x: Tensor) -> Tensor:
         run = note_run(self)
-        h = F.dropout(self.linear(x).sin(), 0.3)
+        h = F.dropout(self.up(x).sin(), 0.3)
         with torch.no_grad():
             self.count += 1
-        if run in self.fails_on:
+        if run == self.fails_in:
             raise KeyError("the user's own")
         return F.dropout(h.cos(), 0.3) * x
 
@@ -197,16 +84,14 @@ def nothing_is_left_behind() -> bool:
     )
 
 
-PYTHON_RUNS_AGAIN = pytest.mark.parametrize(
-    ("name", "entry"), [way for way in WAYS if way[0] == "full" or way[1] == "apply, rerun"]
-)
+def square(device: str) -> tuple[Tensor, ...]:
+    return (torch.randn(WIDTH, WIDTH),)
 
 
-@PYTHON_RUNS_AGAIN
-def test_error_in_recompute_leaves_generator_and_buffers_as_they_were(name: str, entry: str) -> None:
-    model = install(built(lambda: Stack(Failing({2}))), VALUES[name], entry)
-    torch.manual_seed(0)
-    out = model(*square())
+@pytest.mark.parametrize("way", ["full", "served rerun", "checkpoint", "reentrant"])
+def test_error_in_recompute_leaves_generator_and_buffers_as_they_were(way: str) -> None:
+    model = built_model(Program("fails", counters, block=lambda: Failing(2)), WAYS[way], blocks=1)
+    out = model(*square("cpu"))
     before, count = torch.get_rng_state(), model.blocks[0].count.clone()
     with pytest.raises(KeyError, match="the user's own"):
         out.sum().backward()
@@ -215,80 +100,13 @@ def test_error_in_recompute_leaves_generator_and_buffers_as_they_were(name: str,
     assert nothing_is_left_behind()
 
 
-@PYTHON_RUNS_AGAIN
-def test_training_goes_on_after_an_error_in_recompute(name: str, entry: str) -> None:
-    model = install(built(lambda: Stack(Failing({2}))), VALUES[name], entry)
-    with pytest.raises(KeyError):
-        model(*square()).sum().backward()
-    model.zero_grad()
-    model.blocks[0].count.zero_()
-    assert_same(
-        train(built(lambda: Stack(Failing(set()))), make_input=square, steps=2),
-        train(model, make_input=square, steps=2),
-    )
-
-
-@pytest.mark.parametrize("name", [name for name in VALUES if name != "full"])
-def test_replay_runs_no_python_that_could_fail(name: str) -> None:
-    model = install(built(lambda: Stack(Failing({2}))), VALUES[name], "apply, replay")
-    reference = built(lambda: Stack(Failing(set())))
-    assert_same(train(reference, make_input=square), train(model, make_input=square))
-    assert runs_of(model.blocks[0]) == 1
-
-
-@ON_EACH_WAY
-def test_error_in_forward_leaves_everything_usable(name: str, entry: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_error_in_forward_leaves_everything_usable(way: str) -> None:
     """The first call of a region kind is the one in which we learn: it may fail like any other."""
-    model = install(built(lambda: Stack(Failing({1}))), VALUES[name], entry)
-    recorder = Recorder()
-    with recorder, pytest.raises(KeyError, match="the user's own"):
-        model(*square())
-    assert nothing_is_left_behind()
-    model.blocks[0].count.zero_()
-    assert_same(
-        train(built(lambda: Stack(Failing(set()))), make_input=square, steps=2),
-        train(model, make_input=square, steps=2),
-    )
-
-
-@ON_EACH_WAY
-def test_error_in_forward_of_a_later_call(name: str, entry: str) -> None:
-    model = install(built(lambda: Stack(Failing(set()))), VALUES[name], entry)
-    model(*square()).sum().backward()
-    model.zero_grad()
-    model.blocks[0].fails_on = {runs_of(model.blocks[0]) + 1}
+    model = built_model(Program("fails", counters, block=lambda: Failing(1)), WAYS[way], blocks=1)
     with pytest.raises(KeyError, match="the user's own"):
-        model(*square())
+        model(*square("cpu"))
     assert nothing_is_left_behind()
     model.blocks[0].count.zero_()
-    assert_same(
-        train(built(lambda: Stack(Failing(set()))), make_input=square, steps=2),
-        train(model, make_input=square, steps=2),
-    )
-
-
-@ON_EACH_WAY
-def test_grad_mode_inside_the_region_is_recomputed(name: str, entry: str) -> None:
-    """A region that is part no_grad, part enable_grad."""
-
-    def mixed(block: FunctionBlock, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            scale = F.dropout(x @ block.a, 0.3).norm()
-            with torch.enable_grad():
-                h = (x @ block.b).sin()
-        return h / scale + F.dropout(h.detach() @ block.a, 0.3).cos()
-
-    assert_same_training(lambda: Stack(FunctionBlock(mixed)), VALUES[name], entry=entry, make_input=square, steps=2)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_policy_object_is_shared_by_two_models(engine: str) -> None:
-    """One parsed policy on two models: they learn apart."""
-    loaded = sac.load_policy(policy(save("attention"), alternate("matmul")))
-    for width in (32, 64):
-        value = {"mode": "selective", "policy": loaded, "engine": engine, "blocks": ["blocks.*"]}
-        assert_same_training(
-            lambda width=width: llama_stack(2, width),
-            value,
-            make_input=lambda device, width=width: tokens(device, d=width),
-        )
+    plain = built_model(Program("works", counters, block=Failing), NONE, blocks=1)
+    assert_same(train(plain, make_input=square, steps=2), train(model, make_input=square, steps=2))

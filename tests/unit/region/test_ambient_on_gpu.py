@@ -13,16 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import sac
-from tests.support.training import assert_same
-
-pytestmark = pytest.mark.gpu
+from tests.support.blocks import FULL, Stack
+from tests.support.training import assert_same_training
 
 SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "bf16": partial(torch.autocast, "cuda", torch.bfloat16),
-    "fp16": partial(torch.autocast, "cuda", torch.float16),
     "math": partial(sdpa_kernel, SDPBackend.MATH),
-    "flash": partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION),
     "order": partial(sdpa_kernel, [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True),
     "cudnn off": partial(torch.backends.cudnn.flags, enabled=False),
     "device": partial(torch.device, "cuda"),
@@ -46,22 +42,13 @@ class Block(nn.Module):
         return F.dropout(self.norm(h_BDT).transpose(1, 2).float().sin(), 0.2) * x_BTD
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("surrounding", SURROUNDINGS.values(), ids=SURROUNDINGS.keys())
 def test_recomputation_on_a_gpu_meets_the_state_of_forward(
     surrounding: Callable[[], AbstractContextManager[Any]],
 ) -> None:
-    def train(run: Callable[..., Any]) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        block = Block().cuda()
-        seen = {}
-        for step in range(3):
-            x = torch.randn(4, 32, 64, device="cuda", requires_grad=True)
-            with surrounding():
-                out = run(block, x)
-            out.float().square().mean().backward()
-            seen |= {f"{step} output": out.detach(), f"{step} input": x.grad}
-            seen |= {f"{step} {name}": one.grad.clone() for name, one in block.named_parameters()}
-            seen |= {f"{step} {name}": one.clone() for name, one in block.named_buffers()}
-        return seen
+    def inputs(device: str) -> tuple[Tensor, ...]:
+        return (torch.randn(4, 32, 64, device=device),)
 
-    assert_same(train(lambda function, x: function(x)), train(sac.checkpoint))
+    training: dict[str, Any] = {"make_input": inputs, "steps": 3, "around_forward": surrounding}
+    assert_same_training(lambda: Stack(Block()), FULL, device="cuda", **training)

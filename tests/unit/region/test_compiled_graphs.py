@@ -15,142 +15,31 @@ from torch import Tensor, nn
 import sac
 from sac.blocks.install import regions_of
 from sac.full import FullConfig, RngTracker
-from tests.support.blocks import FULL, GatedMLP, llama_stack, policy, save, selective, tokens, with_dropout
+from tests.support.blocks import FULL, llama_stack, tokens, with_dropout
 from tests.support.compiling import Compiled, count
 from tests.support.training import assert_same, built, train
 
-
-class Counting:
-    """A provider that notes what is asked of it."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def snapshot(self) -> int:
-        self.asked.append("snapshot")
-        return 0
-
-    def restore(self, state: int) -> None:
-        self.asked.append("restore")
+TRACKER = RngTracker()
 
 
 def tracker() -> RngTracker:
     return TRACKER
 
 
-TRACKER = RngTracker()
+class Nothing:
+    """A provider of no state."""
 
-NEEDY: dict[str, tuple[dict[str, Any], Any]] = {
-    "host": ({"store": "host"}, None),
-    "contiguous": ({"store": "contiguous", "num_checkpoints": 2}, None),
-    "reentrant": ({"use_reentrant": True}, None),
-    "tracker": ({}, tracker),
-    "state": ({"state": [Counting()]}, None),
-}
+    def snapshot(self) -> None: ...
 
-
-def one_block() -> nn.Module:
-    return llama_stack(1)
+    def restore(self, state: None) -> None: ...
 
 
 def dropping_stack() -> nn.Module:
-    return with_dropout(one_block(), 0.2)
-
-
-def compiled(model: nn.Module, **more: Any) -> nn.Module:
-    """The model, compiled as a whole, as a module that `train` takes."""
-    torch._dynamo.reset()
-    return torch.compile(model, backend="aot_eager", **more)
-
-
-@pytest.mark.parametrize(("keys", "get_tracker"), NEEDY.values(), ids=NEEDY.keys())
-def test_settings_hold_inside_a_compiled_model(keys: dict[str, Any], get_tracker: Any) -> None:
-    reference = train(built(dropping_stack), steps=2)
-    model = sac.apply(built(dropping_stack), {**FULL, **keys}, get_rng_state_tracker=get_tracker)
-    ours = train(compiled(model), steps=2)
-    assert_same({name.replace("_orig_mod.", ""): x for name, x in ours.items()}, reference)
-    for one in regions_of(model):
-        assert one.region.stats.calls == 2  # what was compiled would not count
-
-
-def test_selective_model_keeps_its_decisions_beside_the_store() -> None:
-    value = selective(policy(save("matmul")), store="host")
-    reference = train(built(dropping_stack))
-    model = sac.apply(built(dropping_stack), value)
-    ours = train(compiled(model))
-    assert_same({name.replace("_orig_mod.", ""): x for name, x in ours.items()}, reference)
-    (kind,) = sac.report(model).kinds
-    assert kind.rules[0].hits == 7
-
-
-REASON = (
-    "(reason: sac runs this region in eager: inputs that are kept elsewhere, trackers, generators, state providers and "
-    "use_reentrant cannot be put into a graph)"
-)
-
-
-def test_one_graph_is_refused_with_our_reason() -> None:
-    model = sac.apply(built(llama_stack), {**FULL, "store": "host"})
-    with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
-        compiled(model, fullgraph=True)(*tokens())
-    assert REASON in str(caught.value)
-
-
-class Dropping(nn.Module):
-    """A block that compiles soon."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp, self.dropout = GatedMLP(32, 64), nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.mlp(x))
-
-
-def chain() -> nn.Module:
-    return nn.Sequential(*(Dropping() for _ in range(3)))
-
-
-def in_one_piece(model: nn.Module) -> None:
-    model.compile(backend="aot_eager", fullgraph=True)
-
-
-def in_layers(model: nn.Module) -> None:
-    for layer in model:
-        layer.compile(backend="aot_eager", fullgraph=True)
-
-
-def in_wrapped_layers(model: nn.Module) -> None:
-    for place, layer in enumerate(model):
-        model[place] = torch.compile(layer, backend="aot_eager", fullgraph=True)
-
-
-@pytest.mark.parametrize("first", ["compile", "apply"])
-@pytest.mark.parametrize("compile_it", [in_one_piece, in_layers, in_wrapped_layers])
-def test_chunks_of_what_is_compiled(compile_it: Callable[[nn.Module], None], first: str) -> None:
-    reference = train(built(chain))
-    model = built(chain)
-    torch._dynamo.reset()
-    steps = [compile_it, lambda model: sac.apply(model, {"mode": "full", "layers": "sqrt"})]
-    for one in steps if first == "compile" else reversed(steps):
-        one(model)
-    assert [one.region.path for one in regions_of(model)] == ["0-1", "2"]
-    assert_same({name.replace("_orig_mod.", ""): x for name, x in train(model).items()}, reference)
-
-
-def test_chunks_are_recomputed_in_the_graph() -> None:
-    torch._dynamo.reset()
-    log = Compiled()
-    model = sac.apply(built(lambda: nn.Sequential(*llama_stack(4).blocks)), {"mode": "full", "layers": {"uniform": 2}})
-    torch.compile(model, backend=log.backend, fullgraph=True)(*tokens()).sum().backward()
-    assert log.products() == [4 * 14 + 2 * 13]  # each chunk of 14 products runs all but its last again
-
-
-# sac.checkpoint in a compiled function
+    return with_dropout(llama_stack(1), 0.2)
 
 
 class Mixed(nn.Module):
-    """Calls `sac.checkpoint` by itself, between work of its own."""
+    """Calls the stack through ``call``, between work of its own."""
 
     def __init__(self, call: Callable[..., Any], **options: Any) -> None:
         super().__init__()
@@ -164,60 +53,58 @@ def plainly(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "host": {"config": FullConfig(store="host")},
-    "tracker": {"get_rng_state_tracker": tracker},
-    "no check": {"determinism_check": "none"},
-    "reentrant": {"use_reentrant": True},
-    "group that is not used": {"tp_group": "no group"},
+def assert_compiled_same(reference: Callable[[], nn.Module], model: nn.Module, **more: Any) -> None:
+    """Hold that the model, compiled as a whole, trains as the reference does in eager."""
+    torch._dynamo.reset()
+    ours = train(torch.compile(model, backend="aot_eager", **more), steps=2)
+    assert_same({name.replace("_orig_mod.", ""): x for name, x in ours.items()}, train(built(reference), steps=2))
+
+
+NEEDY: dict[str, tuple[dict[str, Any], Any]] = {
+    "host": ({"store": "host"}, None),
+    "contiguous": ({"store": "contiguous", "num_checkpoints": 2}, None),
+    "reentrant": ({"use_reentrant": True}, None),
+    "tracker": ({}, tracker),
+    "state": ({"state": [Nothing()]}, None),
 }
 
 
-def test_plain_region_is_part_of_the_graph() -> None:
-    reference = train(built(lambda: Mixed(plainly)))
-    ours = train(compiled(built(lambda: Mixed(sac.checkpoint)), fullgraph=True))
-    assert_same({name.replace("_orig_mod.", ""): x for name, x in ours.items()}, reference)
+@pytest.mark.parametrize(("keys", "get_tracker"), NEEDY.values(), ids=NEEDY.keys())
+def test_settings_hold_inside_a_compiled_model(keys: dict[str, Any], get_tracker: Any) -> None:
+    model = sac.apply(built(dropping_stack), {**FULL, **keys}, get_rng_state_tracker=get_tracker)
+    assert_compiled_same(dropping_stack, model)
+    for one in regions_of(model):
+        assert one.region.stats.calls == 2  # what was compiled would not count
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_options_hold_inside_a_compiled_function(options: dict[str, Any]) -> None:
-    reference = train(built(lambda: Mixed(plainly)), steps=2)
-    ours = train(compiled(built(lambda: Mixed(sac.checkpoint, **options))), steps=2)
-    assert_same({name.replace("_orig_mod.", ""): x for name, x in ours.items()}, reference)
+def test_one_graph_is_refused_with_our_reason() -> None:
+    model = sac.apply(built(llama_stack), {**FULL, "store": "host"})
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"\(reason: sac runs this region in eager: inputs that "):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(*tokens())
 
 
-def gradients(function: Callable[..., Any], *weights: Tensor) -> list[Tensor]:
-    torch.manual_seed(4)
-    x = torch.randn(4, 8, requires_grad=True)
-    out = function(x)
-    return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *weights])]
+def test_chunks_are_recomputed_in_the_graph() -> None:
+    torch._dynamo.reset()
+    log = Compiled()
+    model = sac.apply(built(lambda: nn.Sequential(*llama_stack(4).blocks)), {"mode": "full", "layers": {"uniform": 2}})
+    torch.compile(model, backend=log.backend, fullgraph=True)(*tokens()).sum().backward()
+    assert log.products() == [4 * 14 + 2 * 13]  # each chunk of 14 products runs all but its last again
 
 
-def test_block_with_keywords_of_torch() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+OPTIONS: dict[str, tuple[dict[str, Any], bool]] = {
+    "none": ({}, True),
+    "no check": ({"determinism_check": "none"}, False),
+    "group that is not used": ({"tp_group": "no group"}, False),
+    "tracker": ({"get_rng_state_tracker": tracker}, False),
+    "host": ({"config": FullConfig(store="host")}, False),
+}
 
-        def forward(self, x: Tensor, *, early_stop: Tensor, debug: bool = False) -> Tensor:
-            return self.b(self.a(x).tanh() * early_stop) if debug else x
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([Block(), Block()])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x, early_stop=x.cos(), debug=True)
-            return x
-
-    model = built(Model)
-    expected = gradients(model, *model.parameters())
-    sac.apply(model, FULL)
-    for run in (model, compiled(model, fullgraph=True)):
-        for mine, theirs in zip(gradients(run, *model.parameters()), expected, strict=True):
-            assert torch.equal(mine, theirs)
+@pytest.mark.parametrize(("options", "in_one_graph"), OPTIONS.values(), ids=OPTIONS.keys())
+def test_a_region_inside_a_compiled_function(options: dict[str, Any], in_one_graph: bool) -> None:
+    ours = built(lambda: Mixed(sac.checkpoint, **options))
+    assert_compiled_same(lambda: Mixed(plainly), ours, fullgraph=in_one_graph)
 
 
 def test_routing_is_not_run_again() -> None:
@@ -227,19 +114,12 @@ def test_routing_is_not_run_again() -> None:
         weights, chosen = linear(x).softmax(-1).topk(2)
         return x.gather(1, chosen) * weights
 
+    def gradients(function: Callable[..., Any]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(function(x).square().sum(), [x, *linear.parameters()])
+
     torch._dynamo.reset()
-    log = Compiled()
+    log, x = Compiled(), torch.randn(4, 8, requires_grad=True)
     run = torch.compile(lambda x: sac.checkpoint(routed, x), backend=log.backend, fullgraph=True)
-    ours = gradients(run, *linear.parameters())
+    assert all(map(torch.equal, gradients(run), gradients(routed)))
     assert count(log.backward[0], torch.ops.aten.topk.default) == 0
     assert log.products()[0] > 2  # and the product before it is
-    for mine, theirs in zip(ours, gradients(routed, *linear.parameters()), strict=True):
-        assert torch.equal(mine, theirs)
-
-
-def test_without_grad_it_is_the_plain_call() -> None:
-    model = built(lambda: Mixed(sac.checkpoint, use_reentrant=True)).eval()
-    run = compiled(model, fullgraph=True)
-    x = tokens()
-    with torch.no_grad():
-        assert torch.equal(run(*x), model(*x))

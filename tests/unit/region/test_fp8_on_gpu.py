@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.blocks import Stack
-from tests.support.training import assert_same, built
+from tests.support.training import assert_same, built, train
 from tests.unit.region.test_fp8_state import WAYS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -37,30 +37,17 @@ def autocast() -> Any:
 
 
 def trained(way: Any) -> dict[str, Tensor]:
-    """Twenty steps of two micro-batches, whose backwards come last in, first out."""
     model = way(built(lambda: Stack(Layer(), Layer()), "cuda"))
-    torch.manual_seed(3)
-    seen: dict[str, Tensor] = {}
-    for step in range(20):
-        losses = []
-        for batch in range(2):
-            x = torch.randn(32, WIDTH, device="cuda") * (1 + batch + step % 3)
-            with autocast():
-                losses.append(model(x.requires_grad_()).square().mean())
-        for loss in reversed(losses):
-            loss.backward()
-        seen |= {f"{step} loss {batch}": loss.detach() for batch, loss in enumerate(losses)}
-        for name, module in model.named_modules():
-            for key in ("scaling_fwd", "scaling_bwd"):
-                if (scales := getattr(module, "fp8_meta", {}).get(key)) is not None:
-                    seen |= {f"{step} {name} {key}": scales.scale.clone()}
-                    seen |= {f"{step} {name} {key} maxima": scales.amax_history.clone()}
-        for name, parameter in model.named_parameters():
-            seen[f"{step} gradient of {name}"] = parameter.grad
-            with torch.no_grad():
-                parameter -= 0.05 * parameter.grad
-            parameter.grad = None
+    seen = train(model, steps=20, device="cuda", around_forward=autocast, make_input=inputs)
+    for name, module in model.named_modules():
+        for key in ("scaling_fwd", "scaling_bwd"):
+            if (scales := getattr(module, "fp8_meta", {}).get(key)) is not None:
+                seen |= {f"{name} {key}": scales.scale.clone(), f"{name} {key} maxima": scales.amax_history.clone()}
     return seen
+
+
+def inputs(device: str) -> tuple[Tensor, ...]:
+    return (torch.randn(32, WIDTH, device=device) * (1 + 3 * torch.rand((), device=device)),)
 
 
 @pytest.mark.parametrize("way", ["compat", "compat reentrant", "full", "auto", "a saved layer"])

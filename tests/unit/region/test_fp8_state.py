@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,18 +14,23 @@ import sac
 from sac.compat import megatron
 from sac.compat import transformer_engine as te
 from sac.engine.fp8 import REASON
-from sac.errors import ConfigError, RegionError, SacWarning
+from sac.errors import RegionError, SacWarning
 from tests.support.blocks import FULL, Stack, install, policy, save, selective
-from tests.support.fp8_modules import MODULE, Block, FP8GlobalStateManager, Recipe, autocast, own_checkpoint, state_of
+from tests.support.fp8_modules import (
+    Block,
+    FP8GlobalStateManager,
+    GlobalState,
+    Recipe,
+    ScalingState,
+    autocast,
+    own_checkpoint,
+)
 from tests.support.fp8_modules import fp8_library as fp8_library
-from tests.support.runs import Noted, runs_of
 from tests.support.training import assert_same, built
 
 pytestmark = [pytest.mark.usefixtures("fp8_library"), pytest.mark.filterwarnings("error")]
 
-WIDTH = 8
 MATMULS = selective(policy(save("matmul")))
-ONE_LAYER = selective(policy({"module": "first", "do": "save"}))
 
 
 class Called(Stack):
@@ -56,22 +59,23 @@ WAYS: dict[str, Callable[[Stack], Stack]] = {
     "full reentrant": lambda model: install(model, {**FULL, "use_reentrant": True}),
     "rerun": lambda model: install(model, {**MATMULS, "engine": "rerun"}),
     "auto": lambda model: install(model, MATMULS),
-    "a saved layer": lambda model: install(model, ONE_LAYER),
+    "a saved layer": lambda model: install(model, selective(policy({"module": "first", "do": "save"}))),
     "context_fn": lambda model: install(model, MATMULS, "context_fn with module"),
 }
-ON_EACH_WAY = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 
 
 def trained(way: Any, program: Any, blocks: Callable[[], Stack], *, steps: int) -> dict[str, Tensor]:
     """Train; return losses, gradients, weights, scales and histories of each step."""
-    FP8GlobalStateManager.reset()
+    FP8GlobalStateManager.state = GlobalState()
     model = way(built(blocks))
     torch.manual_seed(5)
     seen: dict[str, Tensor] = {}
     for step in range(steps):
         losses = program(model, step)
         seen |= {f"{step} loss {index}": loss.detach() for index, loss in enumerate(losses)}
-        seen |= {f"{step} {name}": value for name, value in state_of(model).items()}
+        for name, module in model.named_modules():
+            scales = [one for one in getattr(module, "fp8_meta", {}).values() if isinstance(one, ScalingState)]
+            seen |= {f"{step} {name} {i} {j}": x for i, one in enumerate(scales) for j, x in enumerate(one.copied())}
         for name, parameter in model.named_parameters():
             seen[f"{step} gradient of {name}"] = parameter.grad.clone()
             with torch.no_grad():
@@ -81,31 +85,18 @@ def trained(way: Any, program: Any, blocks: Callable[[], Stack], *, steps: int) 
 
 
 def loss_of(model: nn.Module, step: int, batch: int = 0) -> Tensor:
-    x = torch.randn(4, WIDTH) * (1 + 3 * torch.rand(())) + step % 3 + batch
+    x = torch.randn(4, 8) * (1 + 3 * torch.rand(())) + step % 3 + batch
     return model(x.requires_grad_()).square().mean()
 
 
-def one_autocast(model: nn.Module, step: int, recipe: Recipe | None = None) -> list[Tensor]:
-    with autocast(recipe=recipe):
-        loss = loss_of(model, step)
-    loss.backward()
-    return [loss]
-
-
-def no_autocast(model: nn.Module, step: int) -> list[Tensor]:
-    loss = loss_of(model, step)
-    loss.backward()
-    return [loss]
-
-
-def in_order(order: str) -> Callable[[nn.Module, int], list[Tensor]]:
+def in_order(order: str, recipe: Recipe | None = None) -> Callable[[nn.Module, int], list[Tensor]]:
     """Return a step with micro-batches in this order: `0` is the forward of the first one, `a` its backward."""
 
     def step(model: nn.Module, number: int) -> list[Tensor]:
         losses = {}
         for letter in order:
             if letter.isdigit():
-                with autocast():
+                with autocast(recipe=recipe):
                     losses[int(letter)] = loss_of(model, number, int(letter))
             else:
                 losses[ord(letter) - ord("a")].backward()
@@ -114,32 +105,38 @@ def in_order(order: str) -> Callable[[nn.Module, int], list[Tensor]]:
     return step
 
 
-def stack(count: int = 2, **options: Any) -> Callable[[], Stack]:
-    return lambda: Stack(*(Block(WIDTH, **options) for _ in range(count)))
+def no_autocast(model: nn.Module, step: int) -> list[Tensor]:
+    loss = loss_of(model, step)
+    loss.backward()
+    return [loss]
+
+
+def stack(**options: Any) -> Callable[[], Stack]:
+    return lambda: Stack(Block(**options), Block(**options))
 
 
 def shared() -> Stack:
     """One block in two regions, another between them."""
-    block = Block(WIDTH)
-    return Stack(block, Block(WIDTH), block)
+    block = Block()
+    return Stack(block, Block(), block)
 
 
-pipeline = in_order("01a2b3cd")
-PROGRAMS: dict[str, tuple[Any, Callable[[], Stack]]] = {
-    "one autocast": (one_autocast, stack()),
-    "updates by ops": (lambda model, step: one_autocast(model, step, Recipe(seen=True)), stack()),
-    "autocasts inside": (no_autocast, stack(inner=True)),
-    "first in, first out": (in_order("012abc"), stack()),
-    "pipeline": (pipeline, stack()),
-    "shared": (one_autocast, shared),
+PROGRAMS: dict[str, tuple[Any, Callable[[], Stack], int]] = {
+    "one autocast": (in_order("0a"), stack(), 8),
+    "updates by ops": (in_order("0a", Recipe(seen=True)), stack(), 8),
+    "autocasts inside": (no_autocast, stack(inner=True), 5),
+    "first in, first out": (in_order("012abc"), stack(), 5),
+    "pipeline": (in_order("01a2b3cd"), stack(), 8),
+    "shared": (in_order("0a"), shared, 8),
 }
 
 
-@ON_EACH_WAY
-@pytest.mark.parametrize(("program", "blocks"), PROGRAMS.values(), ids=PROGRAMS.keys())
-def test_twenty_steps_are_those_of_the_librarys_checkpoint(way: Any, program: Any, blocks: Callable[[], Stack]) -> None:
-    steps = 20 if program is one_autocast else 8 if program is pipeline else 5
-    assert_same(trained(by(own_checkpoint), program, blocks, steps=steps), trained(way, program, blocks, steps=steps))
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_steps_are_those_of_the_librarys_checkpoint(way: str, program: str) -> None:
+    step, blocks, steps = PROGRAMS[program]
+    expected = trained(by(own_checkpoint), step, blocks, steps=steps)
+    assert_same(expected, trained(WAYS[way], step, blocks, steps=steps))
 
 
 @pytest.mark.parametrize("value", [FULL, MATMULS], ids=["full", "selective"])
@@ -149,117 +146,24 @@ def test_another_order_is_an_error(value: dict[str, Any]) -> None:
         trained(lambda model: install(model, {**value, "verify": "always"}), in_order("012cba"), stack(), steps=5)
 
 
-def test_another_order_is_a_warning_where_the_first_step_is_compared() -> None:
-    with pytest.warns(SacWarning, match="in recomputation"):
-        trained(WAYS["full"], in_order("012cba"), stack(), steps=5)
-
-
-def in_a_region(model: Stack) -> bool:
-    """Whether the model's blocks run again in backward: what the tests above compare is not the plain model."""
-    FP8GlobalStateManager.reset()
-    before = runs_of(model.blocks[1])
-    one_autocast(model, 0)
-    return runs_of(model.blocks[1]) == before + 2
-
-
-@ON_EACH_WAY
-def test_each_way_runs_the_blocks_again(way: Any) -> None:
-    assert not in_a_region(built(stack()))
-    assert in_a_region(way(built(stack())))
-
-
-def test_recipe_and_group_are_those_of_the_forward() -> None:
-    seen = Noted()
-
-    def region(x: Tensor) -> Tensor:
-        seen.append(FP8GlobalStateManager.get_autocast_state()[:4])
-        return x.sin().cos()
-
-    x, recipe, group = torch.ones(2, requires_grad=True), Recipe(top=3.0), object()
-    with autocast(recipe=recipe, amax_reduction_group=group):
-        out = te.checkpoint(region, x)
-    with autocast(recipe=Recipe()):
-        before = FP8GlobalStateManager.get_autocast_state()
-        out.sum().backward()
-        assert FP8GlobalStateManager.get_autocast_state() == before
-    assert seen == [(True, False, recipe, group)] * 2
-
-
-# Engine, early stop, versions
-
-
-def reported(value: Any, *, fp8: bool) -> Any:
-    model = install(built(stack()), value)
-    with autocast(enabled=fp8):
-        loss = loss_of(model, 0)
-    loss.backward()
-    return sac.report(model)
-
-
 def test_such_regions_run_again_as_python_and_the_report_says_why() -> None:
-    (kind,) = reported(MATMULS, fp8=True).kinds
+    def reported(value: Any) -> Any:
+        model = install(built(stack()), value)
+        in_order("0a")(model, 0)
+        return sac.report(model)
+
+    (kind,) = reported(MATMULS).kinds
     assert (kind.engine, kind.no_replay) == ("rerun", REASON)
-    assert f"  run again as Python, not replayed: {REASON}" in str(reported(FULL, fp8=True)).splitlines()
-    with pytest.warns(SacWarning) as caught:
-        reported({**MATMULS, "engine": "replay"}, fp8=True)
-    assert [str(one.message) for one in caught] == [
-        f"blocks.0: replay cannot be used here: {REASON}\n"
-        "    fix: none is needed, the region runs again as Python; `engine: rerun` asks for that from the start"
-    ]
-
-
-class Ending(Block):
-    """Notes when its forward comes to its end."""
-
-    ends = Noted()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.first(x).sin() + 1
-        self.ends.append(FP8GlobalStateManager.is_fp8_enabled())
-        return out
-
-
-@pytest.mark.parametrize("value", [FULL, MATMULS], ids=["full", "auto"])
-def test_they_run_to_their_end(value: Any) -> None:
-    model = install(built(lambda: Stack(Ending(WIDTH))), value)
-    for fp8, ends in ((False, 2), (True, 2)):
-        Ending.ends[:] = []
-        with autocast(enabled=fp8):
-            loss = model(torch.randn(2, WIDTH, requires_grad=True)).sum()
-        loss.backward()
-        assert Ending.ends == [fp8] * ends
-
-
-class Unknown:
-    """A version of which nothing else is known."""
-
-    is_fp8_enabled = staticmethod(lambda: True)
-
-
-def load(monkeypatch: pytest.MonkeyPatch, manager: Any) -> None:
-    monkeypatch.delitem(sys.modules, MODULE)
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", SimpleNamespace(FP8GlobalStateManager=manager))
-
-
-def test_a_version_whose_state_cannot_be_restored_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    load(monkeypatch, Unknown)
-    x, block = torch.ones(2, WIDTH, requires_grad=True), Block(WIDTH)
-    with pytest.raises(ConfigError) as error:
-        sac.checkpoint(block, x)
-    assert str(error.value) == (
-        "Block: FP8 is on around the region, and its scales and histories are not put back for recomputation: this "
-        "version of TransformerEngine is not known (1.6 to 2.20 are)\n"
-        "    fix: run this region without FP8, or call TransformerEngine's own checkpoint for it"
-    )
-    monkeypatch.setattr(Unknown, "is_fp8_enabled", staticmethod(lambda: False))
-    sac.checkpoint(nn.Linear(WIDTH, WIDTH), x).sum().backward()
+    assert f"  run again as Python, not replayed: {REASON}" in str(reported(FULL)).splitlines()
+    with pytest.warns(SacWarning, match="blocks.0: replay cannot be used here: its modules keep FP8 state"):
+        reported({**MATMULS, "engine": "replay"})
 
 
 @pytest.mark.parametrize("way", ["compat reentrant", "full reentrant"])
 def test_they_are_never_reentrant(way: str) -> None:
-    model, x = WAYS[way](built(stack())), torch.randn(4, WIDTH, requires_grad=True)
+    model, x = WAYS[way](built(stack())), torch.randn(4, 8, requires_grad=True)
     with autocast():
         loss = model(x).sum()
     (gradient,) = torch.autograd.grad(loss, x)
     assert gradient.shape == x.shape
-    assert not any(FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer)
+    assert not any(block.first.fp8_meta["queue"] for block in model.blocks)  # each copy has been taken

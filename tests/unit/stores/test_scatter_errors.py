@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 
 import sac
 from sac.config import COMPARED_BY_CALLS
@@ -20,11 +22,11 @@ from sac.stores.contiguous import ContiguousBuffer
 from sac.stores.host import OnHost
 from sac.stores.scatter import Scattered, bit_checksum
 from sac.stores.store import InputStoring, OnDevice
+from tests.support.cases import layer
 from tests.support.ranks import run_ranks
-from tests.support.scattering import mlp, scattered
+from tests.support.stored_regions import as_region
 
-LEGAL = "\n    legal: a process group that holds this rank, or a mesh of one dimension"
-MEMBER_FIX = "\n    fix: pass each rank the tensor-parallel group that it is in"
+SCATTERED = {"distribute_saved_activations": True}
 
 
 def never_called(*args: Any) -> Any:
@@ -41,30 +43,10 @@ def error_of(call: Callable[[], Any], kind: type[SacError] = ConfigError) -> str
 
 def refused(group: Any) -> str:
     x = torch.randn(3, 5, requires_grad=True)
-    return error_of(lambda: sac.checkpoint(never_called, x, tp_group=group, distribute_saved_activations=True))
+    return error_of(lambda: sac.checkpoint(never_called, x, tp_group=group, **SCATTERED))
 
 
-def test_without_a_group():
-    assert refused(None) == (
-        "sac.checkpoint.tp_group: inputs are to be scattered, but there is no group to scatter them over"
-        f"{LEGAL}\n    fix: pass tp_group=, the group whose ranks all have this input"
-    )
-
-
-def test_before_torch_distributed_is_initialised():
-    assert not dist.is_initialized()
-    assert refused("tp") == (
-        "sac.checkpoint.tp_group: torch.distributed is not initialised"
-        "\n    fix: call torch.distributed.init_process_group first"
-    )
-
-
-def test_apply_leaves_the_model_as_it_was():
-    model = nn.Sequential(mlp(5), mlp(5))
-    with pytest.raises(ConfigError) as error:
-        sac.apply(model, {"mode": "full", "distribute_saved_activations": True})
-    assert str(error.value).startswith("sac.apply.tp_group: inputs are to be scattered, but there is no group")
-    assert not any("forward" in module.__dict__ for module in model.modules())
+# -- Groups
 
 
 def wrong_groups() -> list[str]:
@@ -75,25 +57,29 @@ def wrong_groups() -> list[str]:
     destroyed = dist.new_group([0, 1])
     dist.barrier()  # the other rank may still be connecting to this one
     dist.destroy_process_group(destroyed)
-    return [refused(group) for group in ("tp", 3, object(), others, elsewhere, mesh, nameless, destroyed)]
+    return [refused(group) for group in (None, "tp", object(), mesh, nameless, destroyed, others, elsewhere)]
 
 
 def test_wrong_groups():
-    where = "sac.checkpoint.tp_group: "
-    wrong_type = [f"{where}{what} is not a group{LEGAL}" for what in ("'tp'", "3", "an object of type object")]
-    dimensions = [
-        f'{where}the mesh has 2 dimensions (dp, tp){LEGAL}\n    fix: pass one of them: mesh["tp"]',
-        f"{where}the mesh has 2 dimensions{LEGAL}\n    fix: name its dimensions and pass one of them",
+    told = [
+        "inputs are to be scattered, but there is no group to scatter them over",
+        "'tp' is not a group",
+        "an object of type object is not a group",
+        "the mesh has 2 dimensions (dp, tp)",
+        "the mesh has 2 dimensions",
+        "the group has been destroyed",
+        *["rank 0 is not in the group"] * 2,
     ]
-    left_out = [f"{where}rank 0 is not in the group{LEGAL}{MEMBER_FIX}"] * 2
-    destroyed = [f"{where}the group has been destroyed{LEGAL}"]
     here, there = run_ranks(2, wrong_groups)
-    assert here == [*wrong_type, *left_out, *dimensions, *destroyed]
-    assert there == [*wrong_type, "the function ran", "the function ran", *dimensions, *destroyed]
+    legal = "legal: a process group that holds this rank, or a mesh of one dimension"
+    assert [one.split("\n    ")[:2] for one in here] == [[f"sac.checkpoint.tp_group: {one}", legal] for one in told]
+    assert there == [*here[:-2], "the function ran", "the function ran"]
 
 
-def split(what: str) -> list[str]:
-    """Regions whose input is not the same on all ranks."""
+# -- Inputs that are not the same on all ranks
+
+
+def differing(what: str) -> Tensor:
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.arange(24.0).view(4, 6)
     others = {
@@ -105,28 +91,65 @@ def split(what: str) -> list[str]:
         "dtype": x if rank else x.double(),
         "zero sign": torch.zeros(3) * (-1 if rank else 1),
     }
-    one = others[what].requires_grad_()
-    calls = [
-        lambda run: run(never_called, one),
-        lambda run: run(never_called, 1, deep={"mask": None, "x": [one]}),
-        lambda run: run(never_called, torch.ones(3), one),
-    ]
+    return others[what].requires_grad_()
+
+
+def split(what: str) -> list[str]:
     COMPARED_BY_CALLS._counts.clear()  # other tests have used this process group
-    run = scattered(keep="all")
-    return [error_of(lambda call=call: call(run), RegionError) for call in calls]
+    one, run = differing(what), as_region("scattered", group=dist.group.WORLD, keep="all")
+    calls = [
+        lambda: run(never_called, one),
+        lambda: run(never_called, 1, deep={"mask": None, "x": [one]}),
+        lambda: run(never_called, torch.ones(3), one),
+    ]
+    return [error_of(call, RegionError) for call in calls]
 
 
 @pytest.mark.parametrize("what", ["sequence", "one bit", "order", "shape", "strides", "dtype", "zero sign"])
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_an_input_that_is_not_the_same_on_all_ranks(size, what):
     wrong = "shape, strides or dtype" if what in ("shape", "strides", "dtype") else "values"
-    told = (
-        f": its {wrong} differ between the {size} ranks of the group that it is to be scattered over (is it split "
-        "between them, as in sequence parallelism?)\n    fix: scatter what all ranks have whole: choose by `keep`, or "
-        "keep the inputs of this region whole"
-    )
-    names = ["argument 0", "argument 2", "argument 1"]
-    assert run_ranks(size, split, what) == [[name + told for name in names]] * size
+    told = f": its {wrong} differ between the {size} ranks of the group"
+    for found in run_ranks(size, split, what):
+        assert [one.partition(" that it is to be")[0] for one in found] == [
+            f"argument {place}{told}" for place in (0, 2, 1)
+        ]
+
+
+def told_by_an_applied_block() -> tuple[list[str], list[int]]:
+    """What a block says of an input that each rank has a part of, and the all-reduces of three sound calls."""
+    COMPARED_BY_CALLS._counts.clear()
+    block = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    sac.apply(block, {"mode": "full", "blocks": ["0"], **SCATTERED}, tp_group=dist.group.WORLD)
+    part = torch.arange(8.0).view(2, 4)[dist.get_rank()]
+    told = [error_of(lambda: block(part.clone().requires_grad_()), RegionError) for _ in range(2)]
+    counts = []
+    for _ in range(3):
+        with CommDebugMode() as comm:
+            block(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        counts.append(sum(n for op, n in comm.get_comm_counts().items() if "allreduce" in str(op)))
+    return told, counts
+
+
+def test_the_comparison_is_made_until_it_succeeds_once_although_nobody_asked():
+    for told, counts in run_ranks(2, told_by_an_applied_block):
+        assert counts == [1, 0, 0]
+        for one in told:
+            assert one.startswith("argument 0: its values differ between the 2 ranks of the group")
+
+
+def split_from_the_second_layer_on() -> str:
+    """What is said of the second of two modules of one class, whose input is split."""
+    COMPARED_BY_CALLS._counts.clear()
+    first, second = (nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+    run = functools.partial(sac.checkpoint, **SCATTERED, tp_group=dist.group.WORLD)
+    h = run(first, torch.randn(8, 4, requires_grad=True))
+    return error_of(lambda: run(second, h.chunk(2)[dist.get_rank()].contiguous() * 1.0), RegionError)
+
+
+def test_modules_of_one_class_are_compared_each_for_itself():
+    for told in run_ranks(2, split_from_the_second_layer_on):
+        assert told.startswith("argument 0: its values differ between the 2 ranks of the group")
 
 
 def test_checksums_know_every_bit_and_the_order():
@@ -134,46 +157,36 @@ def test_checksums_know_every_bit_and_the_order():
     own = bit_checksum(x).item()
     flipped = {bit_checksum(torch.cat([x[:i], x[i : i + 1] ^ 1, x[i + 1 :]])).item() for i in range(1000)}
     rolled = {bit_checksum(x.roll(i)).item() for i in range(1, 1000)}
-    assert len(flipped) == 1000
-    assert len(rolled) == 999
+    assert (len(flipped), len(rolled)) == (1000, 999)
     assert own not in flipped | rolled
     assert bit_checksum(x.view(torch.complex64)).item() == bit_checksum(x.view(torch.int32).view(torch.int64)).item()
 
 
-def test_checksums_do_not_depend_on_how_they_are_cut(monkeypatch):
-    x = torch.randn(1000).half()
-    whole = bit_checksum(x).item()
-    monkeypatch.setattr("sac.stores.scatter._CHUNK", 7)
-    assert bit_checksum(x).item() == whole
+# -- Copies and pickles are over the same group
 
 
-def copies() -> tuple[list[tuple[Any, ...]], list[list[Tensor]]]:
-    """What copies of placements are, and the gradients of copies of a model, those of the model itself first."""
-    found = []
-    inner = {"here": OnDevice(), "host": OnHost(), "slots": ContiguousBuffer(3)}
+def copies() -> tuple[list[bool], list[list[Tensor]]]:
+    """Whether copies of placements are the same, and the gradients of copies of a model, those of the model first."""
+    same = []
     ours = dist.new_group([0, 1])
     for group in (dist.group.WORLD, ours):
-        for one in inner.values():
+        for one in (OnDevice(), OnHost(), ContiguousBuffer(3)):
             keeping = InputStoring(Scattered(group, one, set()), "all")
             for again in (copy.deepcopy(keeping), pickle.loads(pickle.dumps(keeping))):
                 kept = again.store
-                same = kept.group is group and type(kept.inner) is type(one)
-                found.append((same, again.which))
-    torch.manual_seed(0)  # the same weights on every rank
-    model = sac.apply(nn.Sequential(mlp(5), mlp(5)), {"mode": "full", "store": "scattered"}, tp_group=ours)
+                same.append(kept.group is group and type(kept.inner) is type(one) and again.which == "all")
+    model = sac.apply(nn.Sequential(layer(5), layer(5)), {"mode": "full", "store": "scattered"}, tp_group=ours)
     grads = []
     for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
         one(torch.ones(2, 5)).sum().backward()
         grads.insert(0, [parameter.grad for parameter in one.parameters()])
-    return found, grads
+    return same, grads
 
 
 def test_copies_and_pickles_are_over_the_same_group():
-    for found, (model, *again) in run_ranks(2, copies):
-        assert found == [(True, "all")] * 12
-        assert len(again) == 2
-        for one in again:
-            assert all(torch.equal(left, right) for left, right in zip(one, model, strict=True))
+    for same, (model, *again) in run_ranks(2, copies):
+        assert same == [True] * 12
+        assert all(torch.equal(left, right) for one in again for left, right in zip(one, model, strict=True))
 
 
 def pickled() -> tuple[bytes, bytes, str]:
@@ -189,15 +202,12 @@ def loaded(content: bytes) -> str:
 @pytest.mark.slow
 def test_a_pickle_without_its_group():
     over_all, over_some, name = run_ranks(2, pickled)[0]
-    fix = (
-        "\n    fix: make the same groups in the same order before loading, or pickle the model without sac (sac.remove)"
+    found = "tp_group: what is loaded scatters its inputs over"
+    missing = (
+        "torch.distributed is not initialised here\n    fix: make the same groups in the same order before loading"
     )
-    missing = "torch.distributed is not initialised here"
-    found = "tp_group: what is loaded scatters its inputs over the default group"
-    assert loaded(over_all) == f"{found}, and {missing}{fix}"
-    assert loaded(over_some) == (
-        f'tp_group: what is loaded scatters its inputs over the process group "{name}", and {missing}{fix}'
-    )
+    assert loaded(over_all).startswith(f"{found} the default group, and {missing}")
+    assert loaded(over_some).startswith(f'{found} the process group "{name}", and {missing}')
     fresh = run_ranks(4, loaded, over_some.replace(name.encode(), b"x" * len(name)))[0]
-    assert fresh.endswith(f", and there is no such group here{fix}")
+    assert ", and there is no such group here\n" in fresh
     assert run_ranks(4, loaded, over_all) == ["no error"] * 4

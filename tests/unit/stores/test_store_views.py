@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import sac
 from sac.errors import SacWarning
 from sac.full import FullConfig
-from tests.support.blocks import policy, save
 
 VIEWS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "a part": lambda h: (h[1:],),
@@ -24,7 +23,6 @@ VIEWS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
     "windows": lambda h: (h.view(20).unfold(0, 5, 3), h),
     "every second": lambda h: (h[::2], h[:, ::2].repeat(1, 2)[:, 1:]),
 }
-SAVED = {"nothing": (), "products": (save("matmul"),), "of a view": (save("aten.relu"),)}
 
 
 class Block(nn.Module):
@@ -73,18 +71,6 @@ def test_of_a_function(reentrant, name, keep):
             model, lambda *views: sac.checkpoint(model, *views, use_reentrant=reentrant, config=config), name
         )
         assert all(map(torch.equal, expected, ours))
-
-
-@pytest.mark.parametrize("keep", ["first", "all"])
-@pytest.mark.parametrize("name", VIEWS)
-@pytest.mark.parametrize("saved", SAVED)
-def test_of_a_block_with_saved_ops(saved, name, keep):
-    model = Model()
-    expected = gradients(model, model, name)
-    written = policy(*SAVED[saved])
-    sac.apply(model, {"mode": "selective", "policy": written, "store": "host", "keep": keep, "blocks": ["blocks.*"]})
-    for _ in range(3):
-        assert all(map(torch.equal, expected, gradients(model, model, name)))
 
 
 def test_a_first_write_to_memory_that_two_inputs_share():

@@ -1,7 +1,8 @@
-"""A rule that matches nothing in the first steps warns, or raises under `strict`; what it matches later is saved."""
+"""A rule that matches nothing in the first steps warns, or raises under `strict`; rules of a shipped policy do not."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -16,14 +17,6 @@ from tests.support.training import built
 
 WIDTH = 8
 ENGINES = ("auto", "replay", "rerun")
-
-
-def idle(index: int) -> str:
-    where = f"activation_checkpointing.policy.rules[{index}]"
-    return (
-        f'{where}: rule "rule-{index}" matched no op in any region of the model\n'
-        "    fix: `sac trace` lists the ops there are; mark the rule `optional: true` if it may match nothing"
-    )
 
 
 def product(block: FunctionBlock, x: Tensor) -> Tensor:
@@ -51,8 +44,6 @@ LARGE = save("matmul", shape=[">=16", WIDTH])
 CASES: dict[str, Any] = {
     # name: (body, rules, lengths)
     "sequences that grow": (product, (LARGE,), (4, 8, 16, 32)),
-    "two rules, sequences that grow": (product, (LARGE, save("aten.sin", shape=[">=32", WIDTH])), (4, 16, 32)),
-    "an empty first batch": (product, (save("matmul"),), (0, 8, 8)),
     "an empty first batch that the block skips": (skips_empty_batches, (save("matmul"),), (0, 8, 8)),
     "a large rule and an empty first batch": (skips_empty_batches, (LARGE,), (0, 4, 16)),
 }
@@ -81,24 +72,45 @@ def test_each_rule_warns_once() -> None:
     model = sac.apply(built(build_pair), selective(policy(LARGE, save("convolution"))))
     with pytest.warns(SacWarning) as told:
         grow(model, (4, 4, 16))
-    assert [str(one.message) for one in told] == [idle(0), idle(1)]
-
-
-def test_an_optional_rule_may_match_later_under_strict() -> None:
-    value = selective(policy({**LARGE, "optional": True}), strict=True)
-    model = sac.apply(built(build_pair), value)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        hits = []
-        for lengths in ((4,), (16,)):
-            grow(model, lengths)
-            hits.append([use.hits for kind in sac.report(model).kinds for use in kind.rules])
-    assert [str(one.message) for one in told] == []
-    assert hits == [[0], [1]]
+    for index, one in enumerate(told):
+        assert f'rule "rule-{index}" matched no op in any region of the model\n' in str(one.message)
+    assert len(told) == 2
 
 
 def test_strict_raises_in_the_first_step() -> None:
     model = sac.apply(built(build_pair), selective(policy(LARGE), strict=True))
-    with pytest.raises(RegionError) as caught:
+    with pytest.raises(RegionError, match=r'rules\[0\]: rule "rule-0" matched no op .*\n.*fix: `sac trace` lists'):
         grow(model, (4, 16))
-    assert str(caught.value) == idle(0)
+
+
+# Shipped policies: at most the choice of policy is reported
+
+CONVOLUTIONS = (nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
+NO_PRODUCTS = (nn.BatchNorm2d(4), nn.Sigmoid(), nn.BatchNorm2d(4))
+
+
+def said(parts: tuple[nn.Module, ...], **value: Any) -> list[str]:
+    """The warnings of a step of two blocks of these parts, or the error."""
+    model = nn.Sequential(*(copy.deepcopy(nn.Sequential(*parts)) for _ in range(2)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            sac.apply(model, {"mode": "selective", "blocks": ["*"], **value})
+            model(torch.ones(2, 4, 8, 8)).sum().backward()
+        except sac.SacError as error:
+            return [str(error)]
+    return [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_rules_of_shipped_policies_are_not_reported_but_for_the_choice_of_policy(strict: bool) -> None:
+    assert said(CONVOLUTIONS, strict=strict) == []
+    for name in ("general", "llama"):
+        (text,) = said(NO_PRODUCTS, policy=name, strict=strict)
+        assert text.startswith(f"policy {name}: no rule of it matches anything in this model\n    legal: ")
+
+
+def test_rules_that_the_user_adds_are_reported_and_those_that_they_extend_are_not() -> None:
+    (text,) = said(CONVOLUTIONS, policy=policy(save("attention"), extends="general"))
+    assert 'rule "rule-0" matched no op in any region of the model' in text
+    assert "matmuls" not in text

@@ -1,0 +1,534 @@
+"""Modules that are saved as a whole: what they may take, return, write to and draw, and what they cost."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import sac
+from sac.outer_hooks import active_hooks
+from sac.reporting import decisions_of
+from sac.tools.comparison import count_flops
+from tests.support.blocks import (
+    FULL,
+    FunctionBlock,
+    Stack,
+    install,
+    llama_stack,
+    policy,
+    save,
+    selective,
+    square,
+    tokens,
+)
+from tests.support.recording import kept_bytes
+from tests.support.runs import Noted
+from tests.support.training import assert_same, assert_same_training, built, train
+from tests.support.whole_module_blocks import whole
+
+WIDTH = 8
+SQUARE = WIDTH * WIDTH * 4  # bytes of one matrix
+RUNS = Noted()  # of modules of the class below; not on the module, which would be another one each time
+
+
+class Apply(nn.Module):
+    """A sub-module that applies a function of itself and its arguments; it has a square weight and counts its runs."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        self.body, self.norm = body, nn.BatchNorm1d(WIDTH)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.register_buffer("large", torch.zeros(200))
+
+    def forward(self, *values: Any, **more: Any) -> Any:
+        RUNS.append(1)
+        return self.body(self, *values, **more)
+
+
+class Drawing(nn.Module):
+    """Draws from a generator that it holds."""
+
+    generator: torch.Generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(x.shape, generator=self.generator)
+
+
+def stack_of(part: Callable[..., Any], body: Callable[..., Any], count: int = 2) -> Stack:
+    blocks = []
+    for _ in range(count):
+        block = FunctionBlock(body, WIDTH, part=Apply(part), other=Apply(product), draws=Drawing())
+        block.alias, block.norm, block.part.owner = block.part, nn.BatchNorm1d(WIDTH), [block]
+        block.tower = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.GELU(), nn.Linear(WIDTH, WIDTH)))
+        block.generator = block.draws.generator = torch.Generator().manual_seed(3)
+        blocks.append(block)
+    return Stack(*blocks)
+
+
+STEPS = Noted()
+
+
+def inputs(device: str) -> tuple[Tensor, ...]:
+    STEPS.append(1)
+    return square(device)
+
+
+def is_late() -> bool:
+    """Whether this is the third or fourth step of four, which nothing that the region can see announces."""
+    return len(STEPS) % 4 in (3, 0)
+
+
+# -- Parts
+
+
+def linear(part: Apply, x: Tensor) -> Tensor:
+    return x @ part.weight
+
+
+def product(part: Apply, x: Tensor, **more: Any) -> Tensor:
+    return (x @ part.weight).sin()
+
+
+def normed(part: Apply, x: Tensor) -> Tensor:
+    return part.norm(x @ part.weight)
+
+
+def relu_in_place(part: Apply, x: Tensor) -> Tensor:
+    return x.relu_()
+
+
+def writes_argument(part: Apply, x: Tensor, y: Tensor) -> Tensor:
+    y.mul_(2).add_(x @ part.weight)
+    return x.cos()
+
+
+def writes_buffer(part: Apply, x: Tensor) -> Tensor:
+    part.large += 1
+    return x @ part.weight * part.large.mean()
+
+
+def halves(part: Apply, x: Tensor) -> tuple[Tensor, Tensor]:
+    both = x @ part.weight
+    return both[:, :4], both
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: Tensor
+    extra: Any = None
+
+
+class Holder:
+    """Holds a tensor under a name, and is no pytree."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = [hidden]
+
+
+def structures(part: Apply, x: Tensor) -> Any:
+    return {"x": [x @ part.weight, None], "n": 3}, Pair(x * 2, x.sin()), Output(x * 3, {"note": "kept"}), Holder(x * 4)
+
+
+def twice_and_argument(part: Apply, x: Tensor) -> Any:
+    h = (x @ part.weight).sin()
+    return h, Output(h, x)
+
+
+OFFSETS = torch.tensor([0, 2, 5, WIDTH])  # torch takes two jagged tensors for alike only if they share this tensor
+
+
+def jagged(x: Tensor) -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(x, OFFSETS)
+
+
+# -- What a region does with its part; each is called as body(block, x)
+
+
+def written_after(block: Any, x: Tensor) -> Tensor:
+    h = x @ block.a
+    y = block.part(h)
+    y.mul_(3)
+    return block.other(h.sin()).sin() * y.cos()
+
+
+def reads_argument_before(block: Any, x: Tensor) -> Tensor:
+    h = x @ block.a
+    before = h + 1  # saves nothing
+    return block.other(block.part(h)).sin() * before.cos()
+
+
+def result_of_a_module_goes_in(block: Any, x: Tensor) -> Tensor:
+    h = block.other(x)
+    before = h + 1
+    return (block.part(h).sin() @ block.a) * before.cos()
+
+
+def second_argument_written(block: Any, x: Tensor) -> Tensor:
+    h = torch.ones_like(x)  # needs no gradient until it is written to
+    return (block.part(x, h) @ block.a).sin() * h.sin()
+
+
+def result_read_then_written(block: Any, x: Tensor) -> Tensor:
+    y = block.part(x)
+    z = y + 1
+    y.mul_(2)
+    return (z.sin() @ block.a) * y.cos()
+
+
+def part_of_result_written(block: Any, x: Tensor) -> Tensor:
+    first, both = block.part(x)
+    z = both + 1
+    first.mul_(2)
+    return (z.sin() @ block.a) * both.cos() * first.sum()
+
+
+def dropout(block: Any, x: Tensor) -> Tensor:
+    y = torch.dropout(x, 0.5, True).sin()
+    return torch.dropout(block.other(block.part(y).sin()), 0.5, True).sin() * x
+
+
+def passed_generator(block: Any, x: Tensor) -> Tensor:
+    y = block.draws(torch.rand(x.shape, generator=block.generator) * x.sin()).sin()
+    return (torch.rand(x.shape, generator=block.generator) * y).sin() * x.cos()
+
+
+def without_gradient(block: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = block.part(x)
+    return (y * x).sin() * block.part(x).sin()
+
+
+def autocast(block: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y, z = block.part(x), x @ block.a
+    return (y.float().sin() @ block.b).sin() * z.float().cos()
+
+
+def takes_apart(block: Any, x: Tensor) -> Tensor:
+    mapping, pair, output, holder = block.part(x)
+    assert (type(pair), type(output), type(holder)) == (Pair, Output, Holder)
+    assert (mapping["n"], mapping["x"][1], output.extra) == (3, None, {"note": "kept"})
+    return (mapping["x"][0].sin() * pair.second + output.hidden * holder.hidden[0]).sin() * pair.first
+
+
+def asks_for_identity(block: Any, x: Tensor) -> Tensor:
+    a = x.exp()
+    h, output = block.part(a)
+    return h.cos() * x if h is output.hidden and output.extra is a else h.cos()
+
+
+def frozen(block: Any, x: Tensor) -> Tensor:
+    block.part.weight.requires_grad_(False)
+    return block.part(x).sin() * x
+
+
+def gradient_inside(block: Any, x: Tensor) -> Tensor:
+    leaf = x.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(block.part(leaf).sin().sum(), leaf, create_graph=True)
+    return (block.part(x).sin() * grad.detach()).sin()
+
+
+def unread(block: Any, x: Tensor) -> Tensor:
+    y = (x @ block.a).sin()
+    block.part(y)
+    return y.cos() @ block.b
+
+
+def rows_written(block: Any, x: Tensor) -> Tensor:
+    y = block.part(x @ block.a)
+    z = y + 1  # saves nothing
+    y.mul_(2)
+    return (z.sin() * y.cos()).values() @ block.b
+
+
+PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
+    "in other order, twice": (
+        product,
+        lambda block, x: block.other(x).cos() + block.part(block.part(block.other(x.sin())).cos()),
+    ),
+    "under two names": (product, lambda block, x: block.part(x).cos() * block.alias(x)),
+    "inside each other": (product, lambda block, x: block.tower(x).sin() * x),
+    "keywords": (product, lambda block, x: block.part(x, mask=None, scale=[1.0, x]).sin()),
+    "last": (normed, lambda block, x: block.part(block.other((x @ block.a).sin()))),
+    "unread": (normed, unread),
+    "statistics around": (normed, lambda block, x: block.part(block.norm(block.part(x)))),
+    "argument, written to after": (lambda part, x: x, written_after),
+    "view of the argument, written to after": (lambda part, x: x.transpose(0, 1), written_after),
+    "argument in place": (relu_in_place, reads_argument_before),
+    "result of another in place": (relu_in_place, result_of_a_module_goes_in),
+    "second argument written": (writes_argument, second_argument_written),
+    "buffer written": (writes_buffer, lambda block, x: block.part(x.exp()).sin()),
+    "result written": (linear, result_read_then_written),
+    "part of the result written": (halves, part_of_result_written),
+    "dropout": (lambda part, x: torch.dropout(x @ part.weight, 0.5, True), dropout),
+    "generator": (product, passed_generator),
+    "without gradient": (product, without_gradient),
+    "autocast": (product, autocast),
+    "none": (lambda part, x: None, lambda block, x: block.other(x).sin() * (2 if block.part(x) is None else 0)),
+    "structures": (structures, takes_apart),
+    "one tensor twice, and the argument": (twice_and_argument, asks_for_identity),
+    "parameter": (lambda part, x: part.weight, lambda block, x: (x @ block.part(x)).sin() * block.other(x).sin()),
+    "frozen": (product, frozen),
+    "gradient inside": (product, gradient_inside),
+    "jagged in and out": (linear, lambda block, x: block.part(jagged(x @ block.a)).sin().values() @ block.b),
+    "jagged inside": (
+        lambda part, x: (jagged(x) @ part.weight).values(),
+        lambda block, x: block.part(x @ block.a).sin() @ block.b,
+    ),
+    "jagged in a structure": (
+        lambda part, x: {"rows": [jagged(x @ part.weight), jagged(x)], "offsets": OFFSETS},
+        lambda block, x: (lambda y: (y["rows"][0].sin() + y["rows"][1]).values() @ block.b)(block.part(x @ block.a)),
+    ),
+    "jagged, written to by the region": (lambda part, x: jagged(x) @ part.weight, rows_written),
+    "jagged argument written": (
+        lambda part, x: x.mul_(2),
+        lambda block, x: block.part(jagged(x @ block.a)).sin().values() @ block.b,
+    ),
+    "rows of a jagged argument": (
+        lambda part, x: list(x.unbind()),
+        lambda block, x: torch.cat([row.sin() for row in block.part(jagged(x @ block.a))]) @ block.b,
+    ),
+    "sparse": (
+        lambda part, x: (x @ part.weight).relu().to_sparse(),
+        lambda block, x: torch.sparse.mm(block.part(x @ block.a), block.b).sin(),
+    ),
+    "compressed rows": (
+        lambda part, x: (x @ part.weight).to_sparse_csr(),
+        lambda block, x: block.part(x @ block.a).to_dense().sin() @ block.b,
+    ),
+    "conjugated": (
+        lambda part, x: torch.complex(x @ part.weight, x).conj()[:, :3],
+        lambda block, x: (block.part(x @ block.a) @ torch.complex(block.b[:3], block.b[:3])).real.sin(),
+    ),
+    "negated": (
+        lambda part, x: torch.complex(x @ part.weight, x).conj().imag,
+        lambda block, x: block.part(x @ block.a).sin() @ block.b,
+    ),
+    "every third column": (
+        lambda part, x: (x @ part.weight)[:, ::3],
+        lambda block, x: block.part(x @ block.a).sin() @ block.b[:3],
+    ),
+    "one row, many times": (
+        lambda part, x: (x @ part.weight)[:1].expand(3, WIDTH),
+        lambda block, x: (block.part(x @ block.a).sin().sum(0) * x).sin(),
+    ),
+    "windows that overlap": (
+        lambda part, x: (x @ part.weight).flatten().unfold(0, 4, 2)[:3],
+        lambda block, x: (block.part(x @ block.a).sin().sum() * x).sin(),
+    ),
+}
+
+
+# -- What a module leaves behind other than its result, in late steps only
+
+
+def appends(part: Apply, x: Tensor, values: list[Any]) -> Tensor:
+    if is_late():
+        values.append(x.mean())
+    return product(part, x)
+
+
+def uses_list(block: Any, x: Tensor) -> Tensor:
+    made = [1.0]
+    return block.part(x.exp(), made) * sum(made)
+
+
+def sets(part: Apply, x: Tensor, held: Any) -> Tensor:
+    if is_late():
+        held.scale, held.tensor = 2.0, held.tensor * x.detach()
+        held.other.mul_(3)
+    return product(part, x)
+
+
+def uses_object(block: Any, x: Tensor) -> Tensor:
+    made = SimpleNamespace(scale=1.0, tensor=torch.ones(8), other=torch.ones(8))
+    return block.part(x.exp(), made) * made.scale * made.tensor * made.other
+
+
+def raises(part: Apply, x: Tensor, fails: bool) -> Tensor:
+    part.large += 1
+    y = torch.dropout(product(part, x), 0.5, True)
+    if fails and is_late():
+        raise ArithmeticError
+    return y
+
+
+def tries_again(block: Any, x: Tensor) -> Tensor:
+    try:
+        y = block.part(x, True)
+    except ArithmeticError:
+        y = block.part(x * 2, False)
+    return (y * x * block.part.large.mean()).sin()
+
+
+def writes_weights(part: Apply, x: Tensor) -> Tensor:
+    if is_late():
+        with torch.no_grad():
+            part.owner[0].b.mul_(0.9)
+        part.weight.data.mul_(0.9)
+        part.large.add_(1)
+    return product(part, x) * (1 + part.large.mean())
+
+
+def uses_weights(block: Any, x: Tensor) -> Tensor:
+    before = (x @ block.part.weight.detach().clone() + block.part.large.mean()).sin()
+    return ((block.part(before) + block.part.large.mean()) @ (block.part.weight * 2).detach()).sin() @ block.b
+
+
+def writes_returned_buffer(block: Any, x: Tensor) -> Tensor:
+    y, large = block.part(x)
+    y = (y + large.mean()).sin()
+    if is_late():
+        large.add_(1.5)
+    return y * (1 + block.part.large.mean())
+
+
+def changes_result(block: Any, x: Tensor) -> Tensor:
+    (first, again), held, rest = block.part(x)
+    y = (first[0] * held.scale).sin()
+    if is_late():
+        first.append(1.0)
+        held.scale = 4.0
+    return y * len(again) * held.scale * sum(rest)
+
+
+def returns_objects(part: Apply, x: Tensor) -> Any:
+    pair = [product(part, x)]
+    return (pair, pair), SimpleNamespace(scale=2.0), (one for one in (1.0, 2.0))
+
+
+LEFT_BEHIND: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
+    "in a list": (appends, uses_list),
+    "in an object": (sets, uses_object),
+    "by an error": (raises, tries_again),
+    "in weights": (writes_weights, uses_weights),
+    "in a buffer that it returns": (lambda part, x: (product(part, x), part.large), writes_returned_buffer),
+    "in its result": (returns_objects, changes_result),
+}
+EVERY = "{part,other,alias,tower,norm,draws}"
+PRODUCTS = save("matmul", optional=True)
+VALUES: dict[str, tuple[Any, str]] = {
+    "modules": (selective(policy(whole(EVERY))), "apply"),
+    "modules and products": (selective(policy(whole(EVERY), PRODUCTS)), "apply"),
+    "to the end": (selective(policy(whole(EVERY)), early_stop=False), "apply"),
+    "rerun": (selective(policy(whole(EVERY), PRODUCTS), engine="rerun"), "apply"),
+    "context_fn": (selective(policy(whole(EVERY))), "context_fn with module"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore::sac.errors.SacWarning")
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("program", PROGRAMS | LEFT_BEHIND)
+def test_training_is_the_same(program: str, value: str) -> None:
+    chosen, entry = VALUES[value]
+    del STEPS[:]
+    build = partial(stack_of, *(PROGRAMS | LEFT_BEHIND)[program])
+    assert_same_training(build, chosen, entry=entry, steps=4, make_input=inputs)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_saved_module_runs_once(program: str) -> None:
+    def runs(value: Any) -> int:
+        del RUNS[:]
+        train(install(built(partial(stack_of, *PROGRAMS[program])), value), steps=3, make_input=square)
+        return len(RUNS)
+
+    assert runs(VALUES["modules"][0]) == runs("none")
+
+
+def test_an_error_in_a_saved_module_leaves_hooks_and_modes_as_they_were() -> None:
+    def fails(part: Apply, x: Tensor) -> Tensor:
+        raise ArithmeticError
+
+    for value in ("modules", "modules and products"):
+        model = built(lambda: stack_of(product, lambda block, x: block.part(x.exp()).cos(), 1))
+        plain = copy.deepcopy(model)
+        sac.apply(model, VALUES[value][0])
+        for _ in range(3):
+            model.blocks[0].part.body = fails
+            with saved_tensors_hooks(lambda t: t, lambda t: t):
+                hooks = active_hooks()
+                with pytest.raises(ArithmeticError):
+                    model(square()[0].requires_grad_())
+                assert active_hooks() == hooks
+            assert active_hooks() is None
+            assert _get_current_dispatch_mode_stack() == []
+            model.blocks[0].part.body = product
+            assert_same(train(plain, make_input=square), train(model, make_input=square))
+
+
+# -- Costs
+
+
+def flops(model: nn.Module) -> int:
+    """Of a step."""
+    given = tokens()
+    return count_flops(lambda: model(given[0].requires_grad_()).square().sum().backward())
+
+
+def test_bytes_are_those_of_the_result_and_of_what_autograd_keeps_inside() -> None:
+    def kept(value: Any) -> int:
+        model = sac.apply(built(lambda: stack_of(product, lambda block, x: (block.part(x.exp()) + 1).cos())), value)
+        found = kept_bytes(model, square(), warm=2)
+        if value is not FULL:
+            (kind,) = sac.report(model).kinds
+            assert kind.saved_bytes == kind.rules[0].saved_bytes == 3 * SQUARE
+            assert (kind.rules[0].hits, kind.count) == (1, 2)
+        return found
+
+    # The product's left side, the sine's argument, and the module's result; the left side is no input of the region.
+    assert kept(selective(policy(whole("part")))) - kept(FULL) == 2 * 3 * SQUARE
+
+
+def test_the_region_itself_saved_as_a_whole_costs_what_it_costs_without_us() -> None:
+    plain, ours = built(llama_stack), sac.apply(built(llama_stack), selective(policy(whole("", id="all"))))
+    assert_same(train(plain, steps=2), train(ours, steps=2))
+    assert (flops(ours), kept_bytes(ours, tokens())) == (flops(plain), kept_bytes(plain, tokens()))
+    (kind,) = sac.report(ours).kinds
+    assert kind.rules[0].hits
+    assert kind.saved_bytes == kind.rules[0].saved_bytes > 0
+
+
+@pytest.mark.filterwarnings("ignore::sac.errors.SacWarning")  # a rule that decides on nothing
+@pytest.mark.parametrize("first", [True, False])
+def test_the_first_rule_that_matches_a_module_decides(first: bool) -> None:
+    rules = [whole("mlp", "recompute"), whole("{self_attn,mlp}")]
+    model = sac.apply(built(llama_stack), selective(policy(*(rules if first else rules[::-1]))))
+    train(model, steps=2)
+    saved = [row.module for row in decisions_of(model) if row.op.startswith("module ")]
+    assert saved == (["self_attn"] if first else ["self_attn", "mlp"])
+
+
+def test_recompute_of_a_module_is_the_exception_from_a_default_that_saves() -> None:
+    model = sac.apply(built(llama_stack), selective(policy(whole("mlp", "recompute"), default="save")))
+    plain, (x,) = built(llama_stack), tokens()
+    again = 2 * count_flops(lambda: plain.blocks[0].mlp.gate_proj(x))  # down_proj is stopped before
+    assert flops(model) - flops(plain) == 2 * again
+    rows = [row for row in decisions_of(model) if row.module.startswith("mlp") and row.op.startswith("aten.mm")]
+    assert {(row.decision, row.reason) for row in rows} == {("recompute", "rule rule-0")}
+
+
+def test_a_row_tells_of_each_saved_module() -> None:
+    model, (x,) = sac.apply(built(llama_stack), selective(policy(whole("mlp", id="gated")))), tokens()
+    model(x).sum().backward()
+    (row,) = (row for row in decisions_of(model) if row.rule)
+    assert (row.module, row.op, row.call) == ("mlp", "module GatedMLP", 0)
+    assert (row.decision, row.reason) == ("save", "rule gated")
+    assert (row.flops, row.bytes) == (count_flops(lambda: model.blocks[0].mlp(x)), x.nbytes)
+    assert not any(row.module.startswith("mlp.") for row in decisions_of(model))
