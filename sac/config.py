@@ -22,7 +22,6 @@ from sac.config_keys import (
     read_determinism_check,
     read_keys,
     stores_in,
-    word_of,
 )
 from sac.engine.settings import PLAIN, RERUN, Settings
 from sac.engine.table import ResolvedPolicy, resolve_policy
@@ -30,6 +29,7 @@ from sac.errors import ConfigError, PolicyError, Problem, listing, nearest
 from sac.policy.load import load_policy, looks_like_path, shipped_policies
 from sac.policy.model import Chunks, Decision, Layers, Policy
 from sac.policy.patterns import PathPattern
+from sac.policy.read import word_of
 from sac.policy.syntax import shown
 from sac.stores.contiguous import ContiguousBuffer
 from sac.stores.host import OnHost
@@ -296,12 +296,43 @@ def _parse_mapping(value: Mapping[Any, Any]) -> Config:
 _HOLDERS = (OWN_KEYS, CALL_KEYS, FULL_CONFIG_KEYS)
 
 
+_REFUSALS: tuple[tuple[str, str, Callable[[Any], bool], str, str], ...] = (  # mode, key, which values, found, fix
+    (
+        "full",
+        "policy",
+        lambda value: value is not None,
+        "mode full takes no policy",
+        "write `mode: selective`, or leave the policy out",
+    ),
+    (
+        "full",
+        "budget",
+        lambda value: value is not None,
+        "mode full leaves nothing to choose",
+        "write `mode: selective`, or leave the budget out",
+    ),
+    (
+        "selective",
+        "layers",
+        lambda value: isinstance(value, Chunks),
+        "mode selective decides op by op within one layer, and a chunk of layers is one region",
+        "write `mode: full`, or choose layers: {every: k}, {fraction: f}, …",
+    ),
+    (
+        "selective",
+        "use_reentrant",
+        lambda value: value is True,
+        "mode selective has no reentrant form",
+        "leave it out: per-op decisions need the non-reentrant mode",
+    ),
+)
+
+
 def _misplaced(given: Mapping[str, Any], mode: str) -> Iterator[Problem]:
     """Yield the problems of legal keys that this mode does not allow, or that conflict with each other."""
-    for name, value in given.items():
-        refusal = CONFIG_KEYS[name].refused_by
-        if refusal is not None and refusal.mode == mode and refusal.applies(value):
-            yield Problem(f"{WHERE}.{name}", refusal.found, fix=refusal.fix)
+    for refusing, name, is_refused, found, fix in _REFUSALS:
+        if refusing == mode and name in given and is_refused(given[name]):
+            yield Problem(f"{WHERE}.{name}", found, fix=fix)
     if mode != "none" and isinstance(given.get("layers"), Chunks) and given.get("granularity") == "submodule":
         found = "a chunk of layers is one region, but granularity submodule makes several regions of each layer"
         yield Problem(f"{WHERE}.layers", found, fix="leave one of the two out")

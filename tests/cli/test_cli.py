@@ -75,9 +75,10 @@ def test_check_prints_a_row_per_rule(policy_file, capsys):
 
 def test_check_tells_every_limit_of_a_rule(policy_file):
     optional, limited = load_policy(policy_file(POLICY)).rules
-    assert limits_of(optional) == ["optional"]
+    assert limits_of(optional) == ["optional: true"]
     assert limits_of(limited) == [
-        "module self_attn.{q,k}_proj", "layers first 2", "call 0", "shape [_, >=64]", "dtype bfloat16",
+        "module: 'self_attn.{q,k}_proj'", "layers: {first: 2}", "call: {index: [0]}", "shape: [_, '>=64']",
+        "dtype: bfloat16",
     ]  # fmt: skip
 
 

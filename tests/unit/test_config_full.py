@@ -20,7 +20,7 @@ from sac.full import FullConfig
 from tests.support.blocks import FULL, llama_stack
 from tests.support.training import built
 
-FLAG = "    legal: true, false"
+FLAG = "    legal: true, false\n    fix: write one of these, without quotes"
 QUOTE = "    fix: quote the word that is meant: YAML 1.1 reads on, off, yes and no as booleans"
 STORES = "    legal: whole, scattered, host, contiguous, or some of the last three joined by +"
 KEEPS = "    legal: first, all, or a predicate (position, tensor) -> bool"
@@ -47,54 +47,50 @@ COUNTER = Counter()
 ILLEGAL: dict[str, tuple[dict[str, Any], str]] = {
     "keep misspelled": (
         {"keep": "frist"},
-        f"keep: 'frist' is not a choice of inputs\n    did you mean: first\n{KEEPS}",
+        f'keep: keep is "frist"\n    did you mean: first\n{KEEPS}\n    fix: write "first"',
     ),
-    "keep is a boolean": ({"keep": True}, f"keep: True is not a choice of inputs\n{KEEPS}\n{QUOTE}"),
-    "keep is empty": ({"keep": None}, f"keep: None is not a choice of inputs\n{KEEPS}"),
+    "keep is a boolean": ({"keep": True}, f"keep: keep is true\n{KEEPS}\n{QUOTE}"),
+    "keep is empty": ({"keep": None}, f"keep: keep is empty\n{KEEPS}"),
     "store misspelled": (
         {"store": "scatered"},
-        f"store: 'scatered' is not a store\n    did you mean: scattered\n{STORES}",
+        f"store: store is 'scatered'\n    did you mean: scattered\n{STORES}",
     ),
     "one of two stores misspelled": (
         {"store": "scattered+hots"},
-        f"store: 'hots' is not a store\n    did you mean: host\n{STORES}",
+        f"store: store is 'scattered+hots'\n    did you mean: host\n{STORES}",
     ),
-    "store is off": ({"store": False}, f"store: False is not a store\n{STORES}\n{QUOTE}"),
-    "store is empty": ({"store": None}, f"store: None is not a store\n{STORES}"),
-    "store is an empty text": ({"store": ""}, f"store: '' is not a store\n{STORES}"),
+    "store is off": ({"store": False}, f"store: store is False\n{STORES}"),
+    "store is empty": ({"store": None}, f"store: store is None\n{STORES}"),
+    "store is an empty text": ({"store": ""}, f"store: store is ''\n{STORES}"),
     "stores in a list": (
         {"store": ["scattered", "Host"]},
-        f"store: ['scattered', 'Host'] is not a store\n{STORES}\n    fix: write \"scattered+host\"",
+        f"store: store is ['scattered', 'Host']\n{STORES}",
     ),
     "stores with a comma": (
         {"store": "scattered, host"},
-        f"store: 'scattered, host' is not a store\n{STORES}\n    fix: write \"scattered+host\"",
+        f"store: store is 'scattered, host'\n    did you mean: scattered\n{STORES}",
     ),
-    "store twice": ({"store": "host+host"}, f"store: 'host+host' does not go together\n{STORES}"),
-    "whole and another": ({"store": "whole+host"}, f"store: 'whole+host' does not go together\n{STORES}"),
+    "store twice": ({"store": "host+host"}, f"store: store is 'host+host'\n{STORES}"),
+    "whole and another": ({"store": "whole+host"}, f"store: store is 'whole+host'\n{STORES}"),
     "count in quotes": (
         {"store": "contiguous", "num_checkpoints": "4"},
-        f"num_checkpoints: '4' is not a number of checkpoints\n{COUNT}\n    fix: write 4, without quotes",
+        f'num_checkpoints: num_checkpoints is "4"\n{COUNT}\n    fix: remove the quotes',
     ),
     "count that YAML 1.1 reads as text": (
         {"store": "contiguous", "num_checkpoints": "1e1"},
-        f"num_checkpoints: '1e1' is not a number of checkpoints\n{COUNT}\n    fix: write 10, without quotes",
-    ),
-    "count with a point": (
-        {"store": "contiguous", "num_checkpoints": 4.0},
-        f"num_checkpoints: 4.0 is not a number of checkpoints\n{COUNT}\n    fix: write 4",
+        f'num_checkpoints: num_checkpoints is "1e1"\n{COUNT}\n    fix: remove the quotes',
     ),
     "half a checkpoint": (
         {"store": "contiguous", "num_checkpoints": 4.5},
-        f"num_checkpoints: 4.5 is not a number of checkpoints\n{COUNT}",
+        f"num_checkpoints: num_checkpoints is 4.5\n{COUNT}",
     ),
     "no checkpoints": (
         {"store": "contiguous", "num_checkpoints": 0},
-        f"num_checkpoints: 0 is not a number of checkpoints\n{COUNT}",
+        f"num_checkpoints: num_checkpoints is 0\n{COUNT}",
     ),
     "count is a boolean": (
         {"store": "contiguous", "num_checkpoints": True},
-        f"num_checkpoints: True is not a number of checkpoints\n{COUNT}",
+        f"num_checkpoints: num_checkpoints is true\n{COUNT}",
     ),
     "contiguous without a count": (
         {"store": "contiguous"},
@@ -111,10 +107,6 @@ ILLEGAL: dict[str, tuple[dict[str, Any], str]] = {
         "host_memory: 'much' is not an amount of host memory: it is not a number with a unit\n"
         '    legal: a whole number of bytes, or text such as "64KiB", "1MiB", "1.5GB"',
     ),
-    "a provider alone": (
-        {"state": COUNTER},
-        f"state: Counter() is not in a tuple\n{PROVIDERS}\n    fix: write a comma after it, in parentheses: (…,)",
-    ),
     "no provider": ({"state": (COUNTER, 3)}, f"state: 3 is none of them\n{PROVIDERS}"),
     "a class of providers": (
         {"state": (Counter,)},
@@ -122,7 +114,7 @@ ILLEGAL: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two at once": (
         {"keep": 1, "num_checkpoints": "x"},
-        f"keep: 1 is not a choice of inputs\n{KEEPS}\n%snum_checkpoints: 'x' is not a number of checkpoints\n{COUNT}",
+        f'keep: keep is 1\n{KEEPS}\n%snum_checkpoints: num_checkpoints is "x"\n{COUNT}',
     ),
 }
 
@@ -147,10 +139,10 @@ def test_illegal_values_in_a_config_value(mode: str, given: dict[str, Any], text
 
 
 CALL_ILLEGAL = {
-    "use_reentrant": ("no", f"'no' is not true or false\n{FLAG}\n    fix: write false, without quotes"),
-    "distribute_saved_activations": ("tp", f"'tp' is not true or false\n{FLAG}"),
-    "preserve_rng_state": (None, f"None is not true or false\n{FLAG}"),
-    "early_stop": (0, f"0 is not true or false\n{FLAG}\n    fix: write false, without quotes"),
+    "use_reentrant": ("no", f'use_reentrant is "no"\n{FLAG}'),
+    "distribute_saved_activations": ("tp", f'distribute_saved_activations is "tp"\n{FLAG}'),
+    "preserve_rng_state": (None, f"preserve_rng_state is empty\n{FLAG}"),
+    "early_stop": (0, f"early_stop is 0\n{FLAG}"),
 }
 
 
@@ -169,8 +161,8 @@ def test_a_check_that_there_is_not() -> None:
     with pytest.raises(ConfigError) as caught:
         sac.checkpoint(torch.sin, torch.ones(2, requires_grad=True), determinism_check="defualt")
     assert str(caught.value) == (
-        "sac.checkpoint.determinism_check: 'defualt' is not a check\n    did you mean: default\n"
-        "    legal: default, none"
+        'sac.checkpoint.determinism_check: determinism_check is "defualt"\n    did you mean: default\n'
+        '    legal: default, none\n    fix: write "default"'
     )
 
 

@@ -51,7 +51,7 @@ UNSUPPORTED = {  # what is given to checkpoint_wrapper, and what the error says 
         "config keeps inputs elsewhere (store 'host')\n    fix: leave one of the two out",
     ),
     "preserve_rng": ({"preserve_rng": True}, "it is not known\n    did you mean: preserve_rng_state\n    legal: use_"),
-    "determinism_check": ({"determinism_check": "all"}, "'all' is not a check\n    legal: default, none"),
+    "determinism_check": ({"determinism_check": "all"}, 'determinism_check is "all"\n    legal: default, none'),
 }
 
 

@@ -54,9 +54,12 @@ def test_spellings(written: Any, bytes_: int | None, share: float | None, of_dev
         ("120%", "activation_checkpointing.budget: '120%' is not a budget: a share is 0% to 100%\n    " + LEGAL),
         ({"device": "most"}, "{'device': 'most'} is not a budget: a share is a number with %"),
         ({"device": 0.9}, "{'device': 0.9} is not a budget: a share is 0% to 100%"),
-        ({"devise": "90%"}, "activation_checkpointing.budget: {'devise': '90%'} is not a budget\n    " + LEGAL),
-        (0, "activation_checkpointing.budget: 0 is not a budget\n    " + LEGAL),
-        (True, "activation_checkpointing.budget: True is not a budget\n    " + LEGAL),
+        (
+            {"devise": "90%"},
+            "budget: {'devise': '90%'} is not a budget: it is not a number with a unit",
+        ),
+        (0, "activation_checkpointing.budget: 0 is not a budget: it is nothing\n    " + LEGAL),
+        (True, "activation_checkpointing.budget: True is not a budget: it is not a number with a unit\n    " + LEGAL),
     ],
 )
 def test_no_budget(written: Any, message: str) -> None:
@@ -88,6 +91,7 @@ def test_engine_rerun() -> None:
 
 def test_words() -> None:
     assert problem(budget="1GiB", optimizer="adamwx") == (
-        "activation_checkpointing.optimizer: 'adamwx' is not the name of an optimizer\n"
-        f"    did you mean: adamw\n    legal: {', '.join(STATES)}"
+        'activation_checkpointing.optimizer: optimizer is "adamwx"\n'
+        f"    did you mean: adamw\n    legal: {', '.join(STATES)}\n"
+        '    fix: write "adamw"'
     )

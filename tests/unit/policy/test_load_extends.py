@@ -168,7 +168,7 @@ def test_problems_of_child_and_parents_come_together() -> None:
     assert error("child.yaml") == (
         "child.yaml:3:8: rules is 3\n"
         "    legal: a list of rules\n"
-        "    fix: write [] for no rules\n"
+        '    fix: start each rule with "- "\n'
         "parent.yaml:2:9: this rule says nothing to do\n"
         "    legal: save, recompute, offload, alternate\n"
         '    fix: add "do: save"\n'
