@@ -340,10 +340,10 @@ def dump_policy(policy: Policy) -> str:
         written["models"] = _plain(policy.models)
     if policy.sets:
         written["sets"] = {name: _plain(ops) for name, ops in policy.sets.items()}
-    regions = {"blocks": policy.blocks} if policy.blocks else {}
-    regions |= {} if policy.layers.is_all else {"layers": policy.layers}
+    regions = {"blocks": _plain(policy.blocks)} if policy.blocks else {}
+    regions |= {} if policy.layers.is_all else {"layers": policy.layers.written}
     if regions:
-        written["regions"] = {key: _plain(value) for key, value in regions.items()}
+        written["regions"] = regions
     rules = [{"id": rule.id, **_matchers(rule), "do": rule.do} for rule in policy.rules]
     return yaml_text(written | {"default": policy.default.value, "rules": rules})
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
@@ -188,13 +188,13 @@ _RESOLVERS = [(_TAG + kind, re.compile(rf"({pattern})\Z")) for kind, pattern in 
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: ClassVar[Any] = {None: _RESOLVERS}  # in place of those of YAML 1.1
+    yaml_implicit_resolvers: Any = {None: _RESOLVERS}  # noqa: RUF012  (pyyaml wants it on the class)
 
 
 class _Dumper(yaml.SafeDumper):
     """Quotes text that YAML 1.1 or YAML 1.2 would not read as text."""
 
-    yaml_implicit_resolvers: ClassVar[Any] = yaml.SafeDumper.yaml_implicit_resolvers | {None: _RESOLVERS}
+    yaml_implicit_resolvers: Any = yaml.SafeDumper.yaml_implicit_resolvers | {None: _RESOLVERS}
 
     def ignore_aliases(self, data: object) -> bool:
         return True

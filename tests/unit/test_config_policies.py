@@ -12,7 +12,7 @@ import sac
 from sac.config import parse_config
 from sac.engine.table import resolve_policy
 from sac.errors import PolicyError
-from sac.ops.save_sets import SET_NAMES
+from sac.ops.save_sets import SAVE_SETS
 from tests.promises.test_11_invisible import flat
 from tests.support.blocks import llama_stack
 from tests.support.training import built
@@ -71,7 +71,7 @@ def test_whole_module_rule_is_refused_where_torch_lacks_a_way(tmp_path: Path, mo
 
 
 def test_unknown_ops_are_told_with_their_places(tmp_path: Path) -> None:
-    sets = ", ".join(SET_NAMES)
+    sets = ", ".join(SAVE_SETS)
     assert told(UNKNOWN, tmp_path) == (
         "policy.yaml:4:20: no op aten.mmm is registered\n    did you mean: aten.mm\n"
         f"{PASSED_OVER}\n"

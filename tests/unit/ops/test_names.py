@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from sac.ops.facts import traits_of
 from sac.ops.names import OpMatcher, check_sets, is_must_save, resolve_ops, set_names
 from sac.ops.registry import find_ops, op_name, read_registry
-from sac.ops.save_sets import SET_NAMES, condition_of
+from sac.ops.save_sets import SAVE_SETS, condition_of
 
 aten = torch.ops.aten
 PACKETS = read_registry().packets
@@ -48,18 +48,18 @@ def test_a_glob_means_what_can_be_saved_of_it():
     assert everything == {op_name(op) for op in OPS if traits_of(op).savable}
     assert {"aten.mm.default", "aten.addmm.default"} < meant(resolve_ops(["aten.*mm*"])) < everything
     assert meant(resolve_ops(["aten.relu_*"])) == set()
-    assert resolve_ops(["aten.relu_*"]).problems == ()
+    assert resolve_ops(["aten.relu_*"]).problems == {}
 
 
 def test_a_rule_that_recomputes_may_name_what_cannot_be_saved():
     matcher = resolve_ops(["aten.add_", "aten.view", "aten.empty.memory_format"], for_saving=False)
-    assert matcher.problems == ()
+    assert matcher.problems == {}
     assert all(certain(matcher, op) for op in [aten.add_.Tensor, aten.view.default, aten.empty.memory_format])
 
 
 def test_higher_order_ops_have_names_too():
     matcher = resolve_ops(["higher_order.flex_attention"])
-    assert matcher.problems == ()
+    assert matcher.problems == {}
     assert certain(matcher, torch.ops.higher_order.flex_attention)
     assert resolve_ops(["higher_order::flex_attention"]).matches(torch.ops.higher_order.flex_attention)
 
@@ -88,7 +88,7 @@ def test_a_condition_falls_away_when_the_op_is_also_meant_without_it():
 def test_ops_registered_after_the_policy_was_read_are_found(library):
     attention, everything, nowhere = resolve_ops(["attention"]), resolve_ops(["*"]), resolve_ops(["late_library.*"])
     assert nowhere.missing == ("late_library.*",)
-    assert nowhere.problems == ()
+    assert nowhere.problems == {}
     flash = library(
         "_flash_attn2_cuda_c0ffee", "varlen_fwd(Tensor! q, Tensor k) -> Tensor[]", "bwd(Tensor q) -> Tensor"
     )
@@ -131,7 +131,7 @@ def test_expert_parallel_dispatch_must_be_saved_when_its_library_comes(library):
 def test_an_op_that_may_write_is_meant_in_the_calls_that_give_it_nothing_to_write(library):
     ops = library("sac_optional", "fwd(Tensor q, Tensor(a!)? out=None) -> Tensor", "needs(Tensor(a!) q) -> Tensor")
     matcher = resolve_ops(["sac_optional::fwd", "sac_optional::*"])
-    assert matcher.problems == ()
+    assert matcher.problems == {}
     assert matcher.matches(ops.fwd.default)
     assert not matcher.matches(ops.needs.default)
     condition = condition_of(matcher.conditional(ops.fwd.default))
@@ -143,7 +143,7 @@ def test_an_op_that_may_write_is_meant_in_the_calls_that_give_it_nothing_to_writ
 def test_a_policy_adds_to_a_set_and_defines_its_own(library):
     mine = library("sac_mine", "flash(Tensor q) -> Tensor", "route(Tensor q) -> Tensor")
     sets = {"attention": ["sac_mine::flash"], "all_mine": ["attention", "sac_mine.route"], "empty": []}
-    assert set_names(sets) == (*SET_NAMES, "all_mine", "empty")
+    assert set_names(sets) == (*SAVE_SETS, "all_mine", "empty")
     attention = resolve_ops(["attention"], sets)
     assert certain(attention, mine.flash.default)
     assert certain(attention, aten._scaled_dot_product_flash_attention.default)
@@ -169,7 +169,7 @@ def test_a_set_may_name_what_is_not_installed():
     sets = {"mine": ["not_installed::kernel", "not_installed.*", "aten.mm"]}
     matcher = resolve_ops(["mine"], sets)
     assert matcher.missing == ("not_installed.kernel", "not_installed.*")
-    assert matcher.problems == ()
+    assert matcher.problems == {}
     assert certain(matcher, aten.mm.default)
     assert check_sets(sets) == {}
 
@@ -181,7 +181,7 @@ def test_every_spelling_resolves_alike(packet, data):
     plain, spelled = resolve_ops([name]), resolve_ops([name.replace(".", "::", 1)])
     assert plain.entries == spelled.entries
     assert plain.missing == spelled.missing == ()
-    assert [(p.found, p.fix) for p in plain.problems] == [(p.found, p.fix) for p in spelled.problems]
+    assert [(p.found, p.fix) for p in plain.problems.values()] == [(p.found, p.fix) for p in spelled.problems.values()]
     ops = find_ops(packet, PACKETS[packet])
     assert [plain.matches(op) for op in ops] == [spelled.matches(op) for op in ops]
     assert bool(plain.problems) == (not any(plain.matches(op) for op in ops))
