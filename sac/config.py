@@ -27,7 +27,7 @@ from sac.engine.settings import PLAIN, RERUN, Settings
 from sac.engine.table import ResolvedPolicy, resolve_policy
 from sac.errors import ConfigError, PolicyError, Problem, listing, nearest
 from sac.policy.load import load_policy, looks_like_path, shipped_policies
-from sac.policy.model import Chunks, Decision, Layers, Policy
+from sac.policy.model import Chunks, Layers, Policy
 from sac.policy.patterns import PathPattern
 from sac.policy.read import word_of
 from sac.policy.syntax import shown
@@ -154,8 +154,9 @@ def settings_of(
             Problem(f"{where}.config", f"{shown(repr(config))} is not a FullConfig", "a FullConfig", fix=fix)
         )
     problems = read_keys({key: getattr(options, key) for key in CALL_KEYS}, where)[1]
+    check = options.determinism_check
     try:
-        check = read_determinism_check(options.determinism_check, f"{where}.determinism_check")
+        check = check if check == "default" else read_determinism_check(check, f"{where}.determinism_check")
     except ConfigError as error:
         problems += error.problems
     tracker = options.get_rng_state_tracker
@@ -296,43 +297,19 @@ def _parse_mapping(value: Mapping[Any, Any]) -> Config:
 _HOLDERS = (OWN_KEYS, CALL_KEYS, FULL_CONFIG_KEYS)
 
 
-_REFUSALS: tuple[tuple[str, str, Callable[[Any], bool], str, str], ...] = (  # mode, key, which values, found, fix
-    (
-        "full",
-        "policy",
-        lambda value: value is not None,
-        "mode full takes no policy",
-        "write `mode: selective`, or leave the policy out",
-    ),
-    (
-        "full",
-        "budget",
-        lambda value: value is not None,
-        "mode full leaves nothing to choose",
-        "write `mode: selective`, or leave the budget out",
-    ),
-    (
-        "selective",
-        "layers",
-        lambda value: isinstance(value, Chunks),
-        "mode selective decides op by op within one layer, and a chunk of layers is one region",
-        "write `mode: full`, or choose layers: {every: k}, {fraction: f}, …",
-    ),
-    (
-        "selective",
-        "use_reentrant",
-        lambda value: value is True,
-        "mode selective has no reentrant form",
-        "leave it out: per-op decisions need the non-reentrant mode",
-    ),
-)
-
-
 def _misplaced(given: Mapping[str, Any], mode: str) -> Iterator[Problem]:
     """Yield the problems of legal keys that this mode does not allow, or that conflict with each other."""
-    for refusing, name, is_refused, found, fix in _REFUSALS:
-        if refusing == mode and name in given and is_refused(given[name]):
-            yield Problem(f"{WHERE}.{name}", found, fix=fix)
+    for name, found in (("policy", "takes no policy"), ("budget", "leaves nothing to choose")):
+        if mode == "full" and given.get(name) is not None:
+            fix = f"write `mode: selective`, or leave the {name} out"
+            yield Problem(f"{WHERE}.{name}", f"mode full {found}", fix=fix)
+    if mode == "selective" and given.get("use_reentrant") is True:
+        fix = "leave it out: per-op decisions need the non-reentrant mode"
+        yield Problem(f"{WHERE}.use_reentrant", "mode selective has no reentrant form", fix=fix)
+    if mode == "selective" and isinstance(given.get("layers"), Chunks):
+        found = "mode selective decides op by op within one layer, and a chunk of layers is one region"
+        fix = "write `mode: full`, or choose layers: {every: k}, {fraction: f}, …"
+        yield Problem(f"{WHERE}.layers", found, fix=fix)
     if mode != "none" and isinstance(given.get("layers"), Chunks) and given.get("granularity") == "submodule":
         found = "a chunk of layers is one region, but granularity submodule makes several regions of each layer"
         yield Problem(f"{WHERE}.layers", found, fix="leave one of the two out")
@@ -393,20 +370,10 @@ def _family_names(model: nn.Module) -> Iterator[str]:
 
 def usable_policy(policy: Policy) -> ResolvedPolicy:
     """Return ``policy`` with its names resolved; raises ``PolicyError`` for unknown names and unsupported features."""
-    problems = [
-        Problem(
-            rule.where("module"),
-            f'rule "{rule.id}" saves whole modules (`module` without `ops`), and torch {torch.__version__} does not '
-            "let saved-tensor hooks and modes be taken off",
-            fix='add `ops`, for example ops: "*", to match the ops inside the module',
-        )
-        for rule in policy.rules
-        if rule.matches_module and rule.do != Decision.RECOMPUTE.value and not HAS_STACKS
-    ]
-    try:
-        bound = resolve_policy(policy)
-    except PolicyError as error:
-        problems += error.problems
-    if problems:
-        raise PolicyError(problems)
-    return bound
+    for rule in () if HAS_STACKS else policy.rules:
+        if rule.matches_module and rule.kept_as.keeps:
+            found = (
+                f'rule "{rule.id}" saves whole modules, and torch {torch.__version__} does not let hooks be taken off'
+            )
+            raise PolicyError(Problem(rule.where("module"), found, fix='add `ops`, for example ops: "*"'))
+    return resolve_policy(policy)
