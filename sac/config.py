@@ -22,14 +22,14 @@ from sac.config_keys import (
     read_determinism_check,
     read_keys,
     stores_in,
-    word_of,
 )
 from sac.engine.settings import PLAIN, RERUN, Settings
 from sac.engine.table import ResolvedPolicy, resolve_policy
 from sac.errors import ConfigError, PolicyError, Problem, listing, nearest
 from sac.policy.load import load_policy, looks_like_path, shipped_policies
-from sac.policy.model import Chunks, Decision, Layers, Policy
+from sac.policy.model import Chunks, Layers, Policy
 from sac.policy.patterns import PathPattern
+from sac.policy.read import word_of
 from sac.policy.syntax import shown
 from sac.stores.contiguous import ContiguousBuffer
 from sac.stores.host import OnHost
@@ -154,8 +154,9 @@ def settings_of(
             Problem(f"{where}.config", f"{shown(repr(config))} is not a FullConfig", "a FullConfig", fix=fix)
         )
     problems = read_keys({key: getattr(options, key) for key in CALL_KEYS}, where)[1]
+    check = options.determinism_check
     try:
-        check = read_determinism_check(options.determinism_check, f"{where}.determinism_check")
+        check = check if check == "default" else read_determinism_check(check, f"{where}.determinism_check")
     except ConfigError as error:
         problems += error.problems
     tracker = options.get_rng_state_tracker
@@ -298,10 +299,17 @@ _HOLDERS = (OWN_KEYS, CALL_KEYS, FULL_CONFIG_KEYS)
 
 def _misplaced(given: Mapping[str, Any], mode: str) -> Iterator[Problem]:
     """Yield the problems of legal keys that this mode does not allow, or that conflict with each other."""
-    for name, value in given.items():
-        refusal = CONFIG_KEYS[name].refused_by
-        if refusal is not None and refusal.mode == mode and refusal.applies(value):
-            yield Problem(f"{WHERE}.{name}", refusal.found, fix=refusal.fix)
+    for name, found in (("policy", "takes no policy"), ("budget", "leaves nothing to choose")):
+        if mode == "full" and given.get(name) is not None:
+            fix = f"write `mode: selective`, or leave the {name} out"
+            yield Problem(f"{WHERE}.{name}", f"mode full {found}", fix=fix)
+    if mode == "selective" and given.get("use_reentrant") is True:
+        fix = "leave it out: per-op decisions need the non-reentrant mode"
+        yield Problem(f"{WHERE}.use_reentrant", "mode selective has no reentrant form", fix=fix)
+    if mode == "selective" and isinstance(given.get("layers"), Chunks):
+        found = "mode selective decides op by op within one layer, and a chunk of layers is one region"
+        fix = "write `mode: full`, or choose layers: {every: k}, {fraction: f}, …"
+        yield Problem(f"{WHERE}.layers", found, fix=fix)
     if mode != "none" and isinstance(given.get("layers"), Chunks) and given.get("granularity") == "submodule":
         found = "a chunk of layers is one region, but granularity submodule makes several regions of each layer"
         yield Problem(f"{WHERE}.layers", found, fix="leave one of the two out")
@@ -362,20 +370,10 @@ def _family_names(model: nn.Module) -> Iterator[str]:
 
 def usable_policy(policy: Policy) -> ResolvedPolicy:
     """Return ``policy`` with its names resolved; raises ``PolicyError`` for unknown names and unsupported features."""
-    problems = [
-        Problem(
-            rule.where("module"),
-            f'rule "{rule.id}" saves whole modules (`module` without `ops`), and torch {torch.__version__} does not '
-            "let saved-tensor hooks and modes be taken off",
-            fix='add `ops`, for example ops: "*", to match the ops inside the module',
-        )
-        for rule in policy.rules
-        if rule.matches_module and rule.do != Decision.RECOMPUTE.value and not HAS_STACKS
-    ]
-    try:
-        bound = resolve_policy(policy)
-    except PolicyError as error:
-        problems += error.problems
-    if problems:
-        raise PolicyError(problems)
-    return bound
+    for rule in () if HAS_STACKS else policy.rules:
+        if rule.matches_module and rule.kept_as.keeps:
+            found = (
+                f'rule "{rule.id}" saves whole modules, and torch {torch.__version__} does not let hooks be taken off'
+            )
+            raise PolicyError(Problem(rule.where("module"), found, fix='add `ops`, for example ops: "*"'))
+    return resolve_policy(policy)

@@ -17,7 +17,7 @@ from sac.engine.table import NO_RULE as NO_RULE
 from sac.engine.table import CallSite, DecisionTable, ResolvedRule, first_tensor
 from sac.errors import ConfigError, Problem
 from sac.ops.flops import flops_of
-from sac.ops.names import op_name
+from sac.ops.registry import op_name
 from sac.policy.model import Decision
 from sac.stores.offload import OffloadUse
 from sac.tensors import storage_address, storage_bytes, tensors_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -15,8 +15,8 @@ from sac.engine.autocast import as_called, is_custom_op
 from sac.errors import PolicyError, Problem, SacWarning
 from sac.ops.facts import OpTraits, traits_of
 from sac.ops.flops import has_formula
-from sac.ops.names import NameProblem, OpMatcher, check_sets, is_must_save, op_name, resolve_ops
-from sac.ops.registry import read_registry
+from sac.ops.names import OpMatcher, check_sets, is_must_save, resolve_ops
+from sac.ops.registry import op_name, read_registry
 from sac.ops.save_sets import condition_of
 from sac.policy.model import ALTERNATE, Decision, Policy, Rule
 from sac.torch_private import OpOverload
@@ -440,22 +440,19 @@ def resolve_policy(policy: Policy) -> ResolvedPolicy:
     resolve = cache(lambda ops, saves: resolve_ops(ops, policy.sets, for_saving=saves, registry=registry))
     for name, found in check_sets(policy.sets).items():
         where = str(policy.set_locations.get(name, policy.where("sets")))
-        problems.extend(_told(where, problem) for problem in found)
+        problems.extend(replace(problem, where=where) for problem in found)
     for index, rule in enumerate(policy.rules):
         matcher: OpMatcher = resolve(rule.ops, rule.do != Decision.RECOMPUTE.value)
         rules.append(ResolvedRule(rule, matcher, index))
-        for problem in matcher.problems:
-            marked = problem.index < len(rule.op_locations)
-            problems.append(_told(str(rule.op_locations[problem.index]) if marked else rule.where("ops"), problem))
+        for name_index, problem in matcher.problems.items():
+            marked = name_index < len(rule.op_locations)
+            where = str(rule.op_locations[name_index]) if marked else rule.where("ops")
+            problems.append(replace(problem, where=where))
         if matcher.missing:
             missing[rule.id] = matcher.missing
     if problems:
         raise PolicyError(problems)
     return ResolvedPolicy(policy, tuple(rules), missing)
-
-
-def _told(where: str, problem: NameProblem) -> Problem:
-    return Problem(where, problem.found, expected=problem.legal, nearest=problem.nearest, fix=problem.fix)
 
 
 def _rebuild(policy: Policy, indices: Iterable[int], must_save: bool) -> DecisionTable:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sac.ops.registry import NamePattern, op_name
-from sac.ops.save_sets import BACKWARD_MARKS, SAVE_SETS, SaveSet
+from sac.ops.save_sets import BACKWARD_MARKS, SAVE_SETS
 from sac.torch_private import MAYBE_ALIASING
 
 
@@ -121,41 +121,40 @@ def traits_of(op: Any) -> OpTraits:
 
 
 def _without_schema(op: Any) -> OpTraits:
-    name = op_name(op)
-    own_name = name.rpartition(".")[2]
-    reason = ""
-    if own_name in _HIGHER_ORDER_WRITING:
-        reason = "it writes its arguments"
-    elif own_name in _HIGHER_ORDER_WITHOUT_RESULT:
-        reason = "it returns no tensor"
-    return OpTraits(
-        may_draw=True,
-        returns_tensor=own_name not in _HIGHER_ORDER_WITHOUT_RESULT | _HIGHER_ORDER_WRITING,
-        unsavable_reason=reason,
-    )
+    own_name = op_name(op).rpartition(".")[2]
+    reason = "it returns no tensor" if own_name in _HIGHER_ORDER_WITHOUT_RESULT else ""
+    reason = "it writes its arguments" if own_name in _HIGHER_ORDER_WRITING else reason
+    return OpTraits(may_draw=True, returns_tensor=not reason, unsavable_reason=reason)
 
 
 def _of_schema(op: Any, schema: Any) -> OpTraits:
     name = op_name(op)
-    namespace, packet = name.split(".")[:2]
-    written = _written_arguments(f"{namespace}.{packet}", schema)
-    takes_generator = any("Generator" in str(argument.type) for argument in schema.arguments)
-    is_random = torch.Tag.nondeterministic_seeded in op.tags or takes_generator
+    namespace, own_name = name.split(".")[:2]
+    packet = f"{namespace}.{own_name}"
+    types = [str(argument.type) for argument in schema.arguments]
+    written = _written_arguments(packet, schema)
+    is_random = torch.Tag.nondeterministic_seeded in op.tags or any("Generator" in one for one in types)
     returns_tensor = any("Tensor" in str(result.type) for result in schema.returns)
-    is_view = returns_tensor and not written and _aliases(f"{namespace}.{packet}", op, schema)
-    is_uninitialised = packet in _UNINITIALISED and not written
-    is_factory = is_uninitialised or (not written and not is_random and _is_constant(namespace, packet, schema))
-    reason = _unsavable_reason(
-        namespace,
-        written,
-        is_view=is_view,
-        is_uninitialised=is_uninitialised,
-        is_factory=is_factory,
-        returns_tensor=returns_tensor,
+    is_view = returns_tensor and not written and _aliases(packet, op, schema)
+    is_uninitialised = own_name in _UNINITIALISED and not written
+    is_constant = (
+        own_name in _CONSTANT_OF_A_TENSOR
+        or (own_name == "fill" and schema.overload_name == "Scalar")
+        or (namespace in ("aten", "prims") and returns_tensor and not any("Tensor" in one for one in types))
+    )
+    is_factory = is_uninitialised or (is_constant and not written and not is_random)
+    names = ", ".join(f"`{argument.name}`" for _, argument in written)
+    reasons = (
+        (namespace in INFRASTRUCTURE, f"{namespace} ops belong to the infrastructure"),
+        (bool(written), f"it writes its argument{'s' if len(written) > 1 else ''} {names}"),
+        (not returns_tensor, "it returns no tensor"),
+        (is_view, "it is a view"),
+        (is_uninitialised, "it makes an uninitialised tensor"),
+        (is_factory, "it makes a constant"),
     )
     return OpTraits(
-        mutated_args=_positional(written),
-        mutated_kwargs=_keyword_only(written),
+        mutated_args=tuple(position for position, argument in written if not argument.kwarg_only),
+        mutated_kwargs=tuple(argument.name for _, argument in written if argument.kwarg_only),
         is_view=is_view,
         is_factory=is_factory,
         is_uninitialised=is_uninitialised,
@@ -163,17 +162,20 @@ def _of_schema(op: Any, schema: Any) -> OpTraits:
         is_random=is_random,
         may_draw=is_random or namespace not in _TAGS_ITS_RANDOM_OPS,
         returns_tensor=returns_tensor,
-        is_collective=namespace in _COLLECTIVES or _is_of(SAVE_SETS["collective"], name),
+        is_collective=namespace in _COLLECTIVES or _is_of_collectives(name),
         is_flat=_is_flat(schema),
         tensor_positions=tuple(
             position
             for position, argument in enumerate(schema.arguments)
-            if str(argument.type) in ("Tensor", "Optional[Tensor]") and not argument.kwarg_only
+            if types[position] in _ONE_TENSOR and not argument.kwarg_only
         ),
-        view_of=_view_of(f"{namespace}.{packet}", schema) if is_view else -1,
-        unsavable_reason=reason,
+        view_of=_view_of(packet, schema) if is_view else -1,
+        unsavable_reason=next((reason for holds, reason in reasons if holds), ""),
         savable_if=_savable_if(written) if returns_tensor and namespace not in INFRASTRUCTURE else "",
     )
+
+
+_ONE_TENSOR = ("Tensor", "Optional[Tensor]")
 
 
 def _written_arguments(packet: str, schema: Any) -> list[tuple[int, Any]]:
@@ -187,14 +189,6 @@ def _written_arguments(packet: str, schema: Any) -> list[tuple[int, Any]]:
     ]
     says_it_writes = packet.endswith("_") and not packet.endswith("__")  # `inductor.accumulate_grad_` marks nothing
     return written or ([(0, schema.arguments[0])] if says_it_writes and schema.arguments else [])
-
-
-def _positional(arguments: list[tuple[int, Any]]) -> tuple[int, ...]:
-    return tuple(position for position, argument in arguments if not argument.kwarg_only)
-
-
-def _keyword_only(arguments: list[tuple[int, Any]]) -> tuple[str, ...]:
-    return tuple(argument.name for _, argument in arguments if argument.kwarg_only)
 
 
 def _aliases(packet: str, op: Any, schema: Any) -> bool:
@@ -215,52 +209,20 @@ def _view_of(packet: str, schema: Any) -> int:
     return marked[0] if sure and packet.startswith("aten.") else -1
 
 
-def _is_constant(namespace: str, packet: str, schema: Any) -> bool:
-    if packet in _CONSTANT_OF_A_TENSOR or (packet == "fill" and schema.overload_name == "Scalar"):
-        return True
-    takes_tensor = any("Tensor" in str(argument.type) for argument in schema.arguments)
-    gives_tensor = any("Tensor" in str(result.type) for result in schema.returns)
-    return namespace in ("aten", "prims") and gives_tensor and not takes_tensor
-
-
 def _is_flat(schema: Any) -> bool:
     for argument in schema.arguments:
         schema_type = str(argument.type)
-        if "Tensor" in schema_type and (argument.kwarg_only or schema_type not in ("Tensor", "Optional[Tensor]")):
+        if "Tensor" in schema_type and (argument.kwarg_only or schema_type not in _ONE_TENSOR):
             return False
         if schema_type in ("Any", "t") or schema_type.startswith("__torch__"):
             return False
     return True
 
 
-def _is_of(save_set: SaveSet, name: str) -> bool:
+def _is_of_collectives(name: str) -> bool:
     return not any(mark in name for mark in BACKWARD_MARKS) and any(
-        NamePattern(entry.name).matches(name) for entry in save_set.entries
+        NamePattern(entry.name).matches(name) for entry in SAVE_SETS["collective"].entries
     )
-
-
-def _unsavable_reason(
-    namespace: str,
-    written: list[tuple[int, Any]],
-    *,
-    is_view: bool,
-    is_uninitialised: bool,
-    is_factory: bool,
-    returns_tensor: bool,
-) -> str:
-    if namespace in INFRASTRUCTURE:
-        return f"{namespace} ops belong to the infrastructure"
-    if written:
-        names = [f"`{argument.name}`" for _, argument in written]
-        listed = " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
-        return f"it writes its argument{'s' if names[1:] else ''} {listed}"
-    if not returns_tensor:
-        return "it returns no tensor"
-    if is_view:
-        return "it is a view"
-    if is_uninitialised:
-        return "it makes an uninitialised tensor"
-    return "it makes a constant" if is_factory else ""
 
 
 def _savable_if(written: list[tuple[int, Any]]) -> str:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cache
-from math import prod
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry, shape_wrapper
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
 from sac.tensors import tensors_of, wrapped_parts
 
@@ -20,12 +19,9 @@ def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
     Of an op on DTensors, these are the FLOPs of this rank.
     """
     packet = getattr(op, "_overloadpacket", op)
-    formula = flop_registry.get(packet)
-    if formula is None:
-        added = added_formulas().get(packet)
-        if added is None:
-            return 0
-        formula = shape_wrapper(added)
+    if not has_formula(op):
+        return 0
+    formula = flop_registry.get(packet) or shape_wrapper(added_formulas()[packet])
     try:
         flops = formula(*args, **kwargs, out_val=out)
     except AssertionError:  # grouped heads, of which torch 2.11 has no formula for attention: as many keys as queries
@@ -68,30 +64,6 @@ def added_formulas() -> dict[Any, Any]:
     return {getattr(torch.ops.aten, name): formula for name, formula in _ADDED.items() if hasattr(torch.ops.aten, name)}
 
 
-def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: object, **__: object) -> int:
-    """Return the FLOPs of attention: scores, then the weighted sum. Masked scores count, as in torch's CUDA formula.
-
-    Shapes: query [batch, heads, S, D], key [batch, heads, T, D], value [batch, heads, T, E].
-    """
-    *batch, s, d = query
-    t, e = value[-2:]
-    return 2 * prod(batch) * s * t * (d + e)
-
-
-def attention_backward_flops(
-    grad_out: Sequence[int],
-    query: Sequence[int],
-    key: Sequence[int],
-    value: Sequence[int],
-    *_: object,
-    **__: object,
-) -> int:
-    """Return the FLOPs of attention's backward: scores, then the gradients of value, weights, query and key."""
-    *batch, s, d = query
-    t, e = value[-2:]
-    return 2 * prod(batch) * s * t * (3 * d + 2 * e)
-
-
 def grouped_matmul_flops(left: Sequence[int], right: Sequence[int], *_: object, **__: object) -> int:
     """Return the FLOPs of a grouped matmul: each row is in one group, so the group count matters for 3D x 3D only."""
     groups = left[0] if len(left) == len(right) == 3 else 1
@@ -99,7 +71,9 @@ def grouped_matmul_flops(left: Sequence[int], right: Sequence[int], *_: object, 
 
 
 _ADDED: Mapping[str, Any] = {
-    "_scaled_dot_product_flash_attention_for_cpu": attention_flops,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward_flops,
+    "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(
+        grad, q, k, v
+    ),
     "_grouped_mm": grouped_matmul_flops,
 }

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from sac.errors import listing, nearest
+from sac.errors import Problem, listing, nearest
 from sac.ops.facts import traits_of
-from sac.ops.registry import NamePattern, Registry, dotted, find_op, find_ops, is_glob, op_name, read_registry
+from sac.ops.registry import NamePattern, Registry, dotted, find_ops, is_glob, op_name, read_registry
 from sac.ops.save_sets import BACKWARD_MARKS, SAVE_SETS
 from sac.policy.patterns import fits_name
 from sac.torch_private import OpOverload, has_effects
@@ -19,108 +19,50 @@ from sac.torch_private import OpOverload, has_effects
 _FORMS = "an op (aten.mm, aten::mm), one overload (aten.mm.default), a glob (aten.*mm*)"
 
 
-@dataclass(frozen=True, slots=True)
-class NameProblem:
-    """One wrong name: its index in the list, what was found, what is legal, the nearest spelling and the fix.
+def unknown_name(text: str, registry: Registry, set_names: Sequence[str]) -> Problem | None:
+    """Return why no registered op is called ``text``; None for a glob over a library that may be imported later.
 
-    The last three may be empty. The fields are those of ``errors.Problem`` except for the location, since only the
-    caller knows file:line:column.
+    The location is empty: only the caller knows it.
     """
-
-    index: int
-    text: str
-    found: str
-    legal: str = ""
-    nearest: str = ""
-    fix: str = ""
-
-
-def unknown_name(index: int, text: str, registry: Registry, set_names: Sequence[str]) -> NameProblem | None:
-    """Return why no registered op is called ``text``; None for a glob over a library that may be imported later."""
     name = dotted(text)
     if is_glob(name):
-        return _empty_glob(index, text) if name.startswith("aten.") else None
-    parts = name.split(".")
+        fix = "a glob is compared with whole names such as aten.mm and aten.mm.default; * stands for any characters"
+        found = f"the glob {text} matches no registered op"
+        return Problem("", found, fix=fix) if name.startswith("aten.") else None
+    namespace, *rest = parts = name.split(".")
     if not all(part.isidentifier() for part in parts) or len(parts) > 3:
-        sets = listing(set_names)
-        return NameProblem(index, text, f'"{text}" is not the name of an op', f"a save-set ({sets}), {_FORMS}")
-    if len(parts) == 1:
-        return _unknown_word(index, text, registry, set_names)
-    packet = ".".join(parts[:2])
+        return Problem("", f'"{text}" is not the name of an op', f"a save-set ({listing(set_names)}), {_FORMS}")
+    if not rest:
+        guesses = (f"{one}.{text}" for one in ("aten", "higher_order", "prims"))
+        near = next((guess for guess in guesses if guess in registry.packets), "") or nearest(text, set_names)
+        fix = "write an op with its namespace, or define the set under `sets:`"
+        return Problem("", f'unknown save-set "{text}"', f"{listing(set_names)}; or {_FORMS}", near, fix)
+    packet = f"{namespace}.{rest[0]}"
     if packet in registry.packets:
-        return _unknown_overload(index, text, packet, registry.packets[packet])
-    if parts[0] not in registry.namespaces:
-        return _unknown_namespace(index, text, packet, registry)
-    return NameProblem(
-        index,
-        text,
-        f"no op {packet} is registered",
-        nearest=nearest(packet, [known for known in registry.packets if known.startswith(f"{parts[0]}.")]),
-        fix="correct the name, or put it into a save-set under `sets:`, where a missing op is skipped",
-    )
+        legal = [f"{packet}.{overload}" for overload in registry.packets[packet]] or [packet]
+        fix = f"write {packet} to mean all its overloads"
+        return Problem("", f"{packet} has no overload {rest[-1]}", listing(legal), nearest(name, legal), fix)
+    if namespace in registry.namespaces:
+        near = nearest(packet, [known for known in registry.packets if known.startswith(f"{namespace}.")])
+        fix = "correct the name, or put it into a save-set under `sets:`, where a missing op is skipped"
+        return Problem("", f"no op {packet} is registered", nearest=near, fix=fix)
+    near = f"{nearest(namespace, registry.namespaces)}.{rest[0]}"
+    fix = "import the library that registers it before sac reads the policy, or put the name into a save-set under "
+    fix += "`sets:`, where a missing op is skipped"
+    found = f"no op of a namespace {namespace} is registered"
+    return Problem("", found, nearest=near if near in registry.packets else "", fix=fix)
 
 
-def _unknown_word(index: int, text: str, registry: Registry, set_names: Sequence[str]) -> NameProblem:
-    qualified = [f"{namespace}.{text}" for namespace in ("aten", "higher_order", "prims")]
-    guess = next((name for name in qualified if name in registry.packets), "")
-    return NameProblem(
-        index,
-        text,
-        f'unknown save-set "{text}"',
-        f"{listing(set_names)}; or {_FORMS}",
-        guess or nearest(text, set_names),
-        "write an op with its namespace, or define the set under `sets:`",
-    )
-
-
-def _unknown_overload(index: int, text: str, packet: str, overloads: Sequence[str]) -> NameProblem:
-    legal = [f"{packet}.{overload}" for overload in overloads] or [packet]
-    return NameProblem(
-        index,
-        text,
-        f"{packet} has no overload {dotted(text).rpartition('.')[2]}",
-        listing(legal),
-        nearest(dotted(text), legal),
-        f"write {packet} to mean all its overloads",
-    )
-
-
-def _unknown_namespace(index: int, text: str, packet: str, registry: Registry) -> NameProblem:
-    namespace, _, name = packet.partition(".")
-    close = nearest(namespace, registry.namespaces)
-    return NameProblem(
-        index,
-        text,
-        f"no op of a namespace {namespace} is registered",
-        nearest=f"{close}.{name}" if f"{close}.{name}" in registry.packets else "",
-        fix="import the library that registers it before sac reads the policy, or put the name into a save-set under "
-        "`sets:`, where a missing op is skipped",
-    )
-
-
-def _empty_glob(index: int, text: str) -> NameProblem:
-    return NameProblem(
-        index,
-        text,
-        f"the glob {text} matches no registered op",
-        fix="a glob is compared with whole names such as aten.mm and aten.mm.default; * stands for any characters",
-    )
-
-
-def unsavable_name(index: int, text: str, registry: Registry) -> NameProblem | None:
+def unsavable_name(text: str, registry: Registry) -> Problem | None:
     """Return why no op that ``text`` names can be saved; None if some op can be saved, and for a glob."""
     name = dotted(text)
     if is_glob(name):
         return None
-    if name in registry.packets:
-        ops = find_ops(name, registry.packets[name])
-    else:
-        ops = tuple(op for op in (find_op(name),) if op is not None)
-    traits = [traits_of(op) for op in ops]
+    traits = [traits_of(op) for op in find_ops(name, registry.packets.get(name, ()))]
     if not traits or any(known.savable or known.savable_if for known in traits):
         return None
     reason = traits[0].unsavable_reason
-    return NameProblem(index, text, f"{name} cannot be saved: {reason}", fix=_instead(name, reason, registry))
+    return Problem("", f"{name} cannot be saved: {reason}", fix=_instead(name, reason, registry))
 
 
 def _instead(name: str, reason: str, registry: Registry) -> str:
@@ -134,16 +76,6 @@ def _instead(name: str, reason: str, registry: Registry) -> str:
 
 
 # -- Matchers of op objects, built from the op names of a policy
-
-__all__ = [
-    "NameProblem",
-    "OpMatcher",
-    "check_sets",
-    "is_must_save",
-    "op_name",
-    "resolve_ops",
-    "set_names",
-]
 
 _NO_SETS: Mapping[str, Sequence[str]] = {}
 
@@ -173,14 +105,14 @@ class OpMatcher:
     """Matches op objects against a list of names at run time, including ops that are registered later.
 
     Matching compares strings, so callers cache the answer per op. With ``for_saving``, an op that can never be saved
-    never matches. ``missing`` holds the names and set entries without a registered op; ``problems`` the names that are
-    errors; ``functions`` the autograd Functions of its save-sets.
+    never matches. ``missing`` holds the names and set entries without a registered op; ``problems`` the problems of
+    names, by index; ``functions`` the autograd Functions of its save-sets.
     """
 
     entries: tuple[MatcherEntry, ...]
     for_saving: bool
     missing: tuple[str, ...] = ()
-    problems: tuple[NameProblem, ...] = ()
+    problems: Mapping[int, Problem] = field(default_factory=dict, hash=False)
     functions: tuple[str, ...] = ()
 
     def matches_unit(self, function: str, unit: str = "") -> bool:
@@ -221,12 +153,12 @@ def resolve_ops(
 
     ``extra_sets`` are a policy's own ``sets``: they extend a save-set or define one, and may name other sets. With
     ``for_saving=False`` (the names of a rule that recomputes), ops that cannot be saved are allowed. Raises nothing:
-    see ``OpMatcher.problems``, whose ``index`` refers to ``names``. ``registry``: pass one to share it between calls.
+    see ``OpMatcher.problems``. ``registry``: pass one to share it between calls.
     """
     registry = registry or read_registry()
     entries: list[MatcherEntry] = []
     missing: list[str] = []
-    problems: list[NameProblem] = []
+    problems: dict[int, Problem | None] = {}
     for index, text in enumerate(names):
         if text in set_names(extra_sets):
             of_set = tuple(dict.fromkeys(_entries_of(text, extra_sets, ())))
@@ -237,13 +169,13 @@ def resolve_ops(
         entries.append(MatcherEntry(pattern))
         if not registry.has(pattern):
             missing.append(text)
-            problems += _when(unknown_name(index, text, registry, set_names(extra_sets)))
+            problems[index] = unknown_name(text, registry, set_names(extra_sets))
         elif for_saving:
-            problems += _when(unsavable_name(index, text, registry))
+            problems[index] = unsavable_name(text, registry)
     sets = dict.fromkeys(entry.from_set for entry in entries if entry.from_set in SAVE_SETS)
     functions = tuple(pattern for name in sets for pattern in SAVE_SETS[name].functions)
-    unique = tuple(dict.fromkeys(entries)), for_saving, tuple(dict.fromkeys(missing))
-    return OpMatcher(*unique, tuple(problems), functions)
+    found = {index: problem for index, problem in problems.items() if problem is not None}
+    return OpMatcher(tuple(dict.fromkeys(entries)), for_saving, tuple(dict.fromkeys(missing)), found, functions)
 
 
 def set_names(extra_sets: Mapping[str, Sequence[str]] = _NO_SETS) -> tuple[str, ...]:
@@ -251,26 +183,23 @@ def set_names(extra_sets: Mapping[str, Sequence[str]] = _NO_SETS) -> tuple[str, 
     return tuple(dict.fromkeys([*SAVE_SETS, *extra_sets]))
 
 
-def check_sets(extra_sets: Mapping[str, Sequence[str]]) -> dict[str, tuple[NameProblem, ...]]:
-    """Return the problems of each set of a policy that has any; ``index`` refers to the list of that set.
+def check_sets(extra_sets: Mapping[str, Sequence[str]]) -> dict[str, list[Problem]]:
+    """Return the problems of each set of a policy that has any.
 
     An op of a library that is not imported is not a problem here: it is skipped and listed as missing.
     """
     registry = read_registry()
-    found = {name: tuple(_set_problems(texts, extra_sets, registry)) for name, texts in extra_sets.items()}
-    return {name: problems for name, problems in found.items() if problems}
-
-
-def _set_problems(
-    texts: Sequence[str], extra_sets: Mapping[str, Sequence[str]], registry: Registry
-) -> Iterator[NameProblem]:
-    for index, text in enumerate(texts):
-        if text in set_names(extra_sets):
-            continue
-        if registry.has(NamePattern(dotted(text))):
-            yield from _when(unsavable_name(index, text, registry))
-        elif "." not in dotted(text) or dotted(text).partition(".")[0] in registry.namespaces:
-            yield from _when(unknown_name(index, text, registry, set_names(extra_sets)))
+    problems: dict[str, list[Problem]] = {}
+    for set_name, texts in extra_sets.items():
+        for text in (text for text in texts if text not in set_names(extra_sets)):
+            name, problem = dotted(text), None
+            if registry.has(NamePattern(name)):
+                problem = unsavable_name(text, registry)
+            elif "." not in name or name.partition(".")[0] in registry.namespaces:
+                problem = unknown_name(text, registry, set_names(extra_sets))
+            if problem is not None:
+                problems.setdefault(set_name, []).append(problem)
+    return problems
 
 
 def _entries_of(name: str, extra_sets: Mapping[str, Sequence[str]], within: tuple[str, ...]) -> Iterator[MatcherEntry]:
@@ -284,10 +213,6 @@ def _entries_of(name: str, extra_sets: Mapping[str, Sequence[str]], within: tupl
             yield from _entries_of(text, extra_sets, (*within, name))
         else:
             yield MatcherEntry(NamePattern(dotted(text)), from_set=name)
-
-
-def _when(problem: NameProblem | None) -> tuple[NameProblem, ...]:
-    return () if problem is None else (problem,)
 
 
 @cache

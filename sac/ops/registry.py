@@ -63,6 +63,8 @@ class Registry:
     """The ops registered at the time of reading: each packet (``aten.mm``) with the names of its overloads."""
 
     packets: Mapping[str, tuple[str, ...]]
+    names: tuple[str, ...]  # of all ops
+    text: str  # the names in one, to search in
 
     @property
     def namespaces(self) -> frozenset[str]:
@@ -74,17 +76,9 @@ class Registry:
         if not is_glob(pattern.text):
             packet, _, overload = pattern.text.rpartition(".")
             return pattern.text in self.packets or overload in self.packets.get(packet, ())
-        everything = "\n".join(self.packets)
-        if "[" not in pattern.text and any(part not in everything for part in re.split(r"[*?.]", pattern.text)):
-            # A part that occurs in no packet may still be the name of an overload.
-            everything += "\n".join(overload for overloads in self.packets.values() for overload in overloads)
-            if any(part not in everything for part in re.split(r"[*?.]", pattern.text)):
-                return False
-        return any(
-            pattern.matches(f"{packet}.{overload}" if overload else packet)
-            for packet, overloads in self.packets.items()
-            for overload in overloads or ("",)
-        )
+        if "[" not in pattern.text and any(part not in self.text for part in re.split(r"[*?]", pattern.text)):
+            return False  # quickly, since most sets have many globs over libraries that are not there
+        return any(map(pattern.matches, self.names))
 
 
 def read_registry() -> Registry:
@@ -101,7 +95,8 @@ def _registry_of(names: tuple[str, ...], higher_order: tuple[str, ...]) -> Regis
         packets.setdefault(f"{namespace}.{packet}", []).append(overload or "default")
     for name in higher_order:
         packets[f"{HIGHER_ORDER}.{name}"] = []
-    return Registry({packet: tuple(sorted(overloads)) for packet, overloads in packets.items()})
+    names = tuple(f"{packet}.{one}" if one else packet for packet, found in packets.items() for one in found or [""])
+    return Registry({packet: tuple(sorted(found)) for packet, found in packets.items()}, names, "\n".join(names))
 
 
 def find_op(name: str) -> Any | None:

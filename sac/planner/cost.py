@@ -10,8 +10,7 @@ from torch import Tensor
 
 from sac.ops.facts import traits_of
 from sac.ops.flops import flops_of
-from sac.ops.names import op_name
-from sac.ops.registry import NamePattern
+from sac.ops.registry import NamePattern, op_name
 from sac.ops.save_sets import BACKWARD_MARKS, SAVE_SETS
 from sac.planner.devices import Device
 from sac.planner.profile import Entry

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sac.blocks.paths import group_label
-from sac.ops.names import op_name
+from sac.ops.registry import op_name
 from sac.planner.ledger import Ledger
 from sac.planner.observing import BETWEEN, FORWARD
 from sac.policy.read import bytes_text

@@ -20,7 +20,7 @@ from sac.engine.settings import REPLAY, Settings
 from sac.engine.table import CallSite, DecisionTable, ResolvedRule, decide
 from sac.engine.tape import Tape
 from sac.engine.taped import TapedFrame
-from sac.ops.names import op_name
+from sac.ops.registry import op_name
 from sac.outer_hooks import PackHooks
 from sac.planner.cost import attention_flops, is_causal, moved_bytes
 from sac.planner.profile import Entry, Need, RegionProfile

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,9 +10,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 from sac.errors import PolicyError, Problem, listing, nearest
-from sac.policy.model import SCHEMA, Policy, Rule, SourceLocation, dump_policy
-from sac.policy.read import Written, read_policy
-from sac.policy.syntax import Findings, compose_yaml, node_from_value, shown
+from sac.policy.model import SCHEMA, Policy, Rule, dump_policy
+from sac.policy.read import Parents, read_policy
+from sac.policy.syntax import Findings, SourceLocation, compose_yaml, node_from_value, shown
 
 # -- `extends`: merging a policy with its parents
 
@@ -29,45 +28,32 @@ from sac.policy.syntax import Findings, compose_yaml, node_from_value, shown
 # - ``name`` and ``models`` are not inherited: a child does not serve the families of its parent by itself.
 
 
-def join_lines(written: Written, parents: Sequence[tuple[Written, ...]]) -> tuple[Written, ...]:
-    """Return the line of a file from the lines of its parents; see Note [Inheritance]."""
-    line = [written, *(ancestor for parent in parents for ancestor in parent)]
-    last = {id(one): where for where, one in enumerate(line)}
-    return tuple(one for where, one in enumerate(line) if last[id(one)] == where)
+_SET_ONCE = ("default", "blocks", "layers")
 
 
-def fold(line: Sequence[Written]) -> Policy:
+def fold(policies: Sequence[Policy]) -> Policy:
     """Merge a line of files into one policy; see Note [Inheritance]."""
-    policies = [written.policy for written in line]
     child = policies[0]
     sets: dict[str, tuple[str, ...]] = {}
     for policy in policies:
         for name, ops in policy.sets.items():
             sets[name] = tuple(dict.fromkeys((*sets.get(name, ()), *ops)))
-    default, blocks, layers = (_first_that_sets(key, policies) for key in _SET_ONCE)
-    locations = [policy.key_locations for policy in policies]
-    inherited = {key: location for one in reversed(locations) for key, location in one.items() if key in _INHERITED}
+    locations: dict[str, SourceLocation] = {}
+    set_locations: dict[str, SourceLocation] = {}
+    for policy in reversed(policies):
+        inherited = (*_SET_ONCE, "regions", "sets") if policy is not child else (*policy.key_locations,)
+        locations |= {key: location for key, location in policy.key_locations.items() if key in inherited}
+        set_locations |= policy.set_locations
+    setters = {key: next((one for one in policies if key in one.key_locations), child) for key in _SET_ONCE}
     return replace(
         child,
         rules=_fold_rules(policies),
-        default=default.default,
-        blocks=blocks.blocks,
-        layers=layers.layers,
+        **{key: getattr(setter, key) for key, setter in setters.items()},
         sets=sets,
-        set_locations={
-            name: location for policy in reversed(policies) for name, location in policy.set_locations.items()
-        },
+        set_locations=set_locations,
         extends=tuple(policy.name for policy in policies[1:]),
-        key_locations=inherited | dict(child.key_locations),
+        key_locations=locations,
     )
-
-
-_SET_ONCE = ("default", "blocks", "layers")
-_INHERITED = (*_SET_ONCE, "regions", "sets")
-
-
-def _first_that_sets(key: str, policies: Sequence[Policy]) -> Policy:
-    return next((policy for policy in policies if key in policy.key_locations), policies[0])
 
 
 def _fold_rules(policies: Sequence[Policy]) -> tuple[Rule, ...]:
@@ -177,15 +163,15 @@ def load_policy(source: PolicySource, *, where: str = "policy") -> Policy:
 
 
 def _top_file(source: object, where: str) -> Path:
-    findings = Findings()
+    findings, location = Findings(), SourceLocation(where)
     if isinstance(source, os.PathLike):
         source = os.fsdecode(source)
         source = source if os.sep in source else os.path.join(os.curdir, source)
     if not isinstance(source, str) or not source.strip():
         expected = f"a path, a mapping, a Policy, or one of {listing(shipped_policies())}"
         found = "an empty name" if isinstance(source, str) else f"a value of type {type(source).__name__}"
-        findings.stop(SourceLocation(where), f"a policy is meant, this is {found}", expected=expected)
-    path = find_file(source, Path(), SourceLocation(where), findings)
+        findings.stop(location, f"a policy is meant, this is {found}", expected=expected)
+    path = find_file(source, Path(), location, findings)
     if path is None:
         raise PolicyError(findings.problems())
     return path
@@ -196,34 +182,39 @@ class _Lineage:
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
-        self._lines: dict[Path, tuple[Written, ...]] = {}
+        self._lines: dict[Path, list[Policy]] = {}
 
-    def of_mapping(self, source: Mapping[str, object], where: str) -> tuple[Written, ...]:
+    def of_mapping(self, source: Mapping[str, object], where: str) -> list[Policy]:
         findings = Findings()
-        node = node_from_value(source, where, findings)
-        written = read_policy(node, "inline", where, findings, needs_schema=False)
-        return self._with_parents(written, Path(), (), findings)
+        policy, parents = read_policy(
+            node_from_value(source, where, findings), "inline", where, findings, needs_schema=False
+        )
+        return self._with_parents(policy, parents, Path(), (), findings)
 
-    def of_file(self, path: Path, trail: tuple[Path, ...]) -> tuple[Written, ...]:
+    def of_file(self, path: Path, trail: tuple[Path, ...]) -> list[Policy]:
         """Return the line of one file; ``trail`` holds the files whose `extends` led to it."""
         key = path.resolve()
         if key not in self._lines:
-            self._lines[key] = ()
+            self._lines[key] = []
             findings = Findings()
             try:
-                written = _read_file(path, findings)
+                policy, parents = _read_file(path, findings)
             except PolicyError as error:
-                self.problems.extend(error.problems)
+                self.problems += error.problems
             else:
-                self._lines[key] = self._with_parents(written, path.parent, (*trail, path), findings)
+                self._lines[key] = self._with_parents(policy, parents, path.parent, (*trail, path), findings)
         return self._lines[key]
 
     def _with_parents(
-        self, written: Written, base: Path, trail: tuple[Path, ...], findings: Findings
-    ) -> tuple[Written, ...]:
-        files = [self._parent(name, location, base, trail, findings) for name, location in written.parents]
-        self.problems.extend(findings.problems())
-        return join_lines(written, [self.of_file(path, trail) for path in files if path is not None])
+        self, policy: Policy, parents: Parents, base: Path, trail: tuple[Path, ...], findings: Findings
+    ) -> list[Policy]:
+        line = [policy]
+        files = [self._parent(name, location, base, trail, findings) for name, location in parents]
+        self.problems += findings.problems()
+        for path in files:
+            ancestors = [] if path is None else self.of_file(path, trail)
+            line = [one for one in line if all(one is not ancestor for ancestor in ancestors)] + ancestors
+        return line
 
     def _parent(
         self, name: str, location: SourceLocation, base: Path, trail: tuple[Path, ...], findings: Findings
@@ -242,30 +233,25 @@ class _Lineage:
         return None
 
 
-def _read_file(path: Path, findings: Findings) -> Written:
-    root = compose_yaml(_read_text(path, findings), str(path), findings)
-    if root is None:
-        findings.stop(SourceLocation(str(path)), "the file is empty", fix=f'start with "schema: {SCHEMA}" and "rules:"')
-    return read_policy(root, path.stem, str(path), findings, needs_schema=True)
-
-
-def _read_text(path: Path, findings: Findings) -> str:
-    """Return the text of a file; never reads more than ``MAX_BYTES`` + 1, whatever size the file claims."""
+def _read_file(path: Path, findings: Findings) -> tuple[Policy, Parents]:
+    """Return the policy of a file; never reads more than ``MAX_BYTES`` + 1, whatever size the file claims."""
     location = SourceLocation(str(path))
-    if path.is_dir():
-        findings.stop(location, "this is a directory, not a policy file", fix="name a file in it")
     if not path.is_file():
-        findings.stop(location, "this is not a regular file", fix="copy it into a file")
+        what = "this is a directory, not a policy file" if path.is_dir() else "this is not a regular file"
+        findings.stop(location, what, fix="name a policy file")
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            findings.stop(location, "the file is longer than 1 MiB", fix="name a policy file; they have a few kB")
+        text = data.decode("utf-8-sig")
     except OSError as error:
         findings.stop(location, f"the file cannot be read: {error.strerror}", fix="check its permissions")
-    if len(data) > MAX_BYTES:
-        findings.stop(location, "the file is longer than 1 MiB", fix="name a policy file; they have a few kB")
-    data = data.removeprefix(codecs.BOM_UTF8)
-    try:
-        return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        where = SourceLocation(str(path), data.count(b"\n", 0, error.start) + 1, 1)
-        findings.stop(where, f"the byte 0x{data[error.start]:02x} is not UTF-8", fix="save the file as UTF-8")
+        where = SourceLocation(str(path), error.object.count(b"\n", 0, error.start) + 1, 1)
+        found = f"the byte 0x{error.object[error.start]:02x} is not UTF-8"
+        findings.stop(where, found, fix="save the file as UTF-8")
+    root = compose_yaml(text, str(path), findings)
+    if root is None:
+        findings.stop(location, "the file is empty", fix=f'start with "schema: {SCHEMA}" and "rules:"')
+    return read_policy(root, path.stem, str(path), findings, needs_schema=True)

@@ -6,19 +6,18 @@ Two policies are equal if they have the same meaning: source locations, origin, 
 from __future__ import annotations
 
 import math
+import operator
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal, TypeAlias
-
-import yaml
+from typing import Any
 
 from sac.errors import PolicyError, Problem
 from sac.policy.patterns import PathPattern, fits_name
+from sac.policy.syntax import SourceLocation, yaml_text
 from sac.tables import Table, count_text, screen_width, wrapped_text
 
 SCHEMA = "sac/v1"
@@ -38,18 +37,6 @@ class Decision(str, Enum):
 
 
 ALTERNATE = "alternate"  # a rule's fourth `do`: the 1st, 3rd, 5th … match in a region is saved
-
-
-@dataclass(frozen=True, slots=True)
-class SourceLocation:
-    """The place of a value in a file; ``line`` and ``column`` count from 1, and are 0 for a value without a file."""
-
-    file: str
-    line: int = 0
-    column: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}:{self.column}" if self.line else self.file
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +69,15 @@ class Layers:
             chosen = round(self.fraction * count)
             return frozenset(index * count // chosen for index in range(chosen))
         return frozenset(range(count))
+
+    @property
+    def written(self) -> Any:
+        """The form that was written, as plain values."""
+        if self.ranges is not None:
+            return [low if low == high else f"{low}-{high}" for low, high in self.ranges]
+        forms = {"first": self.first, "last": self.last, "every": self.every, "fraction": self.fraction}
+        chosen = {form: value for form, value in forms.items() if value is not None}
+        return (chosen | {"offset": self.offset} if self.every else chosen) or "all"
 
     @property
     def is_all(self) -> bool:
@@ -127,38 +123,39 @@ class Calls:
         """Return whether call number ``call`` (from 0) is chosen."""
         if self.index is not None:
             return call in self.index
-        if self.every is not None:
-            return call >= self.offset and (call - self.offset) % self.every == 0
-        return True
+        return call >= self.offset and (call - self.offset) % (self.every or 1) == 0
+
+    @property
+    def written(self) -> Any:
+        """The form that was written, as plain values."""
+        return {"every": self.every, "offset": self.offset} if self.index is None else {"index": sorted(self.index)}
+
+
+_COMPARISONS = {
+    "==": operator.eq, "!=": operator.ne, ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """One dimension of a shape pattern: ``op`` is ``any``, ``==``, ``!=``, ``>=``, ``<=``, ``>`` or ``<``.
+    """One dimension of a shape pattern: ``op`` is ``_`` (any size), ``==``, ``!=``, ``>=``, ``<=``, ``>`` or ``<``.
 
     The first of a shape may be ``...``: any number of leading dimensions, including zero (see ``Rule.fits_shape``).
     """
 
-    op: str = "any"
+    op: str = "_"
     size: int = 0
 
     def matches(self, size: int) -> bool:
         """Return whether a dimension of ``size`` elements matches."""
-        match self.op:
-            case "any" | "...":
-                return True
-            case "==":
-                return size == self.size
-            case "!=":
-                return size != self.size
-            case ">=":
-                return size >= self.size
-            case "<=":
-                return size <= self.size
-            case ">":
-                return size > self.size
-            case _:
-                return size < self.size
+        return self.op not in _COMPARISONS or bool(_COMPARISONS[self.op](size, self.size))
+
+    @property
+    def written(self) -> Any:
+        """The form that was written, as plain values."""
+        if self.op == "==":
+            return self.size
+        return f"{self.op}{self.size}" if self.op in _COMPARISONS else self.op
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +212,6 @@ class Rule:
         return turn % 2 == 0
 
     @property
-    def do_text(self) -> str:
-        """What it does, in the words of a policy file."""
-        return str.__str__(self.do)  # a Decision is a str too, but prints as its name
-
-    @property
     def matches_each_call(self) -> bool:
         """Whether it matches every call of the ops that it names, whatever their number, shape and dtype."""
         return self.call is None and self.shape is None and not self.dtype
@@ -231,7 +223,9 @@ class Rule:
 
     def matches_region(self, path: str, layer: int, stack_size: int) -> bool:
         """Return whether the region at ``path``, which is ``layer`` of ``stack_size``, is meant."""
-        return _is_meant(self.blocks, self.layers, path, layer, stack_size)
+        if self.blocks and not any(pattern.matches(path) for pattern in self.blocks):
+            return False
+        return self.layers is None or layer in self.layers.select(stack_size)
 
     def fits_shape(self, sizes: Sequence[int]) -> bool:
         """Return whether a tensor of ``sizes`` matches the rule's ``shape``."""
@@ -261,15 +255,6 @@ class PlanFigures:
     notes: tuple[str, ...]
     yaml: str
     size: int | None = None
-
-
-def _is_meant(blocks: tuple[PathPattern, ...], layers: Layers | None, path: str, layer: int, stack_size: int) -> bool:
-    if blocks and not any(pattern.matches(path) for pattern in blocks):
-        return False
-    return layers is None or layer in layers.select(stack_size)
-
-
-_RULE_COLUMNS = ("rule", "do", "ops", "only where", "of policy")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -323,21 +308,12 @@ class Policy:
         return f"{self.source}: policy {self.name}{parents}{family}"
 
     def _rules(self) -> Table:
-        rows = [
-            (
-                rule.id,
-                rule.do_text,
-                rule.what_text,
-                "; ".join(limits_of(rule)),
-                rule.origin,
-            )
-            for rule in self.rules
-        ]
-        return Table(_RULE_COLUMNS, tuple(rows), optional=("of policy",))
+        rows = [(rule.id, rule.do, rule.what_text, "; ".join(limits_of(rule)), rule.origin) for rule in self.rules]
+        return Table(("rule", "do", "ops", "only where", "of policy"), tuple(rows), optional=("of policy",))
 
     def rest(self) -> str:
         """Return one line with the default, and how layers are counted."""
-        return f"everything else: {self.default.value}; layers: {layers_text(self.layers)}"
+        return f"everything else: {self.default.value}; {_in_a_line(layers=self.layers.written)}"
 
     def __str__(self) -> str:
         return self.table()
@@ -351,73 +327,7 @@ class Policy:
         return str(self.key_locations.get(key, SourceLocation(self.source)))
 
 
-# -- Rules and layers as short texts, in the words of a policy file
-
-
-def limits_of(rule: Rule) -> list[str]:
-    """Return a rule's matchers other than its ops, each as a short text in the words of a policy file."""
-    limits = []
-    if rule.blocks:
-        limits.append(f"blocks {' or '.join(pattern.text for pattern in rule.blocks)}")
-    if rule.module is not None:
-        limits.append(f"module {rule.module.text or '(the block)'}")
-    if rule.layers is not None:
-        limits.append(f"layers {layers_text(rule.layers)}")
-    if rule.call is not None:
-        limits.append(f"call {_call_text(rule.call)}")
-    if rule.shape is not None:
-        limits.append(f"shape [{', '.join(map(_dim_text, rule.shape))}]")
-    if rule.dtype:
-        limits.append(f"dtype {' or '.join(rule.dtype)}")
-    if rule.optional:
-        limits.append("optional")
-    return limits
-
-
-def layers_text(layers: Layers) -> str:
-    """Return a choice of layers as a short text."""
-    if layers.first is not None:
-        return f"first {layers.first}"
-    if layers.last is not None:
-        return f"last {layers.last}"
-    if layers.every is not None:
-        return f"every {layers.every} from {layers.offset}"
-    if layers.ranges is not None:
-        return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in layers.ranges)
-    if layers.fraction is not None:
-        return f"fraction {layers.fraction}"
-    return "all"
-
-
-def _call_text(call: Calls) -> str:
-    if call.index is not None:
-        return ", ".join(map(str, sorted(call.index)))
-    return f"every {call.every} from {call.offset}"
-
-
-def _dim_text(dim: Dim) -> str:
-    if dim.op in ("any", "..."):
-        return "_" if dim.op == "any" else "..."
-    return str(dim.size) if dim.op == "==" else f"{dim.op}{dim.size}"
-
-
-# -- Kinds of unquoted scalars, by the rules of YAML 1.2: `on`, `no` and `1:8` are text, `1e-3` is a number
-
-ScalarType: TypeAlias = Literal["text", "null", "bool", "int", "float", "other"]
-_KINDS: tuple[tuple[ScalarType, str], ...] = (
-    ("null", r"(~|null|Null|NULL)?"),
-    ("bool", r"true|True|TRUE|false|False|FALSE"),
-    ("int", r"[-+]?[0-9]+"),
-    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
-)
-
-
-def plain_type(text: str) -> ScalarType:
-    """Return the kind of an unquoted scalar."""
-    return next((kind for kind, pattern in _KINDS if re.fullmatch(pattern, text)), "text")
-
-
-# -- A policy as YAML
+# -- Policies and rules as YAML
 
 
 def dump_policy(policy: Policy) -> str:
@@ -425,83 +335,43 @@ def dump_policy(policy: Policy) -> str:
 
     The text is self-contained: rules inherited by ``extends`` are written out.
     """
-    written: dict[str, object] = {"schema": SCHEMA, "name": policy.name}
+    written: dict[str, Any] = {"schema": SCHEMA, "name": policy.name}
     if policy.models:
-        written["models"] = list(policy.models)
+        written["models"] = _plain(policy.models)
     if policy.sets:
-        written["sets"] = {name: list(ops) for name, ops in policy.sets.items()}
-    regions: dict[str, object] = {}
-    if policy.blocks:
-        regions["blocks"] = [pattern.text for pattern in policy.blocks]
-    if not policy.layers.is_all:
-        regions["layers"] = _layers(policy.layers)
+        written["sets"] = {name: _plain(ops) for name, ops in policy.sets.items()}
+    regions = {"blocks": _plain(policy.blocks)} if policy.blocks else {}
+    regions |= {} if policy.layers.is_all else {"layers": policy.layers.written}
     if regions:
         written["regions"] = regions
-    written["default"] = policy.default.value
-    written["rules"] = [_rule(rule) for rule in policy.rules]
-    return yaml.dump(written, Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=100)
+    rules = [{"id": rule.id, **_matchers(rule), "do": rule.do} for rule in policy.rules]
+    return yaml_text(written | {"default": policy.default.value, "rules": rules})
 
 
-class _Dumper(yaml.SafeDumper):
-    """Quotes text that YAML 1.1 (handled by PyYAML) or YAML 1.2 (handled here) would not read as text."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        return True
-
-    def write_text(self, text: str) -> yaml.ScalarNode:
-        style = "'" if plain_type(text) != "text" else None
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+def limits_of(rule: Rule) -> list[str]:
+    """Return a rule's matchers other than its ops, each as in a policy file: ``layers: {first: 2}``."""
+    what = ("ops", "function", "unit")
+    return [_in_a_line(**{key: value}) for key, value in _matchers(rule).items() if key not in what]
 
 
-_Dumper.add_representer(str, _Dumper.write_text)
+def _in_a_line(**entry: Any) -> str:
+    return yaml_text(entry, flow=True, width=math.inf).strip()[1:-1]
 
 
-def _patterns(patterns: tuple[PathPattern, ...]) -> object:
-    return patterns[0].text if len(patterns) == 1 else [pattern.text for pattern in patterns]
+FIELDS = {"ops": "ops", "function": "functions", "unit": "units"}  # of ``Rule``, by key of a policy file
+FIELDS |= {key: key for key in ("blocks", "module", "layers", "call", "shape", "dtype", "optional")}
 
 
-def _rule(rule: Rule) -> dict[str, object]:
-    written: dict[str, object] = {"id": rule.id}
-    for key, names in (("ops", rule.ops), ("function", rule.functions), ("unit", rule.units)):
-        if names:
-            written[key] = names[0] if len(names) == 1 else list(names)
-    if rule.blocks:
-        written["blocks"] = _patterns(rule.blocks)
-    if rule.module is not None:
-        written["module"] = rule.module.text
-    if rule.layers is not None:
-        written["layers"] = _layers(rule.layers)
-    if rule.call is not None:
-        written["call"] = _call(rule.call)
-    if rule.shape is not None:
-        written["shape"] = [_dim(dim) for dim in rule.shape]
-    if rule.dtype:
-        written["dtype"] = list(rule.dtype)
-    if rule.optional:
-        written["optional"] = True
-    written["do"] = rule.do_text
-    return written
+def _matchers(rule: Rule) -> dict[str, Any]:
+    matchers = {key: getattr(rule, name) for key, name in FIELDS.items()}
+    return {key: _plain(value) for key, value in matchers.items() if value not in (None, (), False)}
 
 
-def _layers(layers: Layers) -> object:
-    if layers.is_all:
-        return "all"
-    if layers.ranges is not None:
-        return [low if low == high else f"{low}-{high}" for low, high in layers.ranges]
-    if layers.every is not None:
-        return {"every": layers.every, "offset": layers.offset}
-    if layers.fraction is not None:
-        return {"fraction": layers.fraction}
-    return {"first": layers.first} if layers.first is not None else {"last": layers.last}
-
-
-def _call(call: Calls) -> object:
-    if call.index is not None:
-        return {"index": sorted(call.index)}
-    return {"every": call.every or 1, "offset": call.offset if call.every else 0}
-
-
-def _dim(dim: Dim) -> object:
-    if dim.op in ("any", "..."):
-        return "_" if dim.op == "any" else "..."
-    return dim.size if dim.op == "==" else f"{dim.op}{dim.size}"
+def _plain(value: Any) -> Any:
+    """Return a value of a policy as plain values; a list of one text is the text."""
+    if isinstance(value, tuple):
+        values = [_plain(one) for one in value]
+        return values[0] if len(values) == 1 and isinstance(value[0], str | PathPattern) else values
+    if isinstance(value, PathPattern):
+        return value.text
+    return value.written if isinstance(value, Layers | Calls | Dim) else value

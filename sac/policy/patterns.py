@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 MAX_LENGTH = 20_000
 MAX_ALTERNATIVES = 1_000
-MAX_NESTING = 16
 ANY_SEGMENTS = "**"
+_INNERMOST_BRACES = re.compile(r"\{([^{}]*)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,7 @@ class PathPattern:
     def parse(cls, text: str) -> PathPattern:
         """Return the parsed pattern; raises ``ValueError`` with the reason if ``text`` is not a pattern."""
         _refuse_foreign_characters(text)
-        spelled = _Braces(text).spell_out()
-        return cls(text, tuple(dict.fromkeys(_segments(way) for way in spelled)))
+        return cls(text, tuple(_segments(way) for way in _spelled_out(text)))
 
     @classmethod
     def any_of(cls, texts: Iterable[str]) -> PathPattern:
@@ -64,52 +64,25 @@ def _refuse_foreign_characters(text: str) -> None:
             raise ValueError(f'module paths are written with dots, not with "{character}"')
 
 
-class _Braces:
-    """Expands the braces of one pattern: ``a.{b,c}`` to ``a.b`` and ``a.c``."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.position = 0
-
-    def spell_out(self) -> list[str]:
-        ways = self._sequence(0)
-        if self.position < len(self.text):
-            if self.text[self.position] == ",":
-                raise ValueError('a comma stands outside of braces; alternatives are written "{a,b}", or as a list')
-            raise ValueError('a "}" has no "{" before it')
-        return ways
-
-    def _sequence(self, depth: int) -> list[str]:
-        """Read up to the ``,`` or ``}`` that ends this alternative, and return all its expansions."""
-        ways = [""]
-        while self.position < len(self.text) and self.text[self.position] not in ",}":
-            choices = self._alternatives(depth + 1) if self.text[self.position] == "{" else [self._literal()]
-            if len(ways) * len(choices) > MAX_ALTERNATIVES:
-                raise ValueError(f"its braces spell out more than {MAX_ALTERNATIVES} paths")
-            ways = [way + choice for way in ways for choice in choices]
-        return ways
-
-    def _literal(self) -> str:
-        start = self.position
-        while self.position < len(self.text) and self.text[self.position] not in "{,}":
-            self.position += 1
-        return self.text[start : self.position]
-
-    def _alternatives(self, depth: int) -> list[str]:
-        """Read from a ``{`` through its ``}``."""
-        if depth > MAX_NESTING:
-            raise ValueError(f"its braces nest more than {MAX_NESTING} deep")
-        self.position += 1
-        start, found = self.position, self._sequence(depth)
-        while self.position < len(self.text) and self.text[self.position] == ",":
-            self.position += 1
-            found = found + self._sequence(depth)
-        if self.position == len(self.text):
-            raise ValueError('a "{" has no "}" after it')
-        if self.position == start:
+def _spelled_out(text: str) -> list[str]:
+    """Return what the braces of a pattern spell out, from the innermost on: ``a.b``, ``a.c`` for ``a.{b,c}``."""
+    ways = [text]
+    while len(parts := _INNERMOST_BRACES.split(ways[0], 1)) > 1:  # all ways have the same braces left
+        if not parts[1]:
             raise ValueError('"{}" has nothing in it')
-        self.position += 1
-        return found
+        if len(ways) * len(parts[1].split(",")) > MAX_ALTERNATIVES:
+            raise ValueError(f"its braces spell out more than {MAX_ALTERNATIVES} paths")
+        split = (_INNERMOST_BRACES.split(way, 1) for way in ways)
+        ways = [
+            *dict.fromkeys(before + choice + after for before, inside, after in split for choice in inside.split(","))
+        ]
+    if "{" in ways[0]:
+        raise ValueError('a "{" has no "}" after it')
+    if "}" in ways[0]:
+        raise ValueError('a "}" has no "{" before it')
+    if "," in ways[0]:
+        raise ValueError('a comma stands outside of braces; alternatives are written "{a,b}", or as a list')
+    return ways
 
 
 def _segments(way: str) -> tuple[str, ...]:
@@ -128,7 +101,7 @@ def _path_fits(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
     while here < len(path):
         if at < len(pattern) and pattern[at] == ANY_SEGMENTS:
             last_any, resume, at = at, here, at + 1
-        elif at < len(pattern) and _segment_fits(pattern[at], path[here]):
+        elif at < len(pattern) and fnmatchcase(path[here], pattern[at]):
             at, here = at + 1, here + 1
         elif last_any >= 0:
             resume += 1
@@ -136,20 +109,3 @@ def _path_fits(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
         else:
             return False
     return all(segment == ANY_SEGMENTS for segment in pattern[at:])
-
-
-def _segment_fits(pattern: str, segment: str) -> bool:
-    """Match one segment: the literals between the ``*`` must occur in order, the first and last at the ends."""
-    first, *rest = pattern.split("*")
-    if not rest:
-        return pattern == segment
-    *middle, last = rest
-    if len(segment) < len(first) + len(last) or not segment.startswith(first) or not segment.endswith(last):
-        return False
-    at, end = len(first), len(segment) - len(last)
-    for literal in middle:
-        at = segment.find(literal, at, end)
-        if at < 0:
-            return False
-        at += len(literal)
-    return True

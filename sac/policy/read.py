@@ -4,36 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from sac.errors import listing, nearest
-from sac.policy.model import (
-    ALTERNATE,
-    SCHEMA,
-    Calls,
-    Chunks,
-    Decision,
-    Dim,
-    Layers,
-    Policy,
-    Rule,
-    SourceLocation,
-)
+from sac.policy.model import ALTERNATE, FIELDS, SCHEMA, Calls, Chunks, Decision, Dim, Layers, Policy, Rule
 from sac.policy.patterns import PathPattern
-from sac.policy.syntax import Findings, ListNode, MapNode, Node, Scalar, describe, shown
+from sac.policy.syntax import Findings, Node, SourceLocation, shown
 from sac.tables import in_units
 
 # -- Sizes in bytes as readable text
 
 LEGAL_BYTES = 'a whole number of bytes, or text such as "64KiB", "1MiB", "1.5GB"'
 MAX_WHOLE = 2**63 - 1
-_UNITS = {"": 1, "b": 1}
-_UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
-_UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
-_SIZE = re.compile(r"([0-9]+\.?[0-9]*(?:[eE]\+?[0-9]{1,2})?)\s*([A-Za-z]*)")
+_SIZE = re.compile(r"([0-9]+\.?[0-9]*(?:e\+?[0-9]{1,2})?)\s*(?:(?:([kmgt])(i?))?b)?", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
@@ -41,15 +26,11 @@ def parse_bytes(text: str) -> int:
 
     Units are case-insensitive. Raises ``ValueError`` with the reason if ``text`` is not a whole number of bytes.
     """
-    if text.startswith("-"):
-        raise ValueError("it is below zero")
     found = _SIZE.fullmatch(text.strip())
     if not found or len(text) > 60:
         raise ValueError("it is not a number with a unit")
-    number, unit = found.groups()
-    if unit.lower() not in _UNITS:
-        raise ValueError(f'the unit "{unit}" is none of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB')
-    size = Decimal(number) * _UNITS[unit.lower()]
+    number, prefix, binary = found.groups()
+    size = Decimal(number) * (1024 if binary else 1000) ** " kmgt".index((prefix or " ").lower())
     if size > MAX_WHOLE:
         raise ValueError("it is more than 2**63 - 1 bytes")
     if size != int(size):
@@ -62,85 +43,80 @@ def bytes_text(count: int) -> str:
     return in_units(count, ("B", "KiB", "MiB", "GiB", "TiB"), 1024)
 
 
-# -- Words, texts and numbers: readers that add problems to the findings and then return None
+# -- Readers of mappings, texts, words and numbers: they add problems to the findings, and then return None
 
 Reader: TypeAlias = Callable[[Node, str, Findings], Any]  # a value, what it is in messages, and the findings
 
 
 def read_fields(
-    entries: Mapping[str, Node], readers: Mapping[str, Reader], findings: Findings, prefix: str = ""
-) -> dict[str, Any]:
-    """Return the values of a mapping's entries by key, without those that cannot be read (None).
+    node: Node,
+    what: str,
+    readers: Mapping[str, Reader],
+    findings: Findings,
+    *,
+    prefix: str = "",
+    fixes: Mapping[str, str] | None = None,
+) -> tuple[dict[str, Any], dict[str, Node]]:
+    """Return the values of a mapping by key, without those that cannot be read, and the nodes of all of its keys.
 
-    ``prefix`` precedes a key in messages.
+    Other keys than those of ``readers`` are findings; ``fixes``: of some of them. ``prefix`` precedes keys in messages.
     """
-    read = {key: readers[key](node, f"{prefix}{key}", findings) for key, node in entries.items()}
-    return {key: value for key, value in read.items() if value is not None}
-
-
-def read_entries(
-    node: Node, what: str, legal: Sequence[str], findings: Findings, fixes: Mapping[str, str] | None = None
-) -> dict[str, Node]:
-    """Return the values of a mapping by key; other keys than ``legal`` are findings; ``fixes``: of some of them."""
-    if not isinstance(node, MapNode):
-        fix = 'write it as "key: value" pairs'
-        findings.add(node.location, f"{what} is {describe(node)}", expected=f"a mapping of {listing(legal)}", fix=fix)
-        return {}
+    if node.kind != "map":
+        expected = f"a mapping of {listing([*readers]) or 'names'}"
+        findings.refuse(node, what, expected, fix='write it as "key: value" pairs')
     known: dict[str, Node] = {}
     for key, value in node.entries:
-        if _is_name(key, what, findings):
-            if key.text in legal:
-                known[key.text] = value
-            else:
-                found, fix = f'unknown key "{shown(key.text)}" in {what}', (fixes or {}).get(key.text, "")
-                near = "" if fix else nearest(key.text, legal)
-                fix = fix or (f'write "{near}"' if near else "remove it")
-                findings.add(key.location, found, expected=listing(legal), nearest=near, fix=fix)
-    return known
+        if not _is_name(key, what, findings):
+            continue
+        if key.text in readers:
+            known[key.text] = value
+            continue
+        fix = (fixes or {}).get(key.text, "")
+        near = "" if fix else nearest(key.text, readers)
+        fix = fix or (f'write "{near}"' if near else "remove it")
+        found = f'unknown key "{shown(key.text)}" in {what}'
+        findings.add(key.location, found, expected=listing([*readers]), nearest=near, fix=fix)
+    read = {key: readers[key](value, f"{prefix}{key}", findings) for key, value in known.items()}
+    return {key: value for key, value in read.items() if value is not None}, known
 
 
-def lacks(key: str, node: MapNode, legal: Sequence[str]) -> bool:
-    """Return whether ``key`` is missing and not just misspelled (a misspelled key is reported already)."""
-    names = [name.text for name, _ in node.entries]
-    return (
-        key not in names
-        and "<<" not in names
-        and all(nearest(name, legal) != key for name in names if name not in legal)
-    )
+def _has_only_known_keys(node: Node, known: Mapping[str, Node]) -> bool:
+    return node.kind == "map" and len(known) == len(node.entries)  # otherwise what is missing is likely misspelled
 
 
-def read_named(node: Node, what: str, findings: Findings) -> list[tuple[Scalar, Node]]:
-    """Return the entries of a mapping with user-chosen keys."""
-    if not isinstance(node, MapNode):
-        findings.add(node.location, f"{what} is {describe(node)}", expected="a mapping of names")
-        return []
-    return [(key, value) for key, value in node.entries if _is_name(key, what, findings)]
-
-
-def _is_name(key: Scalar, what: str, findings: Findings) -> bool:
+def _is_name(key: Node, what: str, findings: Findings) -> bool:
     if key.text == "<<":
         fix = "write the keys out, or put the shared rules into a policy of their own and use `extends`"
         findings.add(key.location, 'merge keys ("<<") are not supported', fix=fix)
         return False
-    if key.scalar_type == "text" and key.text.isprintable() and key.text.strip():
+    if key.kind == "str" and key.text.isprintable() and key.text.strip():
         return True
-    findings.add(key.location, f"a key of {what} is {describe(key)}", expected="text", fix="quote it if text is meant")
+    findings.refuse(key, f"a key of {what}", "text", fix="quote it if text is meant")
     return False
 
 
-def read_text(node: Node, what: str, findings: Findings, *, empty_is_legal: bool = False) -> str | None:
+def each(reader: Reader) -> Reader:
+    """Return a reader of one value or of a list of at least one, as a tuple."""
+
+    def read(node: Node, what: str, findings: Findings) -> tuple[Any, ...]:
+        if node.kind == "seq" and not node.items:
+            findings.refuse(node, what, "at least one", fix="remove it, or name one")
+        values = [reader(item, what, findings) for item in _items(node)]
+        return tuple(value for value in values if value is not None)
+
+    return read
+
+
+def _items(node: Node) -> tuple[Node, ...]:
+    return node.items if node.kind == "seq" else (node,)
+
+
+def read_text(node: Node, what: str, findings: Findings) -> str | None:
     """Return a text exactly as written (``1.10`` stays ``1.10``)."""
-    if not isinstance(node, Scalar) or node.scalar_type in ("null", "other"):
-        findings.add(node.location, f"{what} is {describe(node)}", expected="text")
-    elif node.scalar_type == "bool":
-        findings.add(node.location, f"{what} is the boolean {node.text}", expected="text", fix=f'write "{node.text}"')
-    elif node.scalar_type == "float" and not node.location.line:
-        # A Python float does not record how it was written: 1.10 becomes 1.1.
-        findings.add(
-            node.location, f"{what} is the number {node.text}", expected="text", fix="quote it where it is written"
-        )
-    elif not node.text and not empty_is_legal:
-        findings.add(node.location, f"{what} is an empty text", expected="text")
+    if node.kind not in ("str", "int", "float") or not node.text:
+        findings.refuse(node, what, "text", fix="quote it if text is meant" if node.kind == "bool" else "")
+    elif node.kind == "float" and not node.location.line:  # 1.10 is 1.1 by now
+        findings.refuse(node, what, "text", fix="quote it where it is written")
     elif not node.text.isprintable() or node.text.strip() != node.text:
         fix = "remove what cannot be seen"
         findings.add(node.location, f"{what} has a line break, an outer space or a control character in it", fix=fix)
@@ -149,133 +125,72 @@ def read_text(node: Node, what: str, findings: Findings, *, empty_is_legal: bool
     return None
 
 
-def read_texts(
-    node: Node, what: str, findings: Findings, *, empty_is_legal: bool = False
-) -> tuple[tuple[str, SourceLocation], ...]:
-    """Return one text or a list of texts, each with its source location."""
-    if isinstance(node, MapNode):
-        findings.add(node.location, f"{what} is {describe(node)}", expected="text, or a list of at least one")
-        return ()
-    nodes = node.items if isinstance(node, ListNode) else (node,)
-    if not nodes:
-        findings.add(
-            node.location,
-            f"{what} is an empty list",
-            expected="text, or a list of at least one",
-            fix="remove it, or name one",
-        )
-    texts = ((read_text(item, what, findings, empty_is_legal=empty_is_legal), item.location) for item in nodes)
-    return tuple((text, location) for text, location in texts if text is not None)
+def _read_name(node: Node, what: str, findings: Findings) -> str | None:
+    name = read_text(node, what, findings)
+    if name is not None and ("," in name or " " in name):
+        expected = "a name, without spaces and commas"
+        findings.refuse(node, what, expected, fix="write several names as a list: [first, second]")
+    return name
 
 
-def read_names(node: Node, what: str, findings: Findings) -> tuple[tuple[str, SourceLocation], ...]:
-    """Return one name or a list of names; a name contains no spaces or commas."""
-    names = read_texts(node, what, findings)
-    for name, location in names:
-        if "," in name or any(character.isspace() for character in name):
-            found = f'{what} has the name "{shown(name)}" with a space or comma in it'
-            findings.add(location, found, fix="write several names as a list: [first, second]")
-    return names
+def word_of(value: Any) -> str:
+    """Return ``value`` as it is compared: stripped, in lower case, ``-`` as ``_``; ``""`` if it is not a string."""
+    return value.strip().lower().replace("-", "_") if isinstance(value, str) else ""
 
 
-def read_word(node: Node, what: str, legal: Sequence[str], findings: Findings) -> str | None:
-    """Return one of the ``legal`` words; case does not matter."""
-    if not isinstance(node, Scalar) or node.scalar_type in ("null", "other"):
-        findings.add(node.location, f"{what} is {describe(node)}", expected=listing(legal))
-        return None
-    word = next((word for word in legal if word.lower() == node.text.strip().lower()), None)
-    if word is None:
-        near = nearest(node.text, legal)
+def word(*words: str, legal: str = "") -> Reader:
+    """Return a reader of one of ``words`` in any spelling; ``legal`` is the list in the message, by default these."""
+
+    def read(node: Node, what: str, findings: Findings) -> str | None:
+        if word_of(node.text) in words:
+            return word_of(node.text)
+        near = nearest(node.text, words) if node.kind == "str" else ""
         fix = f'write "{near}"' if near else ""
-        if node.scalar_type == "bool" and not node.location.line:
+        if node.kind == "bool" and not node.location.line:
             fix = "quote the word that is meant: YAML 1.1 reads on, off, yes and no as booleans"
-        findings.add(node.location, f"{what} is {describe(node)}", expected=listing(legal), nearest=near, fix=fix)
-    return word
+        findings.refuse(node, what, legal or listing(words), nearest=near, fix=fix)
+        return None
 
-
-def _word(legal: Sequence[str]) -> Reader:
-    return lambda node, what, findings: read_word(node, what, legal, findings)
+    return read
 
 
 def read_bool(node: Node, what: str, findings: Findings) -> bool | None:
     """Return ``true`` or ``false``; ``yes``, ``on``, 1 and quoted words are findings."""
-    if isinstance(node, Scalar) and node.scalar_type == "bool":
+    if node.kind == "bool" and node.text.lower() in ("true", "false"):
         return node.text.lower() == "true"
-    findings.add(node.location, f"{what} is {describe(node)}", expected="true, false", fix="write it without quotes")
+    findings.refuse(node, what, "true, false", fix="write one of these, without quotes")
     return None
 
 
-def read_whole(node: Node, what: str, findings: Findings, *, least: int) -> int | None:
-    """Return a whole number not below ``least``; ``1e3`` is one, ``"10"`` is not."""
-    expected, fix = f"a whole number, {least} or more", ""
-    if isinstance(node, Scalar):
-        if node.scalar_type in ("int", "float"):
-            value = _whole(node.text)
-            if value is not None and least <= value <= MAX_WHOLE:
-                return value
-        if node.scalar_type == "text" and _whole(node.text) is not None:
-            fix = "remove the quotes"
-    findings.add(node.location, f"{what} is {describe(node)}", expected=expected, fix=fix)
-    return None
-
-
-def _whole_from(least: int) -> Reader:
-    return lambda node, what, findings: read_whole(node, what, findings, least=least)
-
-
-def read_fraction(node: Node, what: str, findings: Findings) -> float | None:
-    """Return a number above 0 and at most 1, written as a number: ``0.5``, ``1``, ``5e-1``."""
-    if isinstance(node, Scalar) and node.scalar_type in ("int", "float") and is_fraction(node.text):
-        return float(node.text)
-    fix = (
-        "remove the quotes"
-        if isinstance(node, Scalar) and node.scalar_type == "text" and is_fraction(node.text)
-        else ""
-    )
-    findings.add(node.location, f"{what} is {describe(node)}", expected="a number above 0, at most 1", fix=fix)
-    return None
-
-
-def is_fraction(text: str) -> bool:
-    """Return whether ``text`` writes a number above 0 and at most 1."""
-    if len(text) > 40 or not text.isascii() or text.strip("+-0123456789.eE"):
-        return False
-    try:
-        return 0 < float(text) <= 1
-    except ValueError:
-        return False
-
-
-def _whole(text: str) -> int | None:
-    if len(text) > 40 or not text.isascii() or text.strip("+-0123456789.eE"):
+def _number(expected: str, form: Callable[[Decimal], Any], is_legal: Callable[[Decimal], bool]) -> Reader:
+    def read(node: Node, what: str, findings: Findings) -> Any:
+        try:
+            number = Decimal(node.text if len(node.text) <= 40 else "nan")
+        except ArithmeticError:
+            number = Decimal("nan")
+        is_number = number.is_finite() and is_legal(number)
+        if is_number and node.kind != "str":
+            return form(number)
+        findings.refuse(node, what, expected, fix="remove the quotes" if is_number else "")
         return None
-    try:
-        value = Decimal(text)
-    except ArithmeticError:
-        return None
-    return int(value) if abs(value) <= MAX_WHOLE and value == value.to_integral_value() else None
+
+    return read
 
 
-def read_bytes(node: Node, what: str, findings: Findings) -> int | None:
-    """Return a number of bytes, written as a number or as text with a unit."""
-    if not isinstance(node, Scalar) or node.scalar_type not in ("int", "float", "text"):
-        findings.add(node.location, f"{what} is {describe(node)}", expected=LEGAL_BYTES)
-        return None
-    try:
-        return parse_bytes(node.text)
-    except ValueError as error:
-        findings.add(node.location, f"{what} is {describe(node)}: {error}", expected=LEGAL_BYTES)
-    return None
+def whole(least: int) -> Reader:
+    """Return a reader of whole numbers not below ``least``; ``1e3`` is one, ``"10"`` is not."""
+    expected = f"a whole number, {least} or more"
+    return _number(expected, int, lambda number: least <= number <= MAX_WHOLE and number == int(number))
 
 
 # -- Matchers of a rule: layers, calls, shapes, dtypes and module patterns
 
-LAYER_FORMS = ("first", "block", "last", "every", "offset", "fraction")
 _LEGAL_FORMS = "all, {first: n}, {block: n}, {last: n}, {every: k, offset: j}, {fraction: f}"
 LEGAL_LAYERS = f'{_LEGAL_FORMS}, or a list such as ["0-7", "12"]'
 LEGAL_PLANS = f'{_LEGAL_FORMS}, a list such as ["0-7", "12"], or chunks of layers: sqrt, {{uniform: n}}'
 LEGAL_CALL = "{index: n}, {index: [n, m]} or {every: k, offset: j}, counted from 0"
 LEGAL_SHAPE = 'a list such as [_, 128, ">=4096"], with _ for any size and "..." in front for any leading dimensions'
+LEGAL_DIM = '_ for any size, a size such as 128, or "!=", ">=", "<=", ">", "<" and a size'
 DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128", "bool"),
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "qint8", "quint8", "qint32"),
@@ -283,211 +198,143 @@ DTYPES = (
 )
 _DTYPE_ALIASES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32", "long": "int64"}
 _DTYPE_ALIASES |= {"short": "int16", "cfloat": "complex64", "cdouble": "complex128", "chalf": "complex32"}
-_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
-_RANGE_LOOKALIKE = re.compile(r"([0-9]{1,18})\s*(?::|-|\.\.+|,|to|–|—)\s*([0-9]{1,18})")
+_RANGE = re.compile(r"([0-9]{1,18})(?:\s*(:|-|\.\.+|,|to|–|—)\s*([0-9]{1,18}))?")
 _DIM = re.compile(r"(==|!=|>=|<=|>|<|)\s*([0-9]{1,18})")
 
 
-def read_pattern(node: Node, what: str, findings: Findings) -> PathPattern | None:
-    """Return one pattern over module paths; a list of patterns becomes one pattern with alternatives."""
-    patterns = read_patterns(node, what, findings)
-    if not patterns:
-        return None
-    try:
-        return PathPattern.any_of(pattern.text for pattern in patterns)
-    except ValueError as error:
-        findings.add(node.location, f"{what} is not a pattern: {error}", fix="write fewer patterns")
-        return None
-
-
-def read_patterns(node: Node, what: str, findings: Findings) -> tuple[PathPattern, ...]:
-    """Return the patterns of one text or a list of texts."""
-    if isinstance(node, MapNode):
+def _read_pattern(node: Node, what: str, findings: Findings) -> PathPattern | None:
+    if node.kind == "map":
         fix = 'quote it: unquoted braces are a mapping; patterns are written as in "{q_proj,k_proj}"'
-        findings.add(node.location, f"{what} is {describe(node)}", expected="a pattern, or a list of them", fix=fix)
-        return ()
-    patterns = []
-    for text, location in read_texts(node, what, findings, empty_is_legal=True):
-        try:
-            patterns.append(PathPattern.parse(text))
-        except ValueError as error:
-            expected = 'a dotted module path, such as "self_attn.{q,k}_proj" or "mlp.**"'
-            findings.add(location, f'{what} is "{shown(text)}": {error}', expected=expected)
-    return tuple(patterns)
-
-
-def read_layers(node: Node, what: str, findings: Findings) -> Layers | None:
-    """Return the layers chosen by ``all``, one of the forms of ``LAYER_FORMS`` or a list of ranges.
-
-    Chunks, which a config value can ask for, are a finding: a policy applies to single layers.
-    """
-    plan = _read_layer_spec(node, what, LEGAL_LAYERS, findings)
-    if isinstance(plan, Chunks):
-        fix = "write it in the config value, under `layers`, with `mode: full`"
-        found = f"{what} asks for chunks of layers, which no policy can"
-        findings.add(node.location, found, expected=LEGAL_LAYERS, fix=fix)
+        findings.refuse(node, what, "a pattern, or a list of them", fix=fix)
         return None
-    return plan
-
-
-def read_layer_spec(node: Node, what: str, findings: Findings) -> Layers | Chunks | None:
-    """Like ``read_layers``, but also accepts chunks: ``sqrt``, ``{uniform: n}``. Chunks of one layer are all layers."""
-    plan = _read_layer_spec(node, what, LEGAL_PLANS, findings)
-    return Layers() if plan == Chunks(1) else plan
-
-
-def _read_layer_spec(node: Node, what: str, legal: str, findings: Findings) -> Layers | Chunks | None:
-    if isinstance(node, ListNode):
-        return _read_ranges(node, what, legal, findings)
-    if isinstance(node, MapNode):
-        return _read_counted_layers(node, what, legal, findings)
-    word = node.text.strip().lower() if node.scalar_type == "text" else ""
-    if word == "all":
-        return Layers()
-    if word == "sqrt":
-        return Chunks()
-    near = nearest(word, ["all", "sqrt"]) if word and legal == LEGAL_PLANS else nearest(word, ["all"])
-    findings.add(node.location, f"{what} is {describe(node)}", expected=legal, nearest=near, fix=_layers_fix(node))
+    text = "" if node.kind == "str" and not node.text else read_text(node, what, findings)
+    try:
+        return None if text is None else PathPattern.parse(text)
+    except ValueError as error:
+        expected = 'a dotted module path, such as "self_attn.{q,k}_proj" or "mlp.**"'
+        findings.add(node.location, f"{what} is {node}: {error}", expected=expected)
     return None
 
 
-def _layers_fix(node: Scalar) -> str:
-    between = _RANGE_LOOKALIKE.fullmatch(node.text)
-    if between:
-        return f'ranges are written as "{between[1]}-{between[2]}", in a list: ["{between[1]}-{between[2]}"]'
-    word = node.text.strip().lower()
-    if node.scalar_type == "text" and word in (*LAYER_FORMS, "uniform") and word != "offset":
-        return f"say how many, as in {{{word}: {'0.5' if word == 'fraction' else '2'}}}"
-    if node.scalar_type == "float" and is_fraction(node.text):
-        return f"write {{fraction: {node.text}}}"
-    if node.scalar_type != "int" or not node.text.isdecimal():
+read_patterns = each(_read_pattern)
+
+
+def read_module(node: Node, what: str, findings: Findings) -> PathPattern | None:
+    """Return one pattern over module paths; a list of patterns becomes one pattern with alternatives."""
+    patterns = read_patterns(node, what, findings)
+    try:
+        return PathPattern.any_of(pattern.text for pattern in patterns) if patterns else None
+    except ValueError as error:
+        findings.add(node.location, f"{what} is not a pattern: {error}", fix="write fewer patterns")
+    return None
+
+
+_POSITIVE, _OFFSET = whole(1), whole(0)
+_FORMS: dict[str, Reader] = {
+    **dict.fromkeys(("first", "block", "last", "every"), _POSITIVE),
+    "offset": _OFFSET,
+    "fraction": _number("a number above 0, at most 1", float, lambda number: 0 < number <= 1),
+}
+_CHUNKS_FIX = "write chunks of layers in the config value, under `layers`, with `mode: full`"
+
+
+def _layers(legal: str, forms: Mapping[str, Reader], words: Mapping[str, Layers | Chunks]) -> Reader:
+    """Return a reader of layers: one of ``words``, one of ``forms``, or a list of ranges."""
+
+    def read(node: Node, what: str, findings: Findings) -> Layers | Chunks | None:
+        if node.kind == "seq":
+            return Layers(ranges=each(_read_range)(node, what, findings))
+        if node.kind == "map":
+            form = _read_one_form(node, what, legal, forms, findings)
+            if "uniform" in form:
+                return Layers() if form["uniform"] == 1 else Chunks(form["uniform"])
+            return Layers(**{"first" if key == "block" else key: value for key, value in form.items()})  # as Megatron
+        if word_of(node.text) in words:
+            return words[word_of(node.text)]
+        fix = _CHUNKS_FIX if word_of(node.text) == "sqrt" else _range_fix(node.text)
+        if node.kind == "int":
+            fix = f"write [{node.text}] for that layer alone, {{first: {node.text}}} for the first ones"
+        near = nearest(node.text, words) if node.kind == "str" else ""
+        findings.refuse(node, what, legal, nearest=near, fix=fix)
+        return None
+
+    return read
+
+
+read_layers = _layers(LEGAL_LAYERS, _FORMS, {"all": Layers()})
+read_layer_spec = _layers(LEGAL_PLANS, _FORMS | {"uniform": _POSITIVE}, {"all": Layers(), "sqrt": Chunks()})
+
+
+def _read_one_form(
+    node: Node, what: str, legal: str, forms: Mapping[str, Reader], findings: Findings
+) -> dict[str, Any]:
+    """Return the values of a mapping that has one form; ``offset`` belongs to ``every`` and is none."""
+    read, nodes = read_fields(node, what, forms, findings, prefix=f"{what}.", fixes={"uniform": _CHUNKS_FIX})
+    is_one = len(nodes.keys() - {"offset"}) == 1 and ("offset" not in nodes or "every" in nodes)
+    if not is_one and _has_only_known_keys(node, nodes):
+        found = f"{what} has {' and '.join(nodes) or 'nothing in it'}"
+        findings.add(node.location, found, expected=legal, fix="choose one of the forms")
+    return read
+
+
+def _read_range(node: Node, what: str, findings: Findings) -> tuple[int, int] | None:
+    found = _RANGE.fullmatch(node.text)
+    if found and found[2] in (None, "-") and int(found[1]) <= int(found[3] or found[1]):
+        return int(found[1]), int(found[3] or found[1])
+    expected = 'a layer such as 12, or a range such as "0-7" (both ends are meant)'
+    findings.refuse(node, f"an entry of {what}", expected, fix=_range_fix(node.text))
+    return None
+
+
+def _range_fix(text: str) -> str:
+    found = _RANGE.fullmatch(text)
+    if not found or found[3] is None:
         return ""
-    return f"write [{node.text}] for that layer alone, {{first: {node.text}}} for the first ones"
+    low, high = sorted((int(found[1]), int(found[3])))
+    return f'ranges are written as "{low}-{high}", in a list: ["{low}-{high}"]'
 
 
-def _read_counted_layers(node: MapNode, what: str, legal: str, findings: Findings) -> Layers | Chunks | None:
-    names = [key.text for key, _ in node.entries]
-    if "sqrt" in names and legal == LEGAL_PLANS:
-        findings.add(
-            node.location, f'{what} has the key "sqrt"', expected=legal, fix="write the word alone: layers: sqrt"
-        )
-        return None
-    forms = (*LAYER_FORMS, "uniform") if legal == LEGAL_PLANS or "uniform" in names else LAYER_FORMS
-    entries = read_entries(node, what, forms, findings)
-    if not _is_one_form(node, entries, what, legal, findings):
-        return None
-    read = read_fields(entries, _LAYERS, findings, f"{what}.")
-    if "uniform" in entries:
-        return Chunks(read.get("uniform"))
-    if "block" in read:  # Megatron's word
-        read["first"] = read.pop("block")
-    return Layers(**read)
+def read_call(node: Node, what: str, findings: Findings) -> Calls:
+    """Return the chosen calls of an op: ``index``, or ``every`` with an ``offset``."""
+    return Calls(**_read_one_form(node, what, LEGAL_CALL, _CALL, findings))
 
 
-_POSITIVE, _OFFSET = _whole_from(1), _whole_from(0)
-_LAYERS: dict[str, Reader] = {
-    "first": _POSITIVE,
-    "block": _POSITIVE,
-    "last": _POSITIVE,
+_CALL: dict[str, Reader] = {
+    "index": lambda node, what, findings: frozenset(each(_OFFSET)(node, what, findings)),
     "every": _POSITIVE,
     "offset": _OFFSET,
-    "fraction": read_fraction,
-    "uniform": _POSITIVE,
 }
 
 
-def _is_one_form(node: MapNode, entries: dict[str, Node], what: str, legal: str, findings: Findings) -> bool:
-    """Return whether exactly one form is used; ``offset`` belongs to ``every`` and does not count as a form."""
-    forms = [key for key in entries if key != "offset"]
-    if len(forms) == 1 and ("offset" not in entries or "every" in entries):
-        return True
-    if len(entries) == len(node.entries):  # otherwise an unknown key is reported already, and is likely the form
-        found = " and ".join(entries) or "nothing in it"
-        findings.add(node.location, f"{what} has {found}", expected=legal, fix="choose one of the forms")
-    return False
-
-
-def _read_ranges(node: ListNode, what: str, legal: str, findings: Findings) -> Layers | None:
-    if not node.items:
-        findings.add(node.location, f"{what} is an empty list", expected=legal, fix="remove it, or name a layer")
-        return None
-    ranges = []
-    for item in node.items:
-        text = item.text if isinstance(item, Scalar) and item.scalar_type in ("int", "text") else ""
-        found, fix = _RANGE.fullmatch(text), ""
-        if found and int(found[1]) <= int(found[2] or found[1]) <= MAX_WHOLE:
-            ranges.append((int(found[1]), int(found[2] or found[1])))
-            continue
-        if found:
-            fix = f'write "{found[2]}-{found[1]}"'
-        elif between := _RANGE_LOOKALIKE.fullmatch(text):
-            fix = f'ranges are written as "{between[1]}-{between[2]}"'
-        expected = 'a layer such as 12, or a range such as "0-7" (both ends are meant)'
-        findings.add(item.location, f"an entry of {what} is {describe(item)}", expected=expected, fix=fix)
-    return Layers(ranges=tuple(ranges))
-
-
-def read_call(node: Node, what: str, findings: Findings) -> Calls | None:
-    """Return the chosen calls of an op: ``index``, or ``every`` with an ``offset``."""
-    if not isinstance(node, MapNode):
-        text = node.text if isinstance(node, Scalar) and node.scalar_type == "int" else ""
-        fix = f"write {{index: {text}}}" if text else ""
-        findings.add(node.location, f"{what} is {describe(node)}", expected=LEGAL_CALL, fix=fix)
-        return None
-    entries = read_entries(node, what, (*_CALL,), findings)
-    if not _is_one_form(node, entries, what, LEGAL_CALL, findings):
-        return None
-    return Calls(**read_fields(entries, _CALL, findings, f"{what}."))
-
-
-def _read_indices(node: Node, what: str, findings: Findings) -> frozenset[int]:
-    nodes = node.items if isinstance(node, ListNode) else (node,)
-    if not nodes:
-        findings.add(node.location, f"{what} is an empty list", expected=LEGAL_CALL, fix="remove it, or name a call")
-    indices = (read_whole(item, what, findings, least=0) for item in nodes)
-    return frozenset(index for index in indices if index is not None)
-
-
-_CALL: dict[str, Reader] = {"index": _read_indices, "every": _POSITIVE, "offset": _OFFSET}
-
-
-def read_shape(node: Node, what: str, findings: Findings) -> tuple[Dim, ...] | None:
+def read_shape(node: Node, what: str, findings: Findings) -> tuple[Dim, ...]:
     """Return the dimensions of a shape pattern."""
-    if not isinstance(node, ListNode) or not node.items:
-        findings.add(node.location, f"{what} is {describe(node)}", expected=LEGAL_SHAPE)
-        return None
+    if node.kind != "seq" or not node.items:
+        findings.refuse(node, what, LEGAL_SHAPE)
     dims = (_read_dim(item, what, findings, is_first=not index) for index, item in enumerate(node.items))
     return tuple(dim for dim in dims if dim is not None)
 
 
 def _read_dim(node: Node, what: str, findings: Findings, *, is_first: bool) -> Dim | None:
-    text = node.text.strip() if isinstance(node, Scalar) and node.scalar_type in ("int", "text") else ""
-    if text == "_":
-        return Dim()
-    if text == "..." and is_first:
-        return Dim("...")
-    found = _DIM.fullmatch(text)
-    if found:
+    if node.text == "_" or (node.text == "..." and is_first):
+        return Dim(node.text)
+    if found := _DIM.fullmatch(node.text):
         return Dim(found[1] or "==", int(found[2]))
-    expected = '_ for any size, a size such as 128, or "!=", ">=", "<=", ">", "<" and a size'
-    fix = '"..." may stand in front only' if text == "..." else 'write _ for "any"' if text in ("*", "-1") else ""
-    findings.add(node.location, f"an entry of {what} is {describe(node)}", expected=expected, fix=fix)
+    fix = '"..." may be the first only' if node.text == "..." else ""
+    findings.refuse(node, f"an entry of {what}", LEGAL_DIM, fix=fix)
+    return None
+
+
+def _read_dtype(node: Node, what: str, findings: Findings) -> str | None:
+    name = node.text.lower().removeprefix("torch.")
+    if _DTYPE_ALIASES.get(name, name) in DTYPES:
+        return _DTYPE_ALIASES.get(name, name)
+    findings.refuse(node, what, listing(DTYPES), nearest=nearest(name, DTYPES))
     return None
 
 
 def read_dtypes(node: Node, what: str, findings: Findings) -> tuple[str, ...]:
     """Return dtype names as torch prints them, without ``torch.``; torch's short names (``half``) are accepted too."""
-    names = []
-    for text, location in read_texts(node, what, findings):
-        word = text.lower().removeprefix("torch.")
-        name = _DTYPE_ALIASES.get(word, word)
-        if name in DTYPES:
-            names.append(name)
-        else:
-            findings.add(
-                location, f'{what} is "{shown(text)}"', expected=listing(DTYPES), nearest=nearest(word, DTYPES)
-            )
-    return tuple(dict.fromkeys(names))
+    return tuple(dict.fromkeys(each(_read_dtype)(node, what, findings)))
 
 
 # -- Rules, and rules that can never fire
@@ -495,141 +342,105 @@ def read_dtypes(node: Node, what: str, findings: Findings) -> tuple[str, ...]:
 DO_WORDS = (*(decision.value for decision in Decision), ALTERNATE)
 _RULE_FIXES = {
     "min_bytes": "remove it, or choose by `shape`",  # a key of earlier versions
-    **{word: f'write "do: {word}"' for word in DO_WORDS},
+    **{do: f'write "do: {do}"' for do in DO_WORDS},
 }
-
+_read_names = each(_read_name)
 _RULE: dict[str, Reader] = {
     "id": read_text,
-    "ops": read_names,
-    "function": read_names,
-    "unit": read_names,
+    "ops": _read_names,
+    "function": _read_names,
+    "unit": _read_names,
     "blocks": read_patterns,
-    "module": read_pattern,
+    "module": read_module,
     "layers": read_layers,
     "call": read_call,
     "shape": read_shape,
     "dtype": read_dtypes,
     "optional": read_bool,
-    "do": _word(DO_WORDS),
+    "do": word(*DO_WORDS),
 }
 RULE_KEYS = tuple(_RULE)
 _NAMING = ("ops", "function", "unit")  # at most one of them in a rule
-_ABOUT_ONE_OP = ("call", "shape", "dtype")
 
 
-def read_rules(node: Node | None, policy_name: str, findings: Findings) -> tuple[Rule, ...]:
+def _read_rules(node: Node, policy_name: str, findings: Findings) -> tuple[Rule, ...]:
     """Return the rules of one file; a rule without an id gets the id ``<policy's name>.<n>``, counted from 1."""
-    if node is None:
-        return ()
-    if not isinstance(node, ListNode):
-        fix = 'start each rule with "- "' if isinstance(node, MapNode) else "write [] for no rules"
-        findings.add(node.location, f"rules is {describe(node)}", expected="a list of rules", fix=fix)
-        return ()
+    if node.kind != "seq":
+        findings.refuse(node, "rules", "a list of rules", fix='start each rule with "- "')
     rules, sound = [], []
     for number, item in enumerate(node.items, start=1):
         problems = len(findings)
-        rule = _read_rule(item, f"{policy_name}.{number}", policy_name, findings)
-        if rule is not None:
-            rules.append(rule)
-            sound += [rule] if len(findings) == problems else []  # a broken matcher reads as "matches everything"
+        rules.append(_read_rule(item, f"{policy_name}.{number}", policy_name, findings))
+        sound += rules[-1:] if len(findings) == problems else []  # a broken matcher reads as "matches everything"
     _find_double_ids(rules, findings)
     _find_shadowed(sound, findings)
     return tuple(rules)
 
 
-_FIELDS = {"function": "functions", "unit": "units"}
-
-
-def _read_rule(node: Node, fallback_id: str, origin: str, findings: Findings) -> Rule | None:
-    """Return the rule, or None if it is not a mapping."""
-    entries = read_entries(node, "a rule", RULE_KEYS, findings, _RULE_FIXES)
-    if not isinstance(node, MapNode):
-        return None
-    if lacks("do", node, RULE_KEYS):
-        findings.add(node.location, "this rule says nothing to do", expected=", ".join(DO_WORDS), fix='add "do: save"')
-    naming = [key for key in _NAMING if key in entries]
+def _read_rule(node: Node, fallback_id: str, origin: str, findings: Findings) -> Rule:
+    read, nodes = read_fields(node, "a rule", _RULE, findings, fixes=_RULE_FIXES)
+    naming = [key for key in _NAMING if key in nodes]
+    if _has_only_known_keys(node, nodes):
+        if "do" not in nodes:
+            found = "this rule says nothing to do"
+            findings.add(node.location, found, expected=listing(DO_WORDS), fix='add "do: save"')
+        if not naming and "module" not in nodes:
+            fix = 'add ops, such as "ops: matmul"; "*" means every op that can be saved'
+            expected = f"one of {listing(_NAMING)}, or module, or both"
+            findings.add(node.location, "this rule has neither ops nor module", expected=expected, fix=fix)
+        for key in nodes.keys() & {"call", "shape", "dtype"} if not naming else ():
+            found = f"{key} applies to the output of an op, but this rule has no ops"
+            findings.add(nodes[key].location, found, fix=f'remove {key}, or add ops, such as "ops: matmul"')
     for key in naming[1:]:
         found = f"this rule has both {naming[0]} and {key}"
-        findings.add(entries[key].location, found, expected=f"one of {listing(_NAMING)}", fix="write two rules")
-    if all(lacks(key, node, RULE_KEYS) for key in _NAMING):
-        _check_speaks_of_module(node, entries, findings)
-    in_order = {key: entries[key] for key in ("do", "ops", *RULE_KEYS) if key in entries}  # of problems without lines
-    read = read_fields(in_order, _RULE, findings)
-    names = read.pop("ops", ())
-    read |= {field: tuple(name for name, _ in read.pop(key, ())) for key, field in _FIELDS.items()}
+        findings.add(nodes[key].location, found, expected=f"one of {listing(_NAMING)}", fix="write two rules")
     return Rule(
-        **{"id": fallback_id, "do": Decision.RECOMPUTE.value, **read},
-        ops=tuple(name for name, _ in names),
+        **{"id": fallback_id, "do": Decision.RECOMPUTE.value} | {FIELDS.get(key, key): read[key] for key in read},
         location=node.location,
-        key_locations={key: value.location for key, value in entries.items()},
-        op_locations=tuple(location for _, location in names),
+        key_locations={key: value.location for key, value in nodes.items()},
+        op_locations=tuple(item.location for item in _items(nodes["ops"])) if "ops" in nodes else (),
         origin=origin,
     )
-
-
-def _check_speaks_of_module(node: MapNode, entries: dict[str, Node], findings: Findings) -> None:
-    """Check a rule for whole modules: it needs `module`, and no key about the output of one op."""
-    if lacks("module", node, RULE_KEYS):
-        fix = 'add ops, such as "ops: matmul"; "*" means every op that can be saved'
-        expected = "one of ops, function and unit, or module, or both"
-        findings.add(node.location, "this rule has neither ops nor module", expected=expected, fix=fix)
-        return
-    for key in _ABOUT_ONE_OP:
-        if key in entries:
-            found = f"{key} applies to the output of an op, but this rule has no ops"
-            findings.add(entries[key].location, found, fix=f'remove {key}, or add ops, such as "ops: matmul"')
 
 
 def _find_double_ids(rules: Sequence[Rule], findings: Findings) -> None:
     first: dict[str, Rule] = {}
     for rule in rules:
-        if rule.id in first:
-            location = rule.key_locations.get("id", rule.location)
-            found = f'the id "{rule.id}" is given twice; the first is at {first[rule.id].where("id")}'
-            findings.add(location, found, fix="give each rule its own id")
-        first.setdefault(rule.id, rule)
+        same = first.setdefault(rule.id, rule)
+        if same is not rule:
+            found = f'the id "{rule.id}" is given twice; the first is at {same.where("id")}'
+            findings.add(rule.key_locations.get("id", rule.location), found, fix="give each rule its own id")
 
 
 def _find_shadowed(rules: Sequence[Rule], findings: Findings) -> None:
     """Find rules that can never fire because an earlier rule matches all that they match, judging by their texts."""
     for index, later in enumerate(rules):
-        for earlier in rules[:index]:
-            if takes_all_of(earlier, later):
-                found = (
-                    f'the rule "{later.id}" can never fire: "{earlier.id}" at {earlier.where()} matches all it matches'
-                )
-                fix = f'put "{later.id}" before "{earlier.id}", or remove it'
-                findings.add(later.location, found, fix=fix)
-                break
+        earlier = next((rule for rule in rules[:index] if takes_all_of(rule, later)), None)
+        if earlier is not None:
+            found = f'the rule "{later.id}" can never fire: "{earlier.id}" at {earlier.where()} matches all it matches'
+            findings.add(later.location, found, fix=f'put "{later.id}" before "{earlier.id}", or remove it')
 
 
 def takes_all_of(earlier: Rule, later: Rule) -> bool:
     """Return whether ``earlier`` matches all that ``later`` matches, judging by their texts."""
-    if any(bool(one) != bool(other) for one, other in zip(_names(earlier), _names(later), strict=True)):
-        return False
+    named = ((earlier.ops, later.ops), (earlier.functions, later.functions), (earlier.units, later.units))
     return (
-        _has_all_blocks_of(earlier, later)
+        all(
+            bool(wider) == bool(narrower)
+            and all(any(_names_at_least(wide, narrow) for wide in wider) for narrow in narrower)
+            for wider, narrower in named
+        )
+        and (_has_all_of(earlier.blocks, later.blocks) or any(pattern.text == "**" for pattern in earlier.blocks))
         and (earlier.module in (None, later.module) or earlier.module.text == "**")
         and (earlier.layers in (None, later.layers) or earlier.layers.is_all)
         and earlier.call in (None, later.call)
         and earlier.shape in (None, later.shape)
-        and (not earlier.dtype or (bool(later.dtype) and set(later.dtype) <= set(earlier.dtype)))
-        and all(
-            any(_names_at_least(wide, narrow) for wide in wider)
-            for wider, narrower in zip(_names(earlier), _names(later), strict=True)
-            for narrow in narrower
-        )
+        and _has_all_of(earlier.dtype, later.dtype)
     )
 
 
-def _names(rule: Rule) -> tuple[tuple[str, ...], ...]:
-    return rule.ops, rule.functions, rule.units
-
-
-def _has_all_blocks_of(earlier: Rule, later: Rule) -> bool:
-    if not earlier.blocks or any(pattern.text == "**" for pattern in earlier.blocks):
-        return True
-    return bool(later.blocks) and set(later.blocks) <= set(earlier.blocks)
+def _has_all_of(earlier: Sequence[Any], later: Sequence[Any]) -> bool:
+    return not earlier or (bool(later) and set(later) <= set(earlier))
 
 
 def _names_at_least(wide: str, narrow: str) -> bool:
@@ -645,95 +456,66 @@ def _names_at_least(wide: str, narrow: str) -> bool:
 # -- Policy files, schema ``sac/v1``
 
 _SET_NAME = re.compile(r"\w[\w-]*")
+Parents: TypeAlias = tuple[tuple[str, SourceLocation], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The content of one file: its own rules and keys, and the names of its parents, not yet looked up."""
-
-    policy: Policy
-    parents: tuple[tuple[str, SourceLocation], ...]
-
-
-def read_policy(node: Node, fallback_name: str, source: str, findings: Findings, *, needs_schema: bool) -> Written:
-    """Return the policy in ``node``; every problem in it goes into ``findings``.
+def read_policy(
+    node: Node, fallback_name: str, source: str, findings: Findings, *, needs_schema: bool
+) -> tuple[Policy, Parents]:
+    """Return the policy in ``node``, and the names of its parents; every problem in it goes into ``findings``.
 
     ``fallback_name`` is the policy's name if it has no ``name``. An entry in ``Policy.key_locations`` means that the
     file itself sets the key; ``blocks`` and ``layers`` have their own entries in addition to ``regions``.
     """
-    if not isinstance(node, MapNode):
-        fix = f'start with "schema: {SCHEMA}"' if needs_schema else ""
-        findings.stop(
-            node.location, f"the policy is {describe(node)}", expected=f"a mapping of {', '.join(POLICY_KEYS)}", fix=fix
-        )
-    entries = read_entries(node, "a policy", POLICY_KEYS, findings, _FIXES)
-    _check_top(node, findings, needs_schema=needs_schema)
-    read = read_fields({key: value for key, value in entries.items() if key != "rules"}, _POLICY, findings)
+    read, nodes = read_fields(node, "a policy", _POLICY, findings, fixes=_FIXES)
+    if _has_only_known_keys(node, nodes):
+        if needs_schema and "schema" not in nodes:
+            found, fix = "the policy does not name its schema", f'add "schema: {SCHEMA}"'
+            findings.add(node.location, found, expected=SCHEMA, fix=fix)
+        if not nodes.keys() & {"rules", "extends", "default"}:
+            found, expected = "the policy has neither rules nor extends", "rules, extends, default"
+            fix = 'add rules; "rules: []" means the default for every op'
+            findings.add(node.location, found, expected=expected, fix=fix)
     name = read.get("name", fallback_name)
-    regions, region_locations = read.get("regions", ({}, {}))
-    sets, set_locations = read.get("sets", ({}, {}))
+    regions, region_nodes = read.get("regions", ({}, {}))
+    parents = zip(read.get("extends", ()), _items(nodes["extends"]), strict=False) if "extends" in nodes else ()
     policy = Policy(
         name=name,
-        rules=read_rules(entries.get("rules"), name, findings),
+        rules=_read_rules(nodes["rules"], name, findings) if "rules" in nodes else (),
         default=Decision(read.get("default", Decision.RECOMPUTE)),
         models=read.get("models", ()),
-        sets=sets,
-        set_locations=set_locations,
+        sets=read.get("sets", {}),
+        set_locations={key.text: key.location for key, _ in nodes["sets"].entries} if "sets" in nodes else {},
         **regions,
         source=source,
-        key_locations={key: value.location for key, value in entries.items()} | region_locations,
+        key_locations={key: value.location for key, value in (nodes | region_nodes).items()},
     )
-    return Written(policy, read.get("extends", ()))
+    return policy, tuple((parent, item.location) for parent, item in parents)
 
 
-def _check_top(node: MapNode, findings: Findings, *, needs_schema: bool) -> None:
-    if needs_schema and lacks("schema", node, POLICY_KEYS):
-        fix = f'add "schema: {SCHEMA}"'
-        findings.add(node.location, "the policy does not name its schema", expected=SCHEMA, fix=fix)
-    if all(lacks(key, node, POLICY_KEYS) for key in ("rules", "extends", "default")):
-        fix = 'add rules; "rules: []" means the default for every op'
-        findings.add(
-            node.location, "the policy has neither rules nor extends", expected="rules, extends, default", fix=fix
-        )
+def _read_sets(node: Node, what: str, findings: Findings) -> dict[str, tuple[str, ...]]:
+    """Return the ops of each set by its name."""
+    sets = {key.text: _read_names for key, _ in node.entries}
+    read, _ = read_fields(node, what, sets, findings, prefix=f"{what}.")
+    for key, _ in node.entries:
+        if not _SET_NAME.fullmatch(key.text):  # it would be confused with an op or a glob
+            findings.refuse(key, "the name of a set", "a word of letters, digits, _ and -")
+    return read
 
 
-def _read_models(node: Node, what: str, findings: Findings) -> tuple[str, ...]:
-    return tuple(text for text, _ in read_texts(node, what, findings))
-
-
-def _read_regions(node: Node, what: str, findings: Findings) -> tuple[dict[str, Any], dict[str, SourceLocation]]:
-    """Return ``blocks`` and ``layers``, as far as they are set, and their locations."""
-    entries = read_entries(node, what, (*_REGIONS,), findings)
-    read = read_fields(entries, _REGIONS, findings, f"{what}.")
-    return read, {key: value.location for key, value in entries.items()}
-
-
-def _read_sets(
-    node: Node, what: str, findings: Findings
-) -> tuple[dict[str, tuple[str, ...]], dict[str, SourceLocation]]:
-    """Return the ops of each set by its name, and the locations of the names."""
-    named = read_named(node, what, findings)
-    for key, _ in named:
-        if not _SET_NAME.fullmatch(key.text):
-            expected = "a word of letters, digits, _ and -"  # other names would be confused with ops or globs
-            findings.add(key.location, f"the name of a set is {describe(key)}", expected=expected)
-    names = {key.text: read_names(value, f"{what}.{key.text}", findings) for key, value in named}
-    sets = {key: tuple(name for name, _ in ops) for key, ops in names.items()}
-    return sets, {key.text: key.location for key, _ in named}
-
-
-_REGIONS: dict[str, Reader] = {"blocks": read_patterns, "layers": read_layers}
 _POLICY: dict[str, Reader] = {
-    "schema": _word((SCHEMA,)),
+    "schema": word(SCHEMA),
     "name": read_text,
-    "extends": read_texts,
-    "models": _read_models,
+    "extends": each(read_text),
+    "models": each(read_text),
     "sets": _read_sets,
-    "regions": _read_regions,
-    "default": _word([decision.value for decision in Decision]),
+    "regions": lambda node, what, findings: read_fields(node, what, _REGIONS, findings, prefix=f"{what}."),
+    "default": word(*DO_WORDS[:-1]),
+    "rules": lambda node, what, findings: None,  # read when the policy's name is known, with which their ids begin
 }
+_REGIONS: dict[str, Reader] = {"blocks": read_patterns, "layers": read_layers}
 _FIXES = {  # of keys of earlier versions
     "plan": "remove it: what a plan was made for is in its comments",
     "offload": "remove it; `store: host` in the config value has the regions' inputs wait on the host",
 }
-POLICY_KEYS = (*_POLICY, "rules")  # the ids of rules begin with the policy's name
+POLICY_KEYS = tuple(_POLICY)

@@ -1,16 +1,16 @@
-"""Parse YAML text into nodes with source locations."""
+"""YAML text and Python values as nodes with source locations; plain values as YAML text."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import yaml
 
 from sac.errors import PolicyError, Problem
-from sac.policy.model import ScalarType, SourceLocation, plain_type
 
 # -- Nodes: scalars, lists and mappings, each with its source location
 
@@ -19,31 +19,43 @@ MAX_DEPTH = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Scalar:
-    """One word, number or text; ``text`` is exactly as in the file."""
+class SourceLocation:
+    """The place of a value in a file; ``line`` and ``column`` count from 1, and are 0 for a value without a file."""
 
-    text: str
-    scalar_type: ScalarType
-    location: SourceLocation
+    file: str
+    line: int = 0
+    column: int = 0
 
-
-@dataclass(frozen=True, slots=True)
-class ListNode:
-    """A list."""
-
-    items: tuple[Node, ...]
-    location: SourceLocation
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}:{self.column}" if self.line else self.file
 
 
 @dataclass(frozen=True, slots=True)
-class MapNode:
-    """A mapping, in the order written; keys are unique."""
+class Node:
+    """A value; prints as its description in a message.
 
-    entries: tuple[tuple[Scalar, Node], ...]
+    ``kind``: ``str``, ``null``, ``bool``, ``int`` or ``float``, with the ``text`` exactly as in the file; ``other``,
+    with a description; ``seq``, with ``items``; ``map``, with ``entries`` in the order written.
+    """
+
+    kind: str
     location: SourceLocation
+    text: str = ""
+    items: tuple[Node, ...] = ()
+    entries: tuple[tuple[Node, Node], ...] = ()
 
-
-Node: TypeAlias = Scalar | ListNode | MapNode
+    def __str__(self) -> str:
+        match self.kind:
+            case "seq":
+                return "a list" if self.items else "an empty list"
+            case "map":
+                return "a mapping" if self.entries else "an empty mapping"
+            case "null":
+                return "empty"
+            case "str":
+                return f'"{shown(self.text)}"'
+            case _:
+                return shown(self.text)
 
 
 class Findings:
@@ -61,6 +73,10 @@ class Findings:
         """Record one problem at ``location``."""
         self._found.append((location, Problem(str(location), found, expected, nearest, fix)))
 
+    def refuse(self, node: Node, what: str, expected: str, *, nearest: str = "", fix: str = "") -> None:
+        """Record that ``node``, which is ``what``, is none of what is ``expected``."""
+        self.add(node.location, f"{what} is {node}", expected=expected, nearest=nearest, fix=fix)
+
     def stop(self, location: SourceLocation, found: str, *, expected: str = "", fix: str = "") -> NoReturn:
         """Record a problem after which nothing can be read, and raise all problems found."""
         self.add(location, found, expected=expected, fix=fix)
@@ -71,19 +87,6 @@ class Findings:
         return tuple(problem for _, problem in sorted(self._found, key=lambda found: (found[0].line, found[0].column)))
 
 
-def describe(node: Node) -> str:
-    """Return a description of ``node`` for a message."""
-    if isinstance(node, ListNode):
-        return "a list" if node.items else "an empty list"
-    if isinstance(node, MapNode):
-        return "a mapping" if node.entries else "an empty mapping"
-    if node.scalar_type == "null":
-        return "empty"
-    if node.scalar_type == "other":
-        return f"a {node.text}"
-    return f'"{shown(node.text)}"' if node.scalar_type == "text" else shown(node.text)
-
-
 def shown(text: str) -> str:
     """Return ``text`` for a message: truncated, with unprintable characters escaped."""
     text = text if len(text) <= 60 else text[:57] + "..."
@@ -92,14 +95,15 @@ def shown(text: str) -> str:
 
 def node_from_value(value: object, path: str, findings: Findings) -> Node:
     """Return the node of a Python value (a policy given as a mapping); locations are paths: ``policy.rules[0]``."""
-    return _Values(findings).convert(value, path, MAX_DEPTH)
+    return _Nodes(findings, path).of_value(value, path, MAX_DEPTH)
 
 
 class _Nodes:
     """Makes the nodes of one policy, bounded in number and depth."""
 
-    def __init__(self, findings: Findings) -> None:
+    def __init__(self, findings: Findings, file: str) -> None:
         self.findings = findings
+        self.file = file
         self.nodes_left = MAX_NODES
 
     def count(self, location: SourceLocation, depth_left: int) -> None:
@@ -110,53 +114,105 @@ class _Nodes:
         if depth_left < 0:
             self.findings.stop(location, f"this nests more than {MAX_DEPTH} deep", fix="a policy needs 5 levels")
 
-
-class _Values(_Nodes):
-    """Converts one Python value."""
-
-    def convert(self, value: object, path: str, depth_left: int) -> Node:
+    def of_value(self, value: object, path: str, depth_left: int) -> Node:
         location = SourceLocation(path)
         self.count(location, depth_left)
         if isinstance(value, Mapping):
             below = [(key, item, f"{path}.{shown(str(key))}") for key, item in value.items()]
-            entries = [
-                (_scalar_from_value(key, SourceLocation(at)), self.convert(item, at, depth_left - 1))
-                for key, item, at in below
-            ]
-            return MapNode(tuple(entries), location)
+            return Node(
+                "map",
+                location,
+                entries=tuple(
+                    (_scalar(key, SourceLocation(at)), self.of_value(item, at, depth_left - 1))
+                    for key, item, at in below
+                ),
+            )
         if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
-            items = enumerate(value)
-            return ListNode(tuple(self.convert(v, f"{path}[{i}]", depth_left - 1) for i, v in items), location)
-        return _scalar_from_value(value, location)
+            items = (self.of_value(item, f"{path}[{index}]", depth_left - 1) for index, item in enumerate(value))
+            return Node("seq", location, items=tuple(items))
+        return _scalar(value, location)
+
+    def of_yaml(self, node: Any, depth_left: int) -> Node:
+        location = _location(node.start_mark, self.file)
+        self.count(location, depth_left)
+        kind = node.tag.removeprefix(_TAG)
+        if kind not in ("str", "seq", "map", *_KINDS):
+            found = f"the tag {shown(node.tag.replace(_TAG, '!!'))} is not allowed"
+            self.findings.stop(location, found, fix="remove it; a policy is plain words, numbers, lists and mappings")
+        if isinstance(node, yaml.ScalarNode):
+            return Node(kind, location, node.value)
+        if isinstance(node, yaml.SequenceNode):
+            return Node(kind, location, items=tuple(self.of_yaml(item, depth_left - 1) for item in node.value))
+        entries: dict[str, tuple[Node, Node]] = {}
+        for written, item in node.value:
+            key, value = self.of_yaml(written, depth_left - 1), self.of_yaml(item, depth_left - 1)
+            if key.kind in ("seq", "map"):
+                self.findings.add(key.location, "a list or mapping is used as a key", fix="quote it if text is meant")
+            elif key.text in entries:
+                first = entries[key.text][0].location
+                found = f'the key "{shown(key.text)}" is given twice; the first is at {first}'
+                self.findings.add(key.location, found, fix="keep one of them")
+            else:
+                entries[key.text] = (key, value)
+        return Node(kind, location, entries=tuple(entries.values()))
 
 
-def _scalar_from_value(value: object, location: SourceLocation) -> Scalar:
+def _scalar(value: object, location: SourceLocation) -> Node:
     if isinstance(value, Enum):
         value = value.value
     if value is None:
-        return Scalar("null", "null", location)
+        return Node("null", location, "null")
     if isinstance(value, bool):
-        return Scalar(str(value).lower(), "bool", location)
+        return Node("bool", location, str(value).lower())
     if isinstance(value, str):
-        return Scalar(str(value), "text", location)
+        return Node("str", location, str(value))
     if isinstance(value, int) and value.bit_length() <= 128:  # much longer ones cannot even be printed
-        return Scalar(str(int(value)), "int", location)
+        return Node("int", location, str(int(value)))
     if isinstance(value, float):
-        return Scalar(repr(float(value)), "float", location)
-    return Scalar(f"value of type {type(value).__name__}", "other", location)
+        return Node("float", location, repr(float(value)))
+    return Node("other", location, f"a value of type {type(value).__name__}")
 
 
-# -- YAML text to nodes: only plain data; duplicate keys are reported, where PyYAML silently lets the second one win
+# -- YAML text: only plain data; duplicate keys are reported, where PyYAML silently lets the second one win
 
-_QUOTE_STAR = 'an unquoted * at the start of a word refers to an anchor; quote patterns, as in "*_proj"'
+_TAG = "tag:yaml.org,2002:"
+_KINDS = {  # of unquoted scalars, by the rules of YAML 1.2: `on`, `no` and `1:8` are text, `1e-3` is a number
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?[0-9]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
+
+
+_RESOLVERS = [(_TAG + kind, re.compile(rf"({pattern})\Z")) for kind, pattern in _KINDS.items()]
 
 
 class _Loader(yaml.SafeLoader):
-    """Leaves unquoted words as they are written; see ``plain_type``."""
+    yaml_implicit_resolvers: Any = {None: _RESOLVERS}  # noqa: RUF012  (pyyaml wants it on the class)
 
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self.yaml_implicit_resolvers: Any = {}
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that YAML 1.1 or YAML 1.2 would not read as text."""
+
+    yaml_implicit_resolvers: Any = yaml.SafeDumper.yaml_implicit_resolvers | {None: _RESOLVERS}
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def yaml_text(value: object, *, flow: bool | None = None, width: float = 100) -> str:
+    """Return plain values as YAML text, as pyyaml's ``dump`` does."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, default_flow_style=flow, allow_unicode=True, width=width)
+
+
+_SYNTAX_FIXES = {  # by a part of what PyYAML says
+    "alias": 'an unquoted * at the start of a word refers to an anchor; quote patterns, as in "*_proj"',
+    "another document": "one policy per file",
+    r"'\t'": "indent with spaces, not with tabs",
+    "block scalar": 'quote text that starts with a sign, as in ">=4096"',
+    "cannot start any token": 'quote text that starts with a sign, as in ">=4096"',
+    "quoted scalar": "close the quote",
+}
 
 
 def compose_yaml(text: str, file: str, findings: Findings) -> Node | None:
@@ -167,10 +223,10 @@ def compose_yaml(text: str, file: str, findings: Findings) -> Node | None:
     try:
         composed = yaml.compose(text, _Loader)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
         found = ": ".join(part for part in (error.context, error.problem) if part)
-        fix = _syntax_fix(error, text[mark.index : mark.index + 1] if mark else "")
-        findings.stop(_location(mark, file), f"this is not YAML: {found}", fix=fix)
+        fixes = (fix for part, fix in _SYNTAX_FIXES.items() if part in found)
+        fix = next(fixes, "check brackets, indentation and quotes")
+        findings.stop(_location(error.problem_mark or error.context_mark, file), f"this is not YAML: {found}", fix=fix)
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         where = SourceLocation(file, before.count("\n") + 1, error.position - before.rfind("\n"))
@@ -180,56 +236,9 @@ def compose_yaml(text: str, file: str, findings: Findings) -> Node | None:
     except (ValueError, OverflowError):  # PyYAML raises these for an escape such as "\Uffffffff"
         found = "this is not YAML: an escape in quoted text does not encode a character"
         findings.stop(SourceLocation(file), found, fix="look for a wrong \\")
-    root = None if composed is None else _Composed(file, findings).convert(composed, MAX_DEPTH)
-    return None if isinstance(root, Scalar) and root.scalar_type == "null" else root
-
-
-class _Composed(_Nodes):
-    """Converts the nodes of PyYAML, which come without limits, tags or duplicates."""
-
-    def __init__(self, file: str, findings: Findings) -> None:
-        super().__init__(findings)
-        self.file = file
-
-    def convert(self, node: Any, depth_left: int) -> Node:
-        location = _location(node.start_mark, self.file)
-        self.count(location, depth_left)
-        tag = node.tag.replace("tag:yaml.org,2002:", "!!", 1)
-        if tag not in ("!!str", "!!seq", "!!map"):
-            fix = "remove it; a policy is plain words, numbers, lists and mappings"
-            self.findings.stop(location, f"the tag {shown(tag)} is not allowed", fix=fix)
-        if isinstance(node, yaml.ScalarNode):
-            return Scalar(node.value, plain_type(node.value) if node.style is None else "text", location)
-        if isinstance(node, yaml.SequenceNode):
-            return ListNode(tuple(self.convert(item, depth_left - 1) for item in node.value), location)
-        entries: dict[str, tuple[Scalar, Node]] = {}
-        for key, value in node.value:
-            self._add_entry(entries, self.convert(key, depth_left - 1), self.convert(value, depth_left - 1))
-        return MapNode(tuple(entries.values()), location)
-
-    def _add_entry(self, entries: dict[str, tuple[Scalar, Node]], key: Node, value: Node) -> None:
-        if not isinstance(key, Scalar):
-            self.findings.add(key.location, "a list or mapping is used as a key", fix="quote it if text is meant")
-        elif key.text in entries:
-            first = entries[key.text][0].location
-            found = f'the key "{shown(key.text)}" is given twice; the first is at {first}'
-            self.findings.add(key.location, found, fix="keep one of them")
-        else:
-            entries[key.text] = (key, value)
+    root = None if composed is None else _Nodes(findings, file).of_yaml(composed, MAX_DEPTH)
+    return None if root is not None and root.kind == "null" else root
 
 
 def _location(mark: Any, file: str) -> SourceLocation:
     return SourceLocation(file, mark.line + 1, mark.column + 1) if mark else SourceLocation(file)
-
-
-def _syntax_fix(error: yaml.MarkedYAMLError, character: str) -> str:
-    context, problem = error.context or "", error.problem or ""
-    if "alias" in context or "alias" in problem:
-        return _QUOTE_STAR
-    if "another document" in problem:
-        return "one policy per file"
-    if character == "\t":
-        return "indent with spaces, not with tabs"
-    if "block scalar" in context or "cannot start any token" in problem:
-        return 'quote text that starts with a sign, as in ">=4096"'
-    return "close the quote" if "quoted scalar" in context else "check brackets, indentation and quotes"

@@ -63,7 +63,7 @@ def _print_missing(rules: tuple[CheckedRule, ...], *, verbose: bool) -> None:
 def _cells(checked: CheckedRule) -> tuple[str, ...]:
     rule = checked.rule
     here = f"{len(checked.present)} of {len(checked.present) + len(checked.missing)}" if rule.ops else "–"
-    return (rule.id, rule.do_text, rule.what_text, here, "; ".join(limits_of(rule)), rule.origin, rule.where())
+    return (rule.id, rule.do, rule.what_text, here, "; ".join(limits_of(rule)), rule.origin, rule.where())
 
 
 def _as_dict(policy: Policy, rules: tuple[CheckedRule, ...]) -> dict[str, object]:
@@ -77,7 +77,7 @@ def _as_dict(policy: Policy, rules: tuple[CheckedRule, ...]) -> dict[str, object
         "rules": [
             {
                 "id": checked.rule.id,
-                "do": checked.rule.do_text,
+                "do": checked.rule.do,
                 "ops": list(checked.rule.ops),
                 "function": list(checked.rule.functions),
                 "unit": list(checked.rule.units),

@@ -13,7 +13,7 @@ from torch import nn
 import sac
 from sac.blocks.install import regions_of
 from sac.config import parse_config
-from sac.ops.save_sets import SET_NAMES
+from sac.ops.save_sets import SAVE_SETS
 from sac.policy.read import POLICY_KEYS, RULE_KEYS
 from sac.tools.models import config_path
 from tests.docs.pages import ROOT, pages, rows, sections, snippets, text_of
@@ -125,7 +125,7 @@ def test_yaml_is_what_it_is_said_to_be(page: str) -> None:
 
 @pytest.mark.parametrize(
     ("head", "names"),
-    [("key of a policy", POLICY_KEYS), ("key of a rule", RULE_KEYS), ("save-set", SET_NAMES)],
+    [("key of a policy", POLICY_KEYS), ("key of a rule", RULE_KEYS), ("save-set", tuple(SAVE_SETS))],
     ids=["policy", "rule", "save-sets"],
 )
 def test_tables_of_keys_are_complete(head: str, names: tuple[str, ...]) -> None:

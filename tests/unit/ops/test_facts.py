@@ -49,9 +49,9 @@ def test_an_op_that_makes_a_new_tensor_is_savable(op):
     [
         (aten.add_.Tensor, "it writes its argument `self`"),
         (aten.mm.out, "it writes its argument `out`"),
-        (aten.native_batch_norm.default, "it writes its arguments `running_mean` and `running_var`"),
+        (aten.native_batch_norm.default, "it writes its arguments `running_mean`, `running_var`"),
         (aten._fused_moving_avg_obs_fq_helper.default,
-         "it writes its arguments `running_min`, `running_max`, `scale` and `zero_point`"),
+         "it writes its arguments `running_min`, `running_max`, `scale`, `zero_point`"),
         (aten.view.default, "it is a view"),
         (aten.detach.default, "it is a view"),
         (aten.lift_fresh.default, "it is a view"),
