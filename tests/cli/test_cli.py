@@ -66,8 +66,14 @@ def test_check_prints_a_row_per_rule(policy_file, capsys):
     assert f"1 names are not in this build of torch ({torch.__version__}): --verbose lists them" in out
     assert "no_such_lib" not in out
     assert [limits_of(rule) for rule in load_policy(path).rules] == [
-        ["optional"],
-        ["module self_attn.{q,k}_proj", "layers first 2", "call 0", "shape [_, >=64]", "dtype bfloat16"],
+        ["optional: true"],
+        [
+            "module: 'self_attn.{q,k}_proj'",
+            "layers: {first: 2}",
+            "call: {index: [0]}",
+            "shape: [_, '>=64']",
+            "dtype: bfloat16",
+        ],
     ]
 
 

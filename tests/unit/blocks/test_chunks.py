@@ -192,10 +192,10 @@ def test_policies_take_fractions_and_blocks() -> None:
 ILLEGAL: dict[str, tuple[Any, str]] = {
     # name: (the layers, what is told of them and the fix)
     "sqrt misspelled": ("sqr", 'layers is "sqr"\n.*did you mean: sqrt'),
-    "a form without a number": ("uniform", r"as in \{uniform: 2\}"),
-    "fraction without a number": ("Fraction", r"as in \{fraction: 0.5\}"),
-    "a bare fraction": (0.25, r"write \{fraction: 0.25\}"),
-    "sqrt as a key": ({"sqrt": True}, "write the word alone: layers: sqrt"),
+    "a form without a number": ("uniform", 'layers is "uniform"'),
+    "fraction without a number": ("Fraction", 'layers is "Fraction"'),
+    "a bare fraction": (0.25, r"layers is 0\.25"),
+    "sqrt as a key": ({"sqrt": True}, 'unknown key "sqrt" in layers'),
     "uniform misspelled": ({"unifrom": 2}, r"layers\.unifrom: .*\n.*did you mean: uniform"),
     "two forms": ({"uniform": 2, "block": 3}, "layers has uniform and block"),
     "an offset of chunks": ({"uniform": 2, "offset": 1}, "layers has uniform and offset"),
@@ -216,7 +216,7 @@ def test_illegal_layers(layers: Any, text: str) -> None:
 @pytest.mark.parametrize("layers", ["sqrt", {"uniform": 1}])
 def test_chunks_are_not_for_policies(layers: Any) -> None:
     for written in (policy(regions={"layers": layers}), policy(save("matmul", layers=layers))):
-        with pytest.raises(PolicyError, match="layers asks for chunks of layers, which no policy can"):
+        with pytest.raises(PolicyError, match="write chunks of layers in the config value, under `layers`"):
             sac.load_policy(written)
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from sac.ops.facts import traits_of
 from sac.ops.names import OpMatcher, check_sets, is_must_save, resolve_ops, set_names
 from sac.ops.registry import find_ops, op_name, read_registry
-from sac.ops.save_sets import SET_NAMES, condition_of
+from sac.ops.save_sets import SAVE_SETS, condition_of
 
 aten = torch.ops.aten
 PACKETS = read_registry().packets
@@ -45,12 +45,12 @@ def test_a_packet_an_overload_and_a_glob_mean_what_can_be_saved_of_them():
     assert everything == {op_name(op) for op in OPS if traits_of(op).savable}
     assert {"aten.mm.default", "aten.addmm.default"} < meant(resolve_ops(["aten.*mm*"])) < everything
     assert meant(resolve_ops(["aten.relu_*"])) == set()
-    assert resolve_ops(["aten.relu_*"]).problems == ()
+    assert resolve_ops(["aten.relu_*"]).problems == {}
 
 
 def test_a_rule_that_recomputes_may_name_what_cannot_be_saved():
     matcher = resolve_ops(["aten.add_", "aten.view", "aten.empty.memory_format"], for_saving=False)
-    assert matcher.problems == ()
+    assert matcher.problems == {}
     assert certain(matcher, aten.add_.Tensor, aten.view.default, aten.empty.memory_format)
 
 
@@ -75,7 +75,7 @@ def test_a_condition_falls_away_when_the_op_is_also_meant_without_it():
 def test_ops_registered_after_the_policy_was_read_are_found(library):
     attention, everything, nowhere = resolve_ops(["attention"]), resolve_ops(["*"]), resolve_ops(["late_library.*"])
     assert nowhere.missing == ("late_library.*",)
-    assert nowhere.problems == ()
+    assert nowhere.problems == {}
     fwd, bwd = "varlen_fwd(Tensor! q, Tensor k) -> Tensor[]", "bwd(Tensor q) -> Tensor"
     flash = library("_flash_attn2_cuda_c0ffee", fwd, bwd)
     late = library("late_library", "route(Tensor q) -> Tensor")
@@ -111,7 +111,7 @@ def test_expert_parallel_dispatch_must_be_saved_when_its_library_comes(library):
 def test_an_op_that_may_write_is_meant_in_the_calls_that_give_it_nothing_to_write(library):
     ops = library("sac_optional", "fwd(Tensor q, Tensor(a!)? out=None) -> Tensor", "needs(Tensor(a!) q) -> Tensor")
     matcher = resolve_ops(["sac_optional::fwd", "sac_optional::*"])
-    assert matcher.problems == ()
+    assert matcher.problems == {}
     assert [matcher.matches(op) for op in (ops.fwd.default, ops.needs.default)] == [True, False]
     condition = condition_of(matcher.conditional(ops.fwd.default))
     assert [condition(args, {}, None) for args in ((1,), (1, 2))] == [True, False]
@@ -123,7 +123,7 @@ def test_a_policy_adds_to_a_set_and_defines_its_own(library):
     sets = {"attention": ["sac_mine::flash"], "all_mine": ["attention", "sac_mine.route"], "empty": []}
     attention, own = resolve_ops(["attention"], sets), resolve_ops(["all_mine"], sets)
     fused = aten._flash_attention_forward.default
-    assert set_names(sets) == (*SET_NAMES, "all_mine", "empty")
+    assert set_names(sets) == (*SAVE_SETS, "all_mine", "empty")
     assert certain(attention, mine.flash.default, fused)
     assert not attention.matches(mine.route.default)
     assert certain(own, mine.flash.default, mine.route.default, fused)
@@ -137,7 +137,7 @@ def test_sets_may_name_each_other_and_what_is_not_installed():
     assert meant(resolve_ops(["a"], sets)) == meant(resolve_ops(["b"], sets)) == both
     mine = resolve_ops(["mine"], sets)
     assert mine.missing == ("not_installed.kernel", "none.*")
-    assert mine.problems == ()
+    assert mine.problems == {}
     assert certain(mine, aten.mm.default)
     assert check_sets(sets) == {}
 
@@ -148,5 +148,5 @@ def test_every_spelling_resolves_alike(packet, with_overload):
     name = f"{packet}.{PACKETS[packet][0]}" if with_overload else packet
     plain, spelled = resolve_ops([name]), resolve_ops([name.replace(".", "::", 1)])
     assert plain.entries == spelled.entries
-    assert [(p.found, p.fix) for p in plain.problems] == [(p.found, p.fix) for p in spelled.problems]
+    assert [(p.found, p.fix) for p in plain.problems.values()] == [(p.found, p.fix) for p in spelled.problems.values()]
     assert bool(plain.problems) == (not any(plain.matches(op) for op in find_ops(packet, PACKETS[packet])))

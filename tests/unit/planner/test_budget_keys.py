@@ -43,13 +43,13 @@ ILLEGAL: list[tuple[dict[str, Any], str]] = [
     ({"budget": "120%"}, f"budget: '120%' is not a budget: a share is 0% to 100%{LEGAL}"),
     ({"budget": {"device": "most"}}, "budget: {'device': 'most'} is not a budget: a share is a number with %"),
     ({"budget": {"device": 0.9}}, "budget: {'device': 0.9} is not a budget: a share is 0% to 100%"),
-    ({"budget": {"devise": "90%"}}, f"budget: {{'devise': '90%'}} is not a budget{LEGAL}"),
-    ({"budget": 0}, f"budget: 0 is not a budget{LEGAL}"),
-    ({"budget": True}, f"budget: True is not a budget{LEGAL}"),
+    ({"budget": {"devise": "90%"}}, "budget: {'devise': '90%'} is not a budget: it is not a number with a unit"),
+    ({"budget": 0}, f"budget: 0 is not a budget: it is nothing{LEGAL}"),
+    ({"budget": True}, f"budget: True is not a budget: it is not a number with a unit{LEGAL}"),
     ({"mode": "full", "budget": "1GiB"}, "budget: mode full leaves nothing to choose / fix: write `mode: selective`, "),
     ({"optimizer": "sgd"}, "optimizer: it says how a budget is met, and there is none / fix: give a budget"),
     ({"budget": "1GiB", "engine": "rerun"}, "engine: a budget is planned for the replay engine / fix: leave the eng"),
-    ({"budget": "1GiB", "optimizer": "adamwx"}, "optimizer: 'adamwx' is not the name of an optimizer / did you mean: "),
+    ({"budget": "1GiB", "optimizer": "adamwx"}, 'optimizer: optimizer is "adamwx" / did you mean: '),
 ]
 
 

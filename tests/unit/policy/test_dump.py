@@ -115,8 +115,7 @@ def test_a_dump_reads_well() -> None:
     assert dump_policy(policy) == (
         "schema: sac/v1\n"
         "name: llama\n"
-        "sets:\n"
-        "  attention: ['my_lib::flash']\n"
+        "sets: {attention: 'my_lib::flash'}\n"
         "default: recompute\n"
         "rules:\n"
         "- {id: a, ops: matmul, do: save}\n"
@@ -125,7 +124,7 @@ def test_a_dump_reads_well() -> None:
         "  module: '{mlp.**,*_proj}'\n"
         "  layers: {every: 2, offset: 0}\n"
         "  shape: ['...', _, '>=4096']\n"
-        "  dtype: [float16]\n"
+        "  dtype: float16\n"
         "  do: alternate\n"
     )
 

@@ -77,8 +77,8 @@ SOURCES = [
     ("a\0b.yaml", 'policy: there is no file "a\\x00b.yaml" / fix: check the path'),
     ("x" * 5000 + ".yaml", f'policy: the file "{"x" * 57}..." cannot be reached: File name too long / fix: check'),
     ("loop.yaml", 'policy: the file "loop.yaml" cannot be reached: Too many levels of symbolic links / fix: check'),
-    ("folder.yaml", "folder.yaml: this is a directory, not a policy file / fix: name a file in it"),
-    ("pipe.yaml", "pipe.yaml: this is not a regular file / fix: copy it into a file"),
+    ("folder.yaml", "folder.yaml: this is a directory, not a policy file / fix: name a policy file"),
+    ("pipe.yaml", "pipe.yaml: this is not a regular file / fix: name a policy file"),
     ("long.yaml", "long.yaml: the file is longer than 1 MiB / fix: name a policy file"),
     ("binary.yaml", "binary.yaml:1:1: the character 0x0003 is not allowed in YAML"),
     ("latin.yaml", "latin.yaml:2:1: the byte 0xff is not UTF-8"),
@@ -109,7 +109,7 @@ def test_a_file_that_must_not_be_read(here: Path, monkeypatch: pytest.MonkeyPatc
 def test_values_that_another_yaml_reader_has_changed_are_errors() -> None:
     rules = [{"ops": "a", "do": True}, {"ops": "a", "do": object(), "layers": 68, "call": {"index": None}}]
     text = error({True: "rules", "name": 1.1, "rules": rules})
-    for found in ("a key of a policy is true", "name is the number 1.1", "do is true", "layers is 68"):
+    for found in ("a key of a policy is true", "name is 1.1", "do is true", "layers is 68"):
         assert found in text
 
 
