@@ -6,6 +6,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import sac
 from sac.blocks.install import regions_of
 from tests.docs.pages import fenced, sections
 from tests.docs.snippet_models import WIDTH, Layer, Model
-from tests.support.blocks import llama_stack, tokens
+from tests.support.blocks import llama_stack
 from tests.support.machine import vectorised_inductor
 from tests.support.ranks import run_ranks
 
@@ -87,11 +88,10 @@ def trl() -> Names:
 
 
 def lightning() -> Names:
-    from tests.stacks.lightning_module import QUIET, Plain
+    from tests.stacks.lightning_module import QUIET, Module, batches
 
-    (x,) = tokens()
-    loader = torch.utils.data.DataLoader(x, batch_size=1)
-    return {**plain(), "build_model": llama_stack, "quiet": QUIET, "loader": loader, "OtherModule": Plain}
+    given = {"build_model": llama_stack, "quiet": QUIET, "loader": batches()}
+    return {**plain(), **given, "OtherModule": partial(Module, late=False)}
 
 
 def diffusers() -> Names:

@@ -62,6 +62,7 @@ def test_remove_gives_the_methods_back() -> None:
         model.gradient_checkpointing_enable()
     sac.remove(model)
     assert model.gradient_checkpointing_enable is own
+    del model.gradient_checkpointing_enable
     model.activation_checkpointing_enable()
     assert model.is_activation_checkpointing
     with pytest.raises(ModelError, match="the model's own checkpointing is on"):

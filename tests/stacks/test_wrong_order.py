@@ -96,6 +96,8 @@ IN_RANKS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "TP": parallelize,
 }
 STEPS = ALONE | IN_RANKS
+EACH = [order for step in STEPS for order in ((APPLY, step), (step, APPLY))]
+EACH += [(APPLY, "DDP", "compile"), ("compile blocks", APPLY, "FSDP2")]
 SEVERAL = [
     ("PEFT", APPLY, "compile"),
     (APPLY, "compile blocks", "PEFT"),
@@ -108,11 +110,9 @@ SEVERAL = [
     (APPLY, "PEFT", "FSDP1"),
     (APPLY, "bfloat16", "FSDP2"),
     ("load", APPLY, "FSDP1"),
-    (APPLY, "DDP", "compile"),
     ("DDP", "compile", APPLY),
     ("compile", APPLY, "DDP"),
     (APPLY, "compile blocks", "FSDP2"),
-    ("compile blocks", APPLY, "FSDP2"),
     ("compile blocks", "FSDP2", APPLY),
     ("FSDP2", APPLY, "compile"),
 ]
@@ -144,7 +144,9 @@ def measured(model: nn.Module, *, compiled: bool) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    "order", [order for step in STEPS for order in ((APPLY, step), (step, APPLY))] + SEVERAL, ids=" > ".join
+    "order",
+    [pytest.param(order, marks=pytest.mark.slow if order in SEVERAL else []) for order in EACH + SEVERAL],
+    ids=" > ".join,
 )
 def test_any_order(order: tuple[str, ...]) -> None:
     world = 2 if any(name in IN_RANKS for name in order) else 1

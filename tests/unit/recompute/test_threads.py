@@ -1,7 +1,4 @@
-"""Backward on another thread, and two threads that train at once: no state of ours is shared between them.
-
-torch's selective checkpoint passes these.
-"""
+"""A region whose body forks threads is refused. Backward on another thread, and two that train: tests/dangers."""
 
 from __future__ import annotations
 

@@ -286,19 +286,11 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
     "frozen": (product, frozen),
     "gradient inside": (product, gradient_inside),
     "jagged in and out": (linear, lambda block, x: block.part(jagged(x @ block.a)).sin().values() @ block.b),
-    "jagged inside": (
-        lambda part, x: (jagged(x) @ part.weight).values(),
-        lambda block, x: block.part(x @ block.a).sin() @ block.b,
-    ),
     "jagged in a structure": (
         lambda part, x: {"rows": [jagged(x @ part.weight), jagged(x)], "offsets": OFFSETS},
         lambda block, x: (lambda y: (y["rows"][0].sin() + y["rows"][1]).values() @ block.b)(block.part(x @ block.a)),
     ),
     "jagged, written to by the region": (lambda part, x: jagged(x) @ part.weight, rows_written),
-    "jagged argument written": (
-        lambda part, x: x.mul_(2),
-        lambda block, x: block.part(jagged(x @ block.a)).sin().values() @ block.b,
-    ),
     "rows of a jagged argument": (
         lambda part, x: list(x.unbind()),
         lambda block, x: torch.cat([row.sin() for row in block.part(jagged(x @ block.a))]) @ block.b,
@@ -314,14 +306,6 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
     "conjugated": (
         lambda part, x: torch.complex(x @ part.weight, x).conj()[:, :3],
         lambda block, x: (block.part(x @ block.a) @ torch.complex(block.b[:3], block.b[:3])).real.sin(),
-    ),
-    "negated": (
-        lambda part, x: torch.complex(x @ part.weight, x).conj().imag,
-        lambda block, x: block.part(x @ block.a).sin() @ block.b,
-    ),
-    "every third column": (
-        lambda part, x: (x @ part.weight)[:, ::3],
-        lambda block, x: block.part(x @ block.a).sin() @ block.b[:3],
     ),
     "one row, many times": (
         lambda part, x: (x @ part.weight)[:1].expand(3, WIDTH),

@@ -24,21 +24,18 @@ class GraphSafe(DeepSpeedLike):
     """States are generators, to which the default one is tied for the time of a fork: TransformerEngine, Megatron."""
 
     def first_state(self, seed: int) -> torch.Generator:
-        return self.default.clone_state().manual_seed(seed)
-
-    @property
-    def default(self) -> torch.Generator:
-        return torch.cuda.default_generators[torch.cuda.current_device()]
+        return torch.cuda.default_generators[0].clone_state().manual_seed(seed)
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        outer = self.default.graphsafe_get_state()
-        self.default.graphsafe_set_state(self.states_[name])
+        default = torch.cuda.default_generators[0]
+        outer = default.graphsafe_get_state()
+        default.graphsafe_set_state(self.states_[name])
         try:
             yield
         finally:
-            self.states_[name] = self.default.graphsafe_get_state()
-            self.default.graphsafe_set_state(outer)
+            self.states_[name] = default.graphsafe_get_state()
+            default.graphsafe_set_state(outer)
 
 
 def body(tracker: Any, x: Tensor) -> Tensor:
@@ -47,8 +44,6 @@ def body(tracker: Any, x: Tensor) -> Tensor:
         h = F.dropout(h.cos(), 0.5)
         with tracker.fork("expert-parallel-rng"):
             h = F.dropout(h.sin(), 0.5)
-        with tracker.fork():
-            h = F.dropout(h.cos(), 0.2)
     return F.dropout(h, 0.3).sin()
 
 

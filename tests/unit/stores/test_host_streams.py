@@ -39,7 +39,7 @@ def test_every_program(simulation, mode, store, name):
     ("mode", "program"), [("non-reentrant", written_inside), *((mode, written_after) for mode in MODES)]
 )
 def test_writes_to_the_input(simulation, mode, store, program):
-    assert wrong(program, as_region(store, MODES[mode])) == []
+    assert wrong(program, as_region(store, MODES[mode], keep="all")) == []
     copies = [line for line in simulation.log if line.endswith("copies")]
     assert copies == (["side 1 copies", "side 2 copies"] * 3 if "host" in store else [])
 

@@ -115,22 +115,6 @@ def test_any_number_of_elements_and_any_dtype(size):
     assert run_ranks(size, shapes_and_kinds) == [[]] * size
 
 
-def the_callers_tensor() -> list[bool]:
-    """Whether what the caller passed is as it was, bit for bit and in the same memory, after each stage."""
-    h, model, run, same = hidden(ROWS, WIDTH)[1][1:], layer(WIDTH), scattered(keep="all"), []
-    copy, place, version = h.detach().clone(), h.data_ptr(), h._version
-    for stage in (torch.no_grad, torch.enable_grad):
-        with stage():
-            result = run(model, h)
-        same.append(torch.equal(h.detach(), copy) and (h.data_ptr(), h._version) == (place, version))
-    result.sum().backward()
-    return [*same, torch.equal(h.detach(), copy)]
-
-
-def test_the_callers_tensor_is_left_alone():
-    assert run_ranks(2, the_callers_tensor) == [[True] * 3] * 2
-
-
 # -- What a rank keeps, counted from outside
 
 

@@ -1,4 +1,4 @@
-"""Groups over which inputs are scattered: meshes, tensor-parallel layers, DTensors, next to FSDP2."""
+"""Groups over which inputs are scattered: meshes, tensor-parallel layers, DTensors. With FSDP2: tests/stacks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -22,13 +21,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import sac
-from sac.config import CallOptions, settings_of
-from sac.full import FullConfig
 from sac.stores.scatter import StoredShare
-from tests.support.blocks import LlamaLikeBlock, Stack
+from tests.support.blocks import Stack
 from tests.support.cases import Run, Seen, hidden, layer, seen
 from tests.support.ranks import run_ranks
-from tests.support.stored_regions import as_region, plainly, wrong
+from tests.support.stored_regions import OVER_RANKS, as_region, plainly, wrong
 from tests.support.training import built, same_bits
 
 
@@ -37,18 +34,13 @@ def chain(run: Run) -> Seen:
     return seen(run(model, run(model, h)), x, model)
 
 
-def group_of_one() -> list[Any]:
+def group_of_one() -> list[list[str]]:
     own = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
-    stores = []
-    for store in ("scattered", "scattered+host", "scattered+contiguous"):
-        config = FullConfig(store=store, num_checkpoints=4 if "contiguous" in store else None)
-        keeping = settings_of(config, CallOptions(tp_group=own), "here").input_storing
-        stores.append(None if keeping is None else type(keeping.store).__name__)
-    return [wrong(chain, as_region("scattered", group=own)), stores]
+    return [wrong(chain, as_region(store, group=own)) for store in OVER_RANKS]
 
 
 def test_a_group_of_one_rank_has_nothing_to_scatter():
-    assert run_ranks(2, group_of_one) == [[[], [None, "OnHost", "ContiguousBuffer"]]] * 2
+    assert run_ranks(2, group_of_one) == [[[], [], []]] * 2
 
 
 def distributed_tensors(placements: list[Any]) -> tuple[list[str], int]:
@@ -146,35 +138,3 @@ SETTINGS: list[dict[str, Any]] = [
 def test_models_that_torch_makes_parallel(kind, more):
     """A sequence-parallel DTensor is split already: nothing is to be scattered. Nothing warns."""
     assert run_ranks(2, parallel_model, kind, more) == [([True] * 3, [6 * 8 * 4 // 2])] * 2
-
-
-def sharded(mesh: DeviceMesh, value: dict[str, Any] | None) -> list[Tensor]:
-    """Outputs and gradients of a model whose parameters are sharded over the other dimension of the mesh."""
-    model = built(lambda: Stack(*[LlamaLikeBlock() for _ in range(3)]))
-    if value is not None:
-        sac.apply(model, {"mode": "full", "blocks": ["blocks.*"]} | value, tp_group=mesh["tp"])
-    for block in [*model.blocks, model]:
-        fully_shard(block, mesh=mesh["dp"])
-    found = []
-    for step in range(3):
-        torch.manual_seed(10 * step + mesh.get_local_rank("dp"))
-        x = torch.randn(2, 6, 32, requires_grad=True)
-        out = model(x * 1)
-        out.square().sum().backward()
-        found += [out.detach(), x.grad, *(one.grad.to_local().clone() for one in model.parameters())]
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.01 * parameter.grad
-                parameter.grad = None
-    return found
-
-
-def wrong_when_sharded(value: dict[str, Any]) -> list[int]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    pairs = zip(sharded(mesh, None), sharded(mesh, value), strict=True)
-    return [place for place, (left, right) in enumerate(pairs) if not same_bits(left, right)]
-
-
-@pytest.mark.parametrize("more", SETTINGS, ids=str)
-def test_with_fsdp2(more):
-    assert run_ranks(4, wrong_when_sharded, more) == [[]] * 4

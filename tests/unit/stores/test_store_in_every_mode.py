@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.support.cases import CASES, written_after, written_inside
+from tests.support.cases import CASES
 from tests.support.pairs import in_pairs
 from tests.support.ranks import run_ranks
-from tests.support.stored_regions import HERE, MODES, OVER_RANKS, as_region, compare, does_not_fit, wrong
+from tests.support.stored_regions import HERE, MODES, OVER_RANKS, compare, does_not_fit
 
 
 @in_pairs(mode=MODES.keys(), store=HERE, name=CASES.keys(), keep=("first", "all"), unless=does_not_fit)
@@ -31,11 +31,3 @@ def test_two_ranks(mode, store, name):
 @pytest.mark.parametrize("name", CASES)
 def test_every_input_over_four_ranks(name):
     assert run_ranks(4, compare_on_rank, name, "scattered", False, {"keep": "all"}) == [[]] * 4
-
-
-@pytest.mark.parametrize("store", ["host", "contiguous"])
-@pytest.mark.parametrize(
-    ("mode", "program"), [("non-reentrant", written_inside), *((mode, written_after) for mode in MODES)]
-)
-def test_a_kept_copy_does_not_mind_writes(mode, store, program):
-    assert wrong(program, as_region(store, MODES[mode], keep="all")) == []
