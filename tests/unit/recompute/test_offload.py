@@ -38,7 +38,8 @@ from tests.support.blocks import (
 from tests.support.defects import DEFECTS
 from tests.support.pairs import in_pairs
 from tests.support.recording import without_collector
-from tests.support.simulated_streams import Simulation, simulated_streams, take_cpu_for_a_device
+from tests.support.simulated_streams import Simulation, simulated_streams
+from tests.support.simulated_streams import is_idle as has_nothing
 from tests.support.training import (
     assert_same_training,
     built,
@@ -131,7 +132,7 @@ def is_idle(model: nn.Module) -> bool:
     """Whether nothing of the model waits on the host or is on its way."""
     gc.collect()
     found = {id(one.applied.settings.transfers): one.applied.settings.transfers for one in regions_of(model)}
-    return all(one is None or one.is_idle() for of in found.values() for one in of._of.values())
+    return all(one is None or has_nothing(one) for of in found.values() for one in of._of.values())
 
 
 def figures(model: nn.Module) -> list[tuple[int, int, dict[str, int]]]:
@@ -236,7 +237,7 @@ def test_nothing_is_left_when_graphs_are_gone(device, engine, name):
                 out.sum().backward(inputs=[*model.parameters()][:1] if step == 2 else None)
             del out
             for one in regions_of(model):
-                assert all(of is None or of.is_idle() for of in one.applied.settings.transfers._of.values())
+                assert all(of is None or has_nothing(of) for of in one.applied.settings.transfers._of.values())
 
 
 def test_forward_without_grad_sends_nothing(device):
@@ -381,10 +382,10 @@ def test_full_host_is_an_error_under_strict(device):
 
 
 def test_memory_that_cannot_be_pinned_counts_as_full(device, monkeypatch):
-    def refuse(transfers: Any, size: int) -> Tensor:
+    def refuse(size: int) -> Tensor:
         raise RuntimeError("CUDA error: out of memory\nmore lines")
 
-    monkeypatch.setattr(transfers.Transfers, "host_memory", refuse)
+    monkeypatch.setattr(transfers, "pinned_memory", refuse)
     model = sac.apply(built(llama_stack), selective(POLICIES["products"]))
     with pytest.warns(SacWarning, match="may pin, 0 B are in use: CUDA error: out of memory\n"):
         model(*tokens()).sum().backward()
@@ -415,13 +416,6 @@ def test_values_in_host_memory_are_held_and_the_report_says_so(engine):
     told = str(sac.report(model))
     assert "  offloaded by rule rule-0: 16.0 KiB held on the device: device memory is host memory" in told
     assert {row.decision for row in sac.reporting.decisions_of(model)} == {"offload", "recompute"}
-
-
-def test_device_without_streams_holds_values(monkeypatch):
-    take_cpu_for_a_device(monkeypatch, None)
-    model = sac.apply(built(llama_stack), selective(POLICIES["products"]))
-    model(*tokens()).sum().backward()
-    assert figures(model) == [(0, 0, {"device memory is host memory": 16384})] * 2
 
 
 def test_report_of_what_is_on_the_host(device):

@@ -46,14 +46,14 @@ def test_memory_is_one_piece_made_once():
 def test_slots_lie_next_to_each_other():
     buffer = ContiguousBuffer(3)
     placed = [buffer.put(numbers(one), name) for one in (1.0, 2.0, 3.0)]
-    first, second, third = (one.local.data_ptr() for one in placed)
+    first, second, third = (one.inner.value.data_ptr() for one in placed)
     assert (second - first, third - second) == (16, 16)
-    assert all(one.local.untyped_storage().nbytes() == 48 for one in placed)
+    assert all(one.inner.value.untyped_storage().nbytes() == 48 for one in placed)
 
 
 def test_host_memory_of_the_cpu_counts_as_the_device():
     placed = ContiguousBuffer(2, on_host=True).put(numbers(1.0), name)
-    assert (placed.local.nbytes, placed.host_bytes) == (16, 0)
+    assert placed.bytes() == (16, 0)
 
 
 def test_another_size_may_come_when_all_is_free():
@@ -70,9 +70,9 @@ def test_old_memory_goes_before_the_new_is_made():
     buffer = ContiguousBuffer(2)
     recorder = Recorder()
     with without_collector(), recorder:
-        buffer.put(numbers(1.0, 100), name).drop()
+        buffer.put(numbers(1.0, 100), name)
         assert recorder.live_bytes() == 800
-        buffer.put(numbers(1.0, 50), name).drop()
+        buffer.put(numbers(1.0, 50), name)
         assert recorder.live_bytes() == 400
 
 

@@ -20,7 +20,7 @@ from sac.tensors import detached
 from tests.support.cases import CASES, WIDTH, Run, hidden, layer, loss_of, written_after, written_inside
 from tests.support.pairs import in_pairs
 from tests.support.ranks import run_ranks
-from tests.support.simulated_streams import Simulation, simulated_streams, take_cpu_for_a_device
+from tests.support.simulated_streams import Simulation, simulated_streams
 from tests.support.stored_regions import MODES, as_region, differences, does_not_fit, plainly
 from tests.support.training import new_tensors_in
 
@@ -145,7 +145,6 @@ def test_buffer_that_goes_while_another_stream_reads_it(simulation: Simulation):
     other.wait_stream(simulation.current_stream())
     with simulation.stream(other):
         placed.fetch().mul_(2)
-    placed.drop()
     del placed, buffer
     simulation.free_dead()
     assert simulation.races == []
@@ -198,7 +197,7 @@ def test_backward_on_another_stream(simulation: Simulation):
         with simulation.stream(other):
             y = placed.fetch() * 2
             del y
-        placed.drop()
+        del placed
     assert simulation.races == []
 
 
@@ -209,7 +208,7 @@ def use_slot_on_two_streams(simulation: Simulation) -> None:
         with simulation.stream(simulation.stream_named(name)):
             placed = buffer.put(torch.randn(4), lambda: "x")
             placed.fetch().mul_(2)
-            placed.drop()
+            del placed
 
 
 def test_slot_goes_from_stream_to_stream(monkeypatch):
@@ -228,7 +227,7 @@ def test_slots_on_the_host_are_ordered_by_the_last_copy_of_each(simulation: Simu
             placed = buffer.put(torch.randn(4), lambda: "x")
             placed.settle()
             placed.fetch().mul_(2)
-            placed.drop()
+            del placed
     assert simulation.races == []
     assert simulation.made == 2
 
@@ -239,7 +238,7 @@ def test_slots_on_the_host_are_ordered_by_the_last_copy_of_each(simulation: Simu
 def test_dropped_in_flight(simulation: Simulation):
     for store in (OnHost(), ContiguousBuffer(1, on_host=True)):
         for _ in range(2):
-            store.put(torch.randn(4), lambda: "x").drop()
+            store.put(torch.randn(4), lambda: "x")
         placed = store.put(torch.full((4,), 2.0), lambda: "x")
         placed.settle()
         assert torch.equal(placed.fetch(), torch.full((4,), 2.0))
@@ -294,15 +293,6 @@ def test_write_that_nobody_saw_coming_does_not_hurt_a_copy_that_is_done():
 )
 def test_devices_with_streams(device, module):
     assert transfers.streams_of(torch.device(device)) is module
-
-
-def test_device_without_streams(monkeypatch):
-    take_cpu_for_a_device(monkeypatch, None)
-    for store in STORES:
-        torch.manual_seed(3)
-        plain = written_inside(plainly)
-        torch.manual_seed(3)
-        assert differences(plain, written_inside(as_region(store, False))) == []
 
 
 def test_side_streams_are_two_per_store_and_device(simulation: Simulation):

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from sac.errors import RegionError
+from sac.stores import transfers as module
 from sac.stores.backward_order import CallNode
 from sac.stores.transfers import HostMemory, TransferLimits, Transfers
-from tests.support.simulated_streams import Simulation, simulated_streams
+from tests.support.simulated_streams import Simulation, is_idle, simulated_streams
 from tests.support.transfer_programs import Program
 
 pytestmark = pytest.mark.filterwarnings("ignore::sac.errors.SacWarning")  # of a host that is full
@@ -95,7 +96,7 @@ def test_memory_is_bounded_by_what_is_in_flight(simulation: Simulation):
     out.backward()
     del out
     simulation.free_dead()
-    assert transfers.is_idle()
+    assert is_idle(transfers)
 
 
 def test_the_last_regions_are_spared_and_the_others_brought_up_in_time(simulation: Simulation):
@@ -147,7 +148,7 @@ class Looks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         stored, copies = ctx.rest
-        stored.take()
+        stored.transfers.take(stored)
         stored.transfers.look_ahead(stored.call)
         for copy in copies:
             copy.transfers.look(copy)
@@ -161,15 +162,13 @@ def test_what_a_region_needs_comes_up_before_what_the_next_ones_need(simulation:
     for size in (300, 200, 100):
         call = CallNode()
         call.follow(x)
-        stored = transfers.put_one(torch.zeros(size + 1, dtype=torch.uint8))
-        stored.call = call
-        call.add_copy(stored)
-        stored.settle()
+        stored = transfers.put_one(torch.zeros(size + 1, dtype=torch.uint8), call)
+        transfers.settle(stored)
         x = Looks.apply(x, stored, transfers.put([torch.zeros(size, dtype=torch.uint8)] * 1, call))
         call.mark([x])
     came: list[int] = []
-    plain = transfers.copy_up
-    transfers.copy_up = lambda copy, target: came.append(copy.size) or plain(copy, target)
+    plain = transfers._bring_up
+    transfers._bring_up = lambda copies, task: came.extend(copy.size for copy in copies) or plain(copies, task)
     x.backward()
     assert came[:2] == [101, 100]
     assert sorted(came) == [100, 101, 200, 201, 300, 301]
@@ -178,25 +177,25 @@ def test_what_a_region_needs_comes_up_before_what_the_next_ones_need(simulation:
 # Host memory
 
 
-def test_a_training_leaves_no_references_behind():
+def test_a_training_leaves_no_references_behind(simulation: Simulation):
     """What is below the limits is not freed by `put`, but dies with its graph."""
-    transfers = Transfers(torch.device("cpu"), None, TransferLimits(host=1 << 30))
+    transfers = Transfers(torch.device("cpu"), simulation, TransferLimits(host=1 << 30))
     for _ in range(50):
         alive = transfers.put([torch.zeros(64, dtype=torch.uint8) for _ in range(3)])
-    assert len(transfers._flying) <= 2 * len(alive) + 64
+    assert len(transfers._flying) == len(alive)
     del alive
-    assert transfers.is_idle()
+    assert is_idle(transfers)
 
 
-def test_buffers_are_given_back_after_an_error_for_want_of_room():
-    transfers = Transfers(torch.device("cpu"), None, TransferLimits(host=1 << 16, strict=True))
+def test_buffers_are_given_back_after_an_error_for_want_of_room(simulation: Simulation):
+    transfers = Transfers(torch.device("cpu"), simulation, TransferLimits(host=1 << 16, strict=True))
     with pytest.raises(RegionError, match=r"^host_memory: 96\.0 KiB of values stay on the device"):
         transfers.put([torch.zeros(48 << 10, dtype=torch.uint8) for _ in range(3)])
-    assert transfers.is_idle()
+    assert is_idle(transfers)
     assert transfers.put([torch.zeros(48 << 10, dtype=torch.uint8)]) != [None]
 
 
-def test_limit_is_that_of_what_is_in_use_and_a_driver_that_pins_no_more_is_one():
+def test_limit_is_that_of_what_is_in_use_and_a_driver_that_pins_no_more_is_one(monkeypatch):
     made = []
 
     def make(size: int) -> torch.Tensor:
@@ -205,13 +204,14 @@ def test_limit_is_that_of_what_is_in_use_and_a_driver_that_pins_no_more_is_one()
         made.append(size)
         return torch.empty(size, dtype=torch.uint8)
 
-    memory = HostMemory(make, 1 << 16)
+    monkeypatch.setattr(module, "pinned_memory", make)
+    memory = HostMemory(1 << 16)
     held = [memory.take(size) for size in (1 << 15, 20_000, 1)]  # 20,000 bytes are rounded up as torch does
     assert [one is None for one in held] == [False, False, True]
-    memory.give(held[0])
+    memory.give(1 << 15)
     assert memory.take(1 << 15) is not None
     assert memory.used_bytes == 1 << 16
-    memory = HostMemory(make)
+    memory = HostMemory()
     while (one := memory.take(1 << 14)) is not None:
-        assert one.memory.numel() == 1 << 14
+        assert one.numel() == 1 << 14
     assert (memory.limit, memory.failure) == (memory.used_bytes, "no more")
