@@ -33,7 +33,7 @@ from sac.policy.read import word_of
 from sac.policy.syntax import shown
 from sac.stores.contiguous import ContiguousBuffer
 from sac.stores.host import OnHost
-from sac.stores.scatter import FirstCalls, Scattered, VerifiedOnce, group_problem
+from sac.stores.scatter import Compared, FirstCalls, Scattered, group_problem
 from sac.stores.store import InputStore, InputStoring, OnDevice
 from sac.stores.transfers import TransfersByDevice
 from sac.torch_private import HAS_STACKS
@@ -137,7 +137,7 @@ REENTRANT = Settings(use_reentrant=True)
 
 
 def settings_of(
-    config: FullConfig, options: CallOptions, where: str, compared: VerifiedOnce = COMPARED_BY_CALLS
+    config: FullConfig, options: CallOptions, where: str, compared: Compared = COMPARED_BY_CALLS
 ) -> Settings:
     """Return the settings of frames; raises ``ConfigError`` for options that cannot be carried out.
 
@@ -180,7 +180,7 @@ def settings_of(
     )
 
 
-def _keeping(config: FullConfig, group: Any, compared: VerifiedOnce) -> InputStoring | None:
+def _keeping(config: FullConfig, group: Any, compared: Compared) -> InputStoring | None:
     """Return which inputs are kept elsewhere and where; None if every input is held whole."""
     placement: InputStore | None = config.buffer or config.host
     if group is not None:

@@ -35,7 +35,6 @@ from sac.rng_tracker import MODEL_PARALLEL, checked_seed
 from sac.stores.host import OnHost
 from sac.stores.scatter import FirstCalls, Scattered, group_problem, process_group
 from sac.stores.store import ArgumentInfo, InputStore, InputStoring, OnDevice, StoredTensor
-from sac.tables import Table
 from sac.torch_private import tree_leaves, when_backward_ends
 
 __all__ = [
@@ -49,7 +48,6 @@ __all__ = [
     "model_parallel_reconfigure_tp_seed",
     "non_reentrant_checkpoint",
     "partition_activations_in_checkpoint",
-    "profile_table",
     "reset",
     "set_num_layers",
 ]
@@ -69,7 +67,7 @@ class ActivationCheckpointing:
     ``partition_activations``: keep each floating-point argument scattered over the model-parallel group.
     ``contiguous_memory_optimization``: in buffers of ``number_checkpoints`` slots, one buffer per argument.
     ``cpu_checkpointing``: in host memory. ``synchronize_checkpoint_boundary``: wait for the device at the beginning and
-    end of a region's forward and backward. ``profile``: measure how long these take.
+    end of a region's forward and backward. ``profile``: log how long these take, to the logger ``sac.deepspeed``.
     """
 
     partition_activations: bool = False
@@ -105,17 +103,16 @@ def _read_section(source: Any) -> dict[str, Any]:
             raise ConfigError(Problem(where, f"it cannot be read: {error.strerror}")) from error
         except ValueError as error:
             raise ConfigError(Problem(where, f"it is not JSON: {error}")) from error
-    places = {where: config}
-    if isinstance(config, Mapping):
-        places[f"{where}.{SECTION}"] = config.get(SECTION, {})
-    for place, value in places.items():
-        if not isinstance(value, Mapping):
-            raise ConfigError(Problem(place, f"it is a {type(value).__name__}", expected="a mapping"))
+    section = _mapping(_mapping(config, where).get(SECTION, {}), f"{where}.{SECTION}")
     fix = f"put it into {SECTION}"
     raise_if([Problem(f"{where}.{key}", f"it is outside of {SECTION}", fix=fix) for key in config if key in _SECTION])
-    section, problems = read_keywords(value, _SECTION, place)
-    raise_if(problems)
-    return section
+    return read_keywords(section, _SECTION, f"{where}.{SECTION}")
+
+
+def _mapping(value: Any, place: str) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(Problem(place, f"it is a {type(value).__name__}", expected="a mapping"))
+    return value
 
 
 def _problems_of(section: ActivationCheckpointing, mpu: Any, where: str) -> list[Problem]:
@@ -129,25 +126,23 @@ def _problems_of(section: ActivationCheckpointing, mpu: Any, where: str) -> list
         problems.append(Problem(place, found, fix="give num_checkpoints (number_checkpoints in a file)"))
     if mpu is None:
         return problems
-    missing = [what for what in ("rank", "group", "world_size") if _method(mpu, what) is None]
+    missing = [f"get_model_parallel_{what}" for what in ("rank", "group", "world_size") if not _methods(mpu, what)]
     if missing:
-        found = f"a {type(mpu).__name__} has no {' and no '.join(f'get_model_parallel_{what}' for what in missing)}"
+        found = f"a {type(mpu).__name__} has no {' and no '.join(missing)}"
         problems.append(Problem(f"{where}.mpu_", found, fix="add it; get_tensor_model_parallel_… will do too"))
     elif section.partition_activations and _ask(mpu, "world_size") > 1:
         problems += [replace(one, where=f"{where}.mpu_") for one in group_problem(_ask(mpu, "group"), where)]
     return problems
 
 
-def _method(mpu: Any, what: str) -> Callable[[], Any] | None:
+def _methods(mpu: Any, what: str) -> list[Callable[[], Any]]:
     names = (f"get_tensor_model_parallel_{what}", f"get_slice_parallel_{what}", f"get_model_parallel_{what}")
-    return next((getattr(mpu, name) for name in names if hasattr(mpu, name)), None)
+    return [getattr(mpu, name) for name in names if hasattr(mpu, name)]
 
 
 def _ask(mpu: Any, what: str) -> Any:
-    """Return the ``rank``, ``group`` or ``world_size`` of an ``mpu`` object."""
-    method = _method(mpu, what)
-    assert method is not None, "configure checks for it"
-    return method()
+    """Return the ``rank``, ``group`` or ``world_size`` of an ``mpu`` object, which ``configure`` has checked."""
+    return _methods(mpu, what)[0]()
 
 
 def _storing(section: ActivationCheckpointing, mpu: Any) -> InputStoring | None:
@@ -184,10 +179,7 @@ class SlotsByArgument(InputStore):
 
 
 class _Process:
-    """The configuration of this process, which DeepSpeed keeps in globals. It is replaced as a whole, never in part.
-
-    ``times``: by the name of a region's function and the pass, the milliseconds that each took.
-    """
+    """The configuration of this process, which DeepSpeed keeps in globals. It is replaced as a whole, never in part."""
 
     def __init__(self) -> None:
         self.is_configured = False
@@ -199,7 +191,6 @@ class _Process:
         options = CallOptions(use_reentrant=True, get_rng_state_tracker=get_cuda_rng_tracker)
         settings = replace(settings_of(DEFAULT_CONFIG, options, _NAME), input_storing=_storing(section, mpu))
         self.section, self.mpu, self.settings = section, mpu, settings
-        self.times: dict[str, dict[str, list[float]]] = {}
 
 
 def configure(
@@ -225,9 +216,8 @@ def configure(
         partition_activations, contiguous_checkpointing, num_checkpoints, checkpoint_in_cpu, synchronize, profile,
     )  # fmt: skip
     given = {name: value for name, value in zip(_KEYS, values, strict=True) if value is not None}
-    options, problems = read_keywords(given, _ARGUMENTS, _NAME)
-    raise_if(problems)
-    _take(section | {_KEYS[name]: value for name, value in options.items()}, mpu_, _NAME, ActivationCheckpointing())
+    options = {_KEYS[name]: value for name, value in read_keywords(given, _ARGUMENTS, _NAME).items()}
+    _take(section | options, mpu_, _NAME, ActivationCheckpointing())
     _process.is_configured = True
 
 
@@ -257,8 +247,7 @@ def set_num_layers(nlayers: int) -> None:
 def reset() -> None:
     """Free every slot of the contiguous buffers, for example after forwards whose backward will never run."""
     store = getattr(_process.settings.input_storing, "store", None)
-    for buffer in getattr(getattr(store, "inner", store), "buffers", {}).values():
-        buffer.reset()
+    getattr(getattr(store, "inner", store), "buffers", {}).clear()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -292,12 +281,17 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     theirs = sys.modules.get(_THEIRS)
     if theirs is not None:  # DeepSpeed's own layers fork its tracker
         settings = replace(settings, trackers=(*settings.trackers, theirs.get_cuda_rng_tracker))
-    region = partial(run_with, settings, function, args, kwargs)
     section = _process.section
     if not section.synchronize_checkpoint_boundary and not section.profile:
-        return region()
+        return run_with(settings, function, args, kwargs)
     name = getattr(function, "__qualname__", type(function).__name__)
-    return _run_with_boundaries(name, region, (args, kwargs), _process.times if section.profile else None)
+    note = partial(_note, name if section.profile else "")
+    started = _now()
+    output = run_with(settings, function, args, kwargs)
+    note("forward", started)
+    if torch.is_grad_enabled():
+        _Backward(partial(note, "backward"), _differentiable(output), _differentiable((args, kwargs)))
+    return output
 
 
 def _single(output: Any) -> Any:
@@ -361,28 +355,11 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _run_with_boundaries(
-    name: str, region: Callable[[], Any], inputs: Any, times: dict[str, dict[str, list[float]]] | None
-) -> Any:
-    """Run ``region``, which reads ``inputs``; wait and measure around it and around its backward."""
-
-    def note(phase: str, started: float) -> None:
-        took = (_now() - started) * 1e3
-        if times is not None:
-            times.setdefault(name, {"forward": [], "backward": []})[phase].append(took)
-            _log.info("%s: %s %.3f ms", name, phase, took)
-
-    started = _now()
-    output = region()
-    note("forward", started)
-    if torch.is_grad_enabled():
-        backward = _Backward(partial(note, "backward"))
-        for node in {tensor.grad_fn for tensor in _differentiable(output)} - {None}:
-            node.register_prehook(backward.begin)  # type: ignore[union-attr]
-        if differentiable := _differentiable(inputs):
-            end = weakref.WeakMethod(backward.end)
-            backward.hook = register_multi_grad_hook(differentiable, lambda grads: (call := end()) and call())
-    return output
+def _note(name: str, phase: str, started: float) -> None:
+    """Wait; log how long a pass of a region has taken if it has a ``name``."""
+    took = (_now() - started) * 1e3
+    if name:
+        _log.info("%s: %s %.3f ms", name, phase, took)
 
 
 def _differentiable(values: Any) -> list[torch.Tensor]:
@@ -396,10 +373,15 @@ class _Backward:
     hook on the inputs, which may be leaves that live on, is removed with the graph of the outputs, which holds this.
     """
 
-    def __init__(self, note: Callable[[float], None]) -> None:
+    def __init__(self, note: Callable[[float], None], outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         self.note = note
         self.hook: Any = None
         self.started: float | None = None
+        for node in {tensor.grad_fn for tensor in outputs} - {None}:
+            node.register_prehook(self.begin)  # type: ignore[union-attr]
+        if inputs:
+            end = weakref.WeakMethod(self.end)
+            self.hook = register_multi_grad_hook(inputs, lambda grads: (call := end()) and call())
 
     def begin(self, grads: Any) -> None:
         if self.started is None:
@@ -414,16 +396,6 @@ class _Backward:
     def __del__(self) -> None:
         if self.hook is not None:
             self.hook.remove()
-
-
-def profile_table() -> str:
-    """Return a table of each region's runs since ``configure``, and the times of its forward and backward."""
-    columns = ("region", "forwards", "ms per forward", "backwards", "ms per backward")
-    rows = []
-    for name, passes in _process.times.items():
-        figures = [(str(len(took)), f"{sum(took) / max(len(took), 1):.3f}") for took in passes.values()]
-        rows.append((name, *figures[0], *figures[1]))
-    return Table(columns, tuple(rows), right=columns[1:]).text()
 
 
 _process = _Process()

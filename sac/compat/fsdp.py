@@ -27,8 +27,9 @@ from sac.blocks.applying import Chosen, blocks_at, put_regions, refuse_regions
 from sac.blocks.install import Applied, InstalledForward, RegionForward, UnmatchedRules, ours_on, remove, set_forward
 from sac.blocks.stacks import is_callable
 from sac.checkpointing import checkpoint
-from sac.compat.keywords import NO_DEBUG, as_it_is, only, raise_if, read_keywords
+from sac.compat.keywords import NO_DEBUG, only, read_keywords
 from sac.config import DEFAULT_CONFIG, CallOptions, FullConfig, settings_of
+from sac.config_keys import Reader, read_flag
 from sac.engine.compiled import checkpoint_contexts
 from sac.engine.region import FULL
 from sac.engine.tracker import TrackedForward
@@ -162,19 +163,18 @@ def apply_activation_checkpointing(
 
 def _chosen(modules: tuple[nn.Module, ...], given: Mapping[str, Any]) -> Chosen:
     """Return the modules with the meaning of ``given``, arguments of ``checkpoint_wrapper``, for them."""
-    values, problems = read_keywords(given, _ARGUMENTS | _KEYWORDS, _NAME, legal=(*_KEYWORDS,))
+    values = read_keywords(given, _KEYWORDS, _NAME)
     options = {name: value for name, value in values.items() if name in _OPTIONS}
     policy, config = values.get("context_fn"), values.get("config") or DEFAULT_CONFIG
     options.setdefault("use_reentrant", values.get("checkpoint_impl", False))
     if options["use_reentrant"] and policy is not None:
         found = "per-op decisions need the non-reentrant mode"
-        problems.append(Problem(f"{_NAME}.context_fn", found, fix="use CheckpointImpl.NO_REENTRANT"))
+        raise ConfigError(Problem(f"{_NAME}.context_fn", found, fix="use CheckpointImpl.NO_REENTRANT"))
     if values.get("offload_to_cpu"):
         if config.store != "whole":
             found = f"config keeps inputs elsewhere (store {config.store!r})"
-            problems.append(Problem(f"{_NAME}.offload_to_cpu", found, fix="leave one of the two out"))
+            raise ConfigError(Problem(f"{_NAME}.offload_to_cpu", found, fix="leave one of the two out"))
         config = replace(config, store=_ON_HOST.store, keep=_ON_HOST.keep)
-    raise_if(problems)
     return Chosen(modules, policy or FULL, settings_of(config, CallOptions(**options), _NAME))
 
 
@@ -215,7 +215,11 @@ def _read_config(value: Any, place: str) -> FullConfig | None:
 
 
 _OPTIONS = tuple(one.name for one in fields(CallOptions))
-_ARGUMENTS = {
+_KEYWORDS: dict[str, Reader] = {
+    **dict.fromkeys(_OPTIONS, lambda value, place: value),  # settings_of checks them
+    "config": _read_config,
+    "context_fn": _read_contexts,
+    "debug": NO_DEBUG,
     "checkpoint_impl": _read_implementation,
     "checkpoint_fn": only(
         None,
@@ -225,11 +229,5 @@ _ARGUMENTS = {
         expected="sac.checkpoint, torch's checkpoint",
         fix="leave it out, or call the function in the module's own forward",
     ),
-    "offload_to_cpu": only(True, False, found="{!r} is not true or false", expected="true, false"),
-}
-_KEYWORDS = {
-    **dict.fromkeys(_OPTIONS, as_it_is),  # settings_of checks them
-    "config": _read_config,
-    "context_fn": _read_contexts,
-    "debug": NO_DEBUG,
+    "offload_to_cpu": read_flag,
 }

@@ -9,11 +9,6 @@ from sac.config_keys import Reader
 from sac.errors import ConfigError, Problem, SacError, listing, nearest
 
 
-def as_it_is(value: Any, place: str) -> Any:
-    """Return ``value``: a reader of what is checked elsewhere."""
-    return value
-
-
 def only(*legal: Any, found: str, expected: str = "", fix: str = "") -> Reader:
     """Return a reader that refuses all but some objects; ``{!r}`` in ``found`` stands for the value."""
 
@@ -30,25 +25,24 @@ NO_DEBUG = only(
 )
 
 
-def read_keywords(
-    given: Mapping[Any, Any], readers: Mapping[str, Reader], where: str, legal: Sequence[str] = ()
-) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the values of ``given``, each read, and the problems of the others; ``legal``: the keywords in messages.
+def read_keywords(given: Mapping[Any, Any], readers: Mapping[str, Reader], where: str) -> dict[str, Any]:
+    """Return the values of ``given``, each read; ``where`` is the prefix of a keyword in messages.
 
-    ``where`` is the prefix of a keyword in messages.
+    Raises ``ConfigError`` with all problems.
     """
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     for name, value in given.items():
-        place, legal = f"{where}.{name}", legal or (*readers,)
+        place = f"{where}.{name}"
         if name not in readers:
-            problems.append(Problem(place, "it is not known", listing(legal), nearest(str(name), legal)))
+            problems.append(Problem(place, "it is not known", listing([*readers]), nearest(str(name), readers)))
             continue
         try:
             values[name] = readers[name](value, place)
         except SacError as error:
             problems += error.problems
-    return values, problems
+    raise_if(problems)
+    return values
 
 
 def raise_if(problems: Sequence[Problem]) -> None:

@@ -187,7 +187,7 @@ class CheckpointWithoutOutput:
     ) -> None:
         del fp8, retain_input_tensors
         self._manager = ckpt_manager
-        self._discardable: Discardable | None = None
+        self.discardable: Discardable | None = None
         self.has_run = False
 
     def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
@@ -197,7 +197,7 @@ class CheckpointWithoutOutput:
         if torch.is_grad_enabled():
             check_fp8(_DISCARDING)
         settings = settings_of(DEFAULT_CONFIG, CallOptions(get_rng_state_tracker=get_cuda_rng_tracker), _DISCARDING)
-        output, self._discardable = run_discardable(settings, run_function, args)
+        output, self.discardable = run_discardable(settings, run_function, args)
         self.has_run = True
         if self._manager is not None:
             self._manager.add_checkpoint(self)
@@ -219,11 +219,6 @@ class CheckpointWithoutOutput:
         if self._manager is None:
             _discard_outputs([self], hook_tensor)
 
-    def take_discardable(self) -> Discardable | None:
-        """Return the object that discards the output, once; None if there is nothing to discard."""
-        taken, self._discardable = self._discardable, None
-        return taken
-
 
 class CheckpointWithoutOutputManager:
     """Discards the outputs of several regions together, also if each is the input of the next."""
@@ -233,12 +228,10 @@ class CheckpointWithoutOutputManager:
 
     def add_checkpoint(self, ckpt: CheckpointWithoutOutput) -> None:
         """Add a region that has run; raises ``ConfigError`` for anything else."""
-        where = "megatron.CheckpointWithoutOutputManager.add_checkpoint"
-        if not isinstance(ckpt, CheckpointWithoutOutput):
-            found = f"a {type(ckpt).__name__} is not a CheckpointWithoutOutput"
-            raise ConfigError(Problem(where, found, expected="a CheckpointWithoutOutput that has run"))
-        if not ckpt.has_run:
-            raise ConfigError(Problem(where, "it has not run", fix="call its checkpoint(run_function, *args) first"))
+        if not isinstance(ckpt, CheckpointWithoutOutput) or not ckpt.has_run:
+            where, kind = "megatron.CheckpointWithoutOutputManager.add_checkpoint", type(ckpt).__name__
+            found, fix = f"this {kind} is not a region that has run", "call its checkpoint(run_function, *args) first"
+            raise ConfigError(Problem(where, found, "a CheckpointWithoutOutput that has run", fix=fix))
         self.checkpoints.append(ckpt)
 
     def discard_all_outputs_and_register_unified_recompute(self, hook_tensor: Any) -> None:
@@ -250,7 +243,9 @@ MHCBlockRecomputeManager = BlockLevelCheckpointManager = CheckpointWithoutOutput
 
 
 def _discard_outputs(checkpoints: Sequence[CheckpointWithoutOutput], hook_tensor: Any) -> None:
-    found = [discardable for ckpt in checkpoints if (discardable := ckpt.take_discardable()) is not None]
+    found = [ckpt.discardable for ckpt in checkpoints if ckpt.discardable is not None]
+    for ckpt in checkpoints:
+        ckpt.discardable = None
     discard(found, *(leaf for leaf in tree_leaves(hook_tensor) if isinstance(leaf, torch.Tensor)))
 
 

@@ -113,7 +113,10 @@ _GATHERING = (
     "fsdp.copy_.default", "c10d._allgather_base_.default", "aten.empty.memory_format", "aten.empty_like.default",
     "aten.view.default",
 )  # fmt: skip
-_RANGES = ("_record_function_enter", "_record_function_enter_new", "_record_function_exit")
+_RANGES = (
+    "profiler._record_function_enter.default", "profiler._record_function_enter_new.default",
+    "profiler._record_function_exit.default", "profiler._record_function_exit._RecordFunction",
+)  # fmt: skip
 
 
 def ignore_sac_ops(ops: Iterable[object | None]) -> None:
@@ -125,13 +128,12 @@ def ignore_sac_ops(ops: Iterable[object | None]) -> None:
 
 def ensure_profiler_ops_sac_ignored() -> None:
     """Let torch's own selective checkpointing ignore the ops of ``record_function``."""
-    packets = [getattr(torch.ops.profiler, name, None) for name in _RANGES]
-    ignore_sac_ops(getattr(packet, name) for packet in packets if packet is not None for name in packet.overloads())
+    ignore_sac_ops(map(_op, _RANGES))
 
 
 def ensure_fsdp_ops_sac_ignored() -> None:
     """Let torch's own selective checkpointing ignore the ops with which FSDP2 gathers parameters."""
-    ignore_sac_ops(_op(name) for name in _GATHERING)
+    ignore_sac_ops(map(_op, _GATHERING))
 
 
 def _op(name: str) -> Any:
@@ -164,11 +166,7 @@ def apply_selective_checkpointing_to_layers(
     """
     del enable_compile
     layers = _not_disabled(layers)
-    if has_kv_sharing:
-        _tell_of_sharing()
-        apply_submodule_checkpointing(layers, has_kv_sharing)
-        return
-    put_regions(model, [Chosen(tuple(layers), family_policy(model, layers))])
+    _put_on_layers(model, layers, family_policy(model, layers), has_kv_sharing=has_kv_sharing)
 
 
 def apply_full_layer_checkpointing_to_layers(model: nn.Module, layers: list[nn.Module]) -> None:
@@ -180,13 +178,20 @@ def apply_full_layer_checkpointing_to_layers(model: nn.Module, layers: list[nn.M
     Raises ``ModelError``, with nothing changed, for layers with their own checkpointing.
     """
     layers = [
-        one for one in _not_disabled(layers) if not isinstance(one, checkpoint_wrapper_class()) and not _is_region(one)
+        layer
+        for layer in _not_disabled(layers)
+        if not isinstance(layer, checkpoint_wrapper_class()) and not isinstance(ours_on(layer), InstalledForward)
     ]
-    if layers and shares_kv(model):
-        _tell_of_sharing()
-        apply_submodule_checkpointing(layers, has_kv_sharing=True)
-        return
-    put_regions(model, [Chosen(tuple(layers))])
+    _put_on_layers(model, layers, FULL, has_kv_sharing=bool(layers) and shares_kv(model))
+
+
+def _put_on_layers(model: nn.Module, layers: list[nn.Module], policy: Policy, *, has_kv_sharing: bool) -> None:
+    if has_kv_sharing:
+        found = "these layers share keys and values, so that attention cannot be recomputed"
+        warnings.warn(f"{found}: their other sub-modules are recomputed as a whole", SacWarning, stacklevel=3)
+        apply_submodule_checkpointing(layers, has_kv_sharing)
+    else:
+        put_regions(model, [Chosen(tuple(layers), policy)])
 
 
 def apply_submodule_checkpointing(
@@ -216,19 +221,6 @@ def apply_submodule_checkpointing(
 def _not_disabled(layers: list[nn.Module]) -> list[nn.Module]:
     """Return the layers that NeMo has not flagged as not to be checkpointed."""
     return [layer for layer in layers if not getattr(layer, "_nemo_disable_activation_checkpointing", False)]
-
-
-def _is_region(module: nn.Module) -> bool:
-    return isinstance(ours_on(module), InstalledForward)
-
-
-def _tell_of_sharing() -> None:
-    warnings.warn(
-        "these layers share keys and values, so that attention cannot be recomputed: their other sub-modules are "
-        "recomputed as a whole",
-        SacWarning,
-        stacklevel=3,
-    )
 
 
 def _policy_in(context_fn: Any) -> Policy:

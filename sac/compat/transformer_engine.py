@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import noop_context_fn
 
 from sac.checkpointing import run_with
-from sac.compat.keywords import NO_DEBUG, only, raise_if, read_keywords
+from sac.compat.keywords import NO_DEBUG, only, read_keywords
 from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
 from sac.engine.fp8 import check_fp8
 from sac.full import RngTracker
@@ -71,7 +71,7 @@ def checkpoint(
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     given = {"context_fn": context_fn, "debug": debug}
-    raise_if(read_keywords(given, {"context_fn": _NO_CONTEXTS, "debug": NO_DEBUG}, _NAME)[1])
+    read_keywords(given, {"context_fn": _NO_CONTEXTS, "debug": NO_DEBUG}, _NAME)
     check_fp8(_NAME)
     if distribute_saved_activations is True and tp_group is None and dist.is_available() and dist.is_initialized():
         tp_group = dist.group.WORLD

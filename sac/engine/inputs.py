@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -85,8 +84,7 @@ class Inputs:
         for index in storing.choose(leaves):
             if shared[storage_address(leaves[index])] > 1:
                 continue  # a write through one of them is seen through the other
-            name = partial("argument {}".format, index)
-            self._stored[index] = StoredInput(leaves[index], storing.store, call, (where, index), name)
+            self._stored[index] = StoredInput(leaves[index], storing.store, call, (where, index))
 
     def written(self) -> list[Tensor]:
         """Return the tensors that have been written to since the forward began."""
@@ -110,7 +108,7 @@ class Inputs:
                 elif type(tensor) is Tensor and tensor.layout is torch.strided:
                     self._addresses[index] = storage_address(tensor)
             else:
-                stored.close(None)
+                stored.settle()
                 self.leaves[index] = stored
         others = [one for index, one in self.tensors if type(one) is not Parameter and index not in self._stored]
         held = [part for tensor in others for part in tensor_parts(tensor)]
@@ -135,7 +133,7 @@ class Inputs:
             elif type(tensor) is not Parameter:
                 again = fetch(tensor)
                 if type(tensor) is StoredInput:
-                    tensor.tensor.prefetch()  # what other regions will need
+                    tensor.prefetch()  # what other regions will need
                 leaves[index] = again = again.detach().requires_grad_(requires_grad)
                 if written and requires_grad and not is_leaf:
                     leaves[index] = not_leaf(again)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from sac.engine.settings import Settings
 from sac.engine.table import NO_RULE
 from sac.engine.tape import Tape
 from sac.stores.backward_order import CallNode
-from sac.stores.offload import HOOKS, TANGENTS, Offloading, OffloadUse
+from sac.stores.offload import HOOKS, TANGENTS, OffloadUse, offload_values
 from sac.tensors import version_of
 from sac.torch_private import forward_ad_level
 
@@ -21,16 +22,17 @@ def offload(
     tape: Tape, handles: list[Handle], settings: Settings, call: CallNode, *, is_packed: bool
 ) -> Mapping[int, OffloadUse]:
     """Send what rules offload to the host; return what became of it, by rule. ``is_packed``: by hooks around."""
-    work = Offloading(settings.transfers, tape.table.offloads)
     rules = {tape.roots[value]: rule for value, rule in tape.rule_of.items()}
+    values: list[tuple[Tensor, Callable[[Any], None], int]] = []
     for handle in handles:
         held = handle.value
         # Backward has to see that one was written to since.
         if handle.state == KEPT and isinstance(held, Tensor) and version_of(held) == handle.version:
             rule = rules.get(tape.roots[handle.position[0]], NO_RULE)
-            work.look_at(held, partial(setattr, handle, "value"), rule)
+            values.append((held, partial(setattr, handle, "value"), rule))
     for value, tensor in tape.kept.items():
         if isinstance(tensor, Tensor):
-            work.look_at(tensor, partial(tape.kept.__setitem__, value), tape.rule_of.get(value, NO_RULE))
-    work.start(call, held=HOOKS if is_packed else TANGENTS if forward_ad_level() >= 0 else "")
-    return work.figures
+            rule = tape.rule_of.get(value, NO_RULE)
+            values.append((tensor, partial(tape.kept.__setitem__, value), rule))
+    reason = HOOKS if is_packed else TANGENTS if forward_ad_level() >= 0 else ""
+    return offload_values(settings.transfers, tape.table.offloads, values, call, held=reason)

@@ -327,7 +327,7 @@ class Tape:
         tensor = self.refs[root]()
         self.is_careful = True
         if (stored := self.stored.get(root)) is not None:
-            stored.tensor.settle()  # its copy may still be on the way
+            stored.settle()  # its copy may still be on the way
         if root in self.before:
             return
         if tensor is None or is_wrapper(tensor) or tensor.layout is not torch.strided:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sac.torch_private import NO_TASK, ending_task, will_execute_node
+from sac.torch_private import NO_TASK, will_execute_node
 
 # Note [Order of backward]
 #
@@ -31,20 +31,23 @@ _FAR = 64  # nodes searched for marks; a region's input is mostly the result of 
 class CallNode:
     """One region call and the calls before it; see Note [Order of backward].
 
-    ``copies``: the values in host memory that its backward reads, in the order of the forward.
     ``looked_ahead_in``: the transfers and the backward that have last brought up what comes after this call.
     """
 
-    __slots__ = ("__weakref__", "_before", "copies", "looked_ahead_in")
+    __slots__ = ("__weakref__", "_before", "_copies", "looked_ahead_in")
 
     def __init__(self) -> None:
-        self.copies: list[weakref.ref[Any]] = []
+        self._copies: list[weakref.ref[Any]] = []
         self.looked_ahead_in: tuple[Any, int] = None, NO_TASK
         self._before: list[tuple[Any, list[weakref.ref[CallNode]]]] = []  # node of an input, calls found from it
 
     def add_copy(self, copy: Any) -> None:
-        """Add a value in host memory."""
-        self.copies.append(weakref.ref(copy))
+        """Add a value in host memory, in the order of the forward."""
+        self._copies.append(weakref.ref(copy))
+
+    def alive(self) -> list[Any]:
+        """Return the values in host memory that its backward reads, in the order of the forward."""
+        return [copy for reference in self._copies if (copy := reference()) is not None]
 
     def follow(self, tensor: torch.Tensor) -> None:
         """Search for the calls before this one from ``tensor``, one of its inputs."""
@@ -54,28 +57,25 @@ class CallNode:
 
     def mark(self, results: Iterable[Any]) -> None:
         """Mark ``results``, the leaves of the region's result, so that later calls find this one from them."""
-        for result in results if self.copies else ():
+        for result in results if self._copies else ():
             node: Any = result.grad_fn if isinstance(result, torch.Tensor) else None
             if node is not None:
                 node.metadata[_MARK] = weakref.ref(self)
 
     def upcoming(self) -> Iterator[CallNode]:
-        """Yield the calls that the running backward reaches next, nearest first; none outside of a backward."""
-        if ending_task() == NO_TASK or will_execute_node is None:
+        """Yield the calls that the running backward reaches next, nearest first."""
+        if will_execute_node is None:
             return
         waiting: deque[CallNode] = deque([self])
-        seen = {id(self)}
+        seen = {self}
         while waiting:
-            for call in waiting.popleft()._needed_before():
-                if id(call) not in seen:
-                    seen.add(id(call))
-                    waiting.append(call)
-                    yield call
-
-    def _needed_before(self) -> list[CallNode]:
-        assert will_execute_node is not None
-        needed = (reference() for node, found in self._before if will_execute_node(node) for reference in found)
-        return [call for call in needed if call is not None]
+            for node, found in waiting.popleft()._before:
+                for reference in found if will_execute_node(node) else ():
+                    call = reference()
+                    if call is not None and call not in seen:
+                        seen.add(call)
+                        waiting.append(call)
+                        yield call
 
 
 def _marks_from(node: Any) -> list[weakref.ref[CallNode]]:

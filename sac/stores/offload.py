@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,11 +21,8 @@ from sac.torch_private import FakeTensor, UnseenByModes, storage_use_count
 #
 # An offloaded value is a saved value that waits on the host: what holds for `save` holds for it. When a region's
 # forward ends, its recorder and its handles hold the values that backward will read, and nothing else; dead ones are
-# freed. Of these the frame offloads whole storages, each once, with all tensors in it:
-#
-#   look_at   is called with each held tensor and the rule that saved it
-#   start     decides on each storage, and starts the copies (Note [Transfers]); the tensors in it are exchanged for an
-#             `OuterPacked`, as if saved-tensor hooks around the region had packed them
+# freed. Of these whole storages are offloaded, each once (Note [Transfers]); the tensors in it are exchanged for an
+# `OuterPacked`, as if saved-tensor hooks around the region had packed them.
 #
 # A storage is sent only if nothing else holds it: then nothing can write to it later, and its memory becomes free. So
 # outputs, inputs, parameters and what a module keeps in an attribute stay. Small storages stay as well. Under
@@ -61,103 +58,88 @@ class OffloadUse:
         self.held_bytes[reason] = self.held_bytes.get(reason, 0) + size
 
 
+@dataclass(slots=True)
 class _Group:
-    """The held tensors of one storage with their ``put``, and the tensors that hold it for them, by id.
+    """The held tensors of one storage, each with its ``put``, and the ids of those that refer to the storage.
 
     ``rule``: the first of the rules that offload it; ``stays``: whether it may not leave, as for another rule.
     """
 
-    __slots__ = ("held", "one", "references", "rule", "stays", "storage")
-
-    def __init__(self, one: torch.Tensor, storage: torch.UntypedStorage) -> None:
-        self.one = one
-        self.storage = storage
-        self.held: list[tuple[torch.Tensor, Callable[[Any], None]]] = []
-        self.references: set[int] = set()
-        self.rule: int | None = None
-        self.stays = False
+    one: torch.Tensor
+    storage: torch.UntypedStorage
+    held: list[tuple[torch.Tensor, Callable[[Any], None]]] = field(default_factory=list)
+    references: set[int] = field(default_factory=set)
+    rule: int | None = None
+    stays: bool = False
 
 
-class Offloading:
-    """Offloads values of one region call; see Note [Offloaded values].
+def offload_values(
+    transfers_by_device: TransfersByDevice,
+    rules: Collection[int],
+    values: Iterable[tuple[torch.Tensor, Callable[[Any], None], int]],
+    call: CallNode,
+    *,
+    held: str,
+) -> Mapping[int, OffloadUse]:
+    """Offload values of one region call; return what became of them, by rule. See Note [Offloaded values].
 
-    ``rules``: the rules that offload, by index. ``figures``: by rule, filled by ``start``.
+    ``rules``: the rules that offload, by index. ``values``: each held tensor, a ``put`` that has its owner hold
+    something else, and the rule that saved it. ``held``: why all of them stay, empty if there is no such reason.
     """
-
-    def __init__(self, transfers: TransfersByDevice, rules: Collection[int]) -> None:
-        self._transfers = transfers
-        self._rules = rules
-        self._groups: dict[int, _Group] = {}
-        self.figures: defaultdict[int, OffloadUse] = defaultdict(OffloadUse)
-
-    def look_at(self, tensor: torch.Tensor, put: Callable[[Any], None], rule: int) -> None:
-        """Count a held tensor. ``put``: has its owner hold something else. ``rule``: the rule that saved it."""
+    figures: defaultdict[int, OffloadUse] = defaultdict(OffloadUse)
+    groups: dict[int, _Group] = {}
+    for tensor, put, rule in values:
         part = tensor if type(tensor) is torch.Tensor else local_of(tensor)
-        group = self._group_of(part)
-        if group is None:
-            if rule in self._rules:
-                self.figures[rule].hold(OTHER_KIND, tensor.numel() * tensor.element_size())
-            return
+        if not _can_leave(part):
+            if rule in rules:
+                figures[rule].hold(OTHER_KIND, tensor.numel() * tensor.element_size())
+            continue
+        storage = part.untyped_storage()
+        group = groups.setdefault(storage._cdata, _Group(part, storage))
         group.references.add(id(part))
         group.held.append((tensor, put))
-        if rule != group.rule:
-            if rule not in self._rules:
-                group.stays = True
-            elif group.rule is None or rule < group.rule:
-                group.rule = rule
-
-    def _group_of(self, part: torch.Tensor) -> _Group | None:
-        """Return the group of the storage of ``part``; None if it is of a kind that cannot leave the device."""
-        is_fake = type(part) is FakeTensor  # in a plan's steps
-        if part.layout is not torch.strided or not (is_fake or type(part) is torch.Tensor):
-            return None
-        if not is_fake and (part.is_quantized or part.is_inference()):
-            return None
-        storage = part.untyped_storage()
-        group = self._groups.get(storage._cdata)
-        if group is None:
-            try:
-                if not is_fake:
-                    storage.data_ptr()
-            except RuntimeError:  # the zero tensors of forward mode have no memory
-                return None
-            group = self._groups[storage._cdata] = _Group(part, storage)
-        return group
-
-    def start(self, call: CallNode, *, held: str) -> None:
-        """Decide on each storage, and start the copies; ``call`` is the region call.
-
-        ``held``: why all of them stay, empty if there is no such reason.
-        """
-        sent: dict[Transfers, list[tuple[_Group, OffloadUse]]] = {}
-        alone = _uses_if_alone()
-        for group in self._groups.values():
-            if group.rule is None:
+        if rule not in rules:
+            group.stays = True
+        elif group.rule is None or rule < group.rule:
+            group.rule = rule
+    sent: dict[Transfers, list[tuple[_Group, OffloadUse]]] = {}
+    alone = _uses_if_alone()
+    for group in groups.values():
+        if group.rule is None:
+            continue
+        use, size = figures[group.rule], group.storage.nbytes()
+        transfers = transfers_by_device.of(group.one.device)
+        if held:
+            use.hold(held, size)
+        elif transfers is None:
+            use.hold(NO_GAIN, size)
+        elif size < transfers.limits.smallest:
+            use.hold(SMALL, size)
+        elif group.stays or alone is None or _uses(group.storage) - len(group.references) != alone:
+            use.hold(SHARED, size)
+        elif size:
+            sent.setdefault(transfers, []).append((group, use))
+    for transfers, chosen in sent.items():
+        copies = transfers.put([_in_storage(group.storage, group.one, torch.uint8) for group, _ in chosen], call)
+        for (group, use), copy in zip(chosen, copies, strict=True):
+            if copy is None:
+                use.hold(FULL, group.storage.nbytes())
                 continue
-            figures, size = self.figures[group.rule], group.storage.nbytes()
-            transfers = self._transfers.of(group.one.device)
-            if held:
-                figures.hold(held, size)
-            elif transfers is None or not transfers.is_async:
-                figures.hold(NO_GAIN, size)
-            elif size < transfers.limits.smallest:
-                figures.hold(SMALL, size)
-            elif group.stays or alone is None or _uses(group.storage) - len(group.references) != alone:
-                figures.hold(SHARED, size)
-            elif size:
-                sent.setdefault(transfers, []).append((group, figures))
-        self._groups = {}
-        for transfers, groups in sent.items():
-            copies = transfers.put([_in_storage(group.storage, group.one, torch.uint8) for group, _ in groups], call)
-            for (group, figures), copy in zip(groups, copies, strict=True):
-                if copy is None:
-                    figures.hold(FULL, group.storage.nbytes())
-                    continue
-                figures.host_bytes += copy.size
-                copy.figures = figures
-                read = partial(_read, copy)
-                for tensor, put in group.held:
-                    put(OuterPacked(_place_of(tensor), read))
+            use.host_bytes += copy.size
+            copy.figures = use
+            read = partial(_read, copy)
+            for tensor, put in group.held:
+                put(OuterPacked(_place_of(tensor), read))
+    return figures
+
+
+def _can_leave(part: torch.Tensor) -> bool:
+    """Return whether a tensor is of a kind that can leave the device: a plain one, or a fake one in a plan's steps."""
+    if type(part) is FakeTensor:
+        return part.layout is torch.strided
+    if type(part) is not torch.Tensor or part.layout is not torch.strided:
+        return False
+    return not (part.is_quantized or part.is_inference() or part._is_zerotensor())
 
 
 def _uses(storage: torch.UntypedStorage) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from sac.outer_hooks import OuterPacked, PackHooks, fetch, pack_with_outer_hooks
 from sac.stores.backward_order import CallNode
 from sac.stores.layout import Layout
 
@@ -28,6 +27,8 @@ from sac.stores.layout import Layout
 # Each store's `put` returns a `StoredTensor`, whose `fetch` returns the flat tensor; recomputation restores its layout.
 # A chosen input is never also held by handles or by the recorder.
 #
+# What is stored is freed with its `StoredTensor`.
+#
 # Example. The store is `Scattered(group, OnHost())` over 4 GPU ranks, and x is a transposed bfloat16[4096, 8192] of
 # 64 MiB. `Layout.of` returns a flat view of 2^25 elements. `Scattered.put` takes this rank's 2^23 of them, and
 # `OnHost.put` copies these 16 MiB to pinned memory. For the recomputation, `fetch` copies the share back to the device
@@ -35,31 +36,17 @@ from sac.stores.layout import Layout
 
 
 class StoredTensor:
-    """One flat tensor between forward and backward. Abstract.
+    """One flat tensor between forward and backward. Abstract."""
 
-    ``value``: the tensor, or what hooks around the region hold in its place. ``fresh``: whether each ``fetch``
-    returns new memory, which may be written to. ``drop`` may be called more than once.
-    """
-
-    __slots__ = ("value",)
-    fresh = True
-
-    def __init__(self, value: torch.Tensor | None = None) -> None:
-        self.value: torch.Tensor | OuterPacked | None = value
+    __slots__ = ()
 
     def fetch(self) -> torch.Tensor:
         """Return the flat tensor."""
-        assert self.value is not None, "a stored tensor was used after it was dropped"
-        return fetch(self.value)
+        raise NotImplementedError
 
-    def pack_with_outer_hooks(self, hooks: PackHooks) -> None:
-        """Hand the tensor to the saved-tensor hooks around the region."""
-        if isinstance(self.value, torch.Tensor):
-            self.value = pack_with_outer_hooks(self.value, hooks)
-
-    def drop(self) -> None:
-        """Release the tensor."""
-        self.value = None
+    def bytes(self) -> tuple[int, int]:
+        """Return the bytes held on the device, and in host memory on behalf of a device."""
+        raise NotImplementedError
 
     def settle(self) -> None:
         """The source of the copy is about to be written to or freed: make sure that the copy is done by then."""
@@ -67,15 +54,24 @@ class StoredTensor:
     def prefetch(self) -> None:
         """Start to fetch what backward needs next, if that saves time."""
 
-    @property
-    def local(self) -> torch.Tensor | None:
-        """The flat data held on the device, if any; valid before ``pack_with_outer_hooks``."""
-        return self.value if isinstance(self.value, torch.Tensor) else None
 
-    @property
-    def host_bytes(self) -> int:
-        """The bytes held in host memory on behalf of a device; valid before ``pack_with_outer_hooks``."""
-        return 0
+class StoredInside(StoredTensor):
+    """A tensor made of another one that is stored, ``inner``."""
+
+    __slots__ = ("inner",)
+    inner: StoredTensor
+
+    def bytes(self) -> tuple[int, int]:
+        """Return the bytes of ``inner``."""
+        return self.inner.bytes()
+
+    def settle(self) -> None:
+        """See ``StoredTensor``."""
+        self.inner.settle()
+
+    def prefetch(self) -> None:
+        """See ``StoredTensor``."""
+        self.inner.prefetch()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +86,10 @@ class ArgumentInfo:
     layout: Layout
     call: CallNode
     position: tuple[str, int]
-    name: Callable[[], str]
 
     def __call__(self) -> str:
-        """Return how the call writes the argument: ``args[0]``."""
-        return self.name()
+        """Return the name of the argument in messages."""
+        return f"argument {self.position[1]}"
 
 
 class InputStore(ABC):
@@ -128,8 +123,18 @@ class OnDevice(InputStore):
 class StoredOnDevice(StoredTensor):
     """A flat tensor on the device it came from."""
 
-    __slots__ = ()
-    fresh = False
+    __slots__ = ("value",)
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def fetch(self) -> torch.Tensor:
+        """Return the tensor itself."""
+        return self.value
+
+    def bytes(self) -> tuple[int, int]:
+        """Return the bytes of the tensor."""
+        return self.value.nbytes, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,39 +163,17 @@ class InputStoring:
         return [position for position, leaf in chosen if Layout.fits(leaf) and self.store.accepts(leaf)]
 
 
-class StoredInput:
-    """One input in a store: its layout and its stored tensor."""
+class StoredInput(StoredInside):
+    """One input in a store, and its layout."""
 
-    __slots__ = ("layout", "tensor")
+    __slots__ = ("layout",)
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        store: InputStore,
-        call: CallNode,
-        position: tuple[str, int],
-        name: Callable[[], str],
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, store: InputStore, call: CallNode, position: tuple[str, int]) -> None:
         with torch.no_grad():
             self.layout, flat = Layout.of(tensor.detach())
-            self.tensor = store.put(flat, ArgumentInfo(tensor, self.layout, call, position, name))
-
-    def close(self, hooks: PackHooks | None) -> None:
-        """The forward is over."""
-        self.tensor.settle()
-        if hooks is not None:
-            self.tensor.pack_with_outer_hooks(hooks)
+            self.inner = store.put(flat, ArgumentInfo(tensor, self.layout, call, position))
 
     def fetch(self) -> torch.Tensor:
         """Return the input with its original layout."""
         with torch.no_grad():
-            return self.layout.restore(self.tensor.fetch())
-
-    def drop(self) -> None:
-        """Release the data."""
-        self.tensor.drop()
-
-    def bytes(self) -> tuple[int, int]:
-        """Return the bytes held on the device and on the host."""
-        local = self.tensor.local
-        return 0 if local is None else local.numel() * local.element_size(), self.tensor.host_bytes
+            return self.layout.restore(self.inner.fetch())

@@ -301,9 +301,13 @@ def place_of(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-def take_cpu_for_a_device(patch: pytest.MonkeyPatch, streams: Simulation | None) -> None:
-    """Let sac believe that tensors on the CPU lie on a device, with these streams or with none."""
-    patch.setattr(transfers, "has_own_memory", lambda device: True)
+def is_idle(of_device: transfers.Transfers) -> bool:
+    """Whether nothing is held: on the device, on its way, or in host memory."""
+    return not len(of_device._flying) and not of_device.host.used_bytes
+
+
+def take_cpu_for_a_device(patch: pytest.MonkeyPatch, streams: Simulation) -> None:
+    """Let sac believe that tensors on the CPU lie on a device with these streams."""
     for module in (transfers, slots):
         patch.setattr(module, "streams_of", lambda device: streams)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sac.stores.backward_order import CallNode
 from sac.stores.transfers import HostCopy, TransferLimits, Transfers
-from tests.support.simulated_streams import Simulation
+from tests.support.simulated_streams import Simulation, is_idle
 
 SIZES = (64, 1000, 4096, 5000)
 
@@ -42,7 +42,8 @@ class Value:
             assert self.held is not None
             program.mine.append(self.held)  # who reads it on another stream has to see to its memory
             return self.held
-        return self.copy.take() if self.is_input else self.copy.transfers.look(self.copy)
+        transfers = self.copy.transfers
+        return transfers.take(self.copy) if self.is_input else transfers.look(self.copy)
 
 
 class Piece(torch.autograd.Function):
@@ -95,7 +96,7 @@ class Program:
             stream.wait_stream(third)
         torch.full((4096,), 77, dtype=torch.uint8)
         simulation.free_dead()
-        if not self.transfers.is_idle():
+        if not is_idle(self.transfers):
             self.wrong.append("something is still held")
 
     def some(self, what: list[Any], most: int) -> list[Any]:
@@ -131,12 +132,10 @@ class Program:
     def input(self, call: CallNode) -> list[Value]:
         self.mine.append(torch.randint(0, 255, (3000,), dtype=torch.uint8))
         source = self.mine[-1] * 1
-        copy = self.transfers.put_one(source)
+        copy = self.transfers.put_one(source, call)
         if copy is None:
             return []
-        copy.call = call
-        call.add_copy(copy)
-        copy.settle()
+        self.transfers.settle(copy)
         source.zero_()
         return [Value(copy, None, self.mine[-1], is_input=True)]
 
