@@ -372,8 +372,6 @@ def usable_policy(policy: Policy) -> ResolvedPolicy:
     """Return ``policy`` with its names resolved; raises ``PolicyError`` for unknown names and unsupported features."""
     for rule in () if HAS_STACKS else policy.rules:
         if rule.matches_module and rule.kept_as.keeps:
-            found = (
-                f'rule "{rule.id}" saves whole modules, and torch {torch.__version__} does not let hooks be taken off'
-            )
+            found = f'rule "{rule.id}" saves whole modules, for which torch {torch.__version__} lacks a way'
             raise PolicyError(Problem(rule.where("module"), found, fix='add `ops`, for example ops: "*"'))
     return resolve_policy(policy)
