@@ -36,7 +36,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [  # what is given to checkpoint
     ({"context_fn": int}, "context_fn: the caller's contexts .* are not entered\n.*fix: "),
     (CONTEXTS, "context_fn: per-op decisions need the non-reentrant mode"),
     ({"debug": True}, "debug: True is not supported"),
-    ({"offload_to_cpu": 1}, "offload_to_cpu: 1 is not true or false"),
+    ({"offload_to_cpu": 1}, "offload_to_cpu: offload_to_cpu is 1"),
     ({"config": {"store": "host"}}, "config: {'store': 'host'} is not a FullConfig"),
     (KEPT_TWICE, "offload_to_cpu: config keeps inputs elsewhere .*\n.*fix: leave one of the two out"),
     ({"preserve_rng": True}, "preserve_rng: it is not known\n.*did you mean: preserve_rng_state"),

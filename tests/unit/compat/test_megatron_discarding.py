@@ -270,8 +270,10 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "output 0 lies in memory that is not the region's own and was written to": write_to_memory_of_others,
     "output 0 was written to after a region had taken it as its input": write_to_the_input_of_another_region,
     r"there is no output to discard\n    fix: call checkpoint\(": discard_what_has_not_run,
-    "add_checkpoint: a str is not a CheckpointWithoutOutput": of_a_manager("region"),
-    "add_checkpoint: it has not run": of_a_manager(megatron.CheckpointWithoutOutput()),
+    "add_checkpoint: this str is not a region that has run": of_a_manager("region"),
+    "add_checkpoint: this CheckpointWithoutOutput is not a region that has run": of_a_manager(
+        megatron.CheckpointWithoutOutput()
+    ),
 }
 
 

@@ -21,7 +21,7 @@ from tests.support.oracle import train_program
 from tests.support.pairs import in_pairs
 from tests.support.programs import CATALOGUE
 from tests.support.recording import without_collector
-from tests.support.simulated_streams import Simulation, simulated_streams
+from tests.support.simulated_streams import Simulation, is_idle, simulated_streams
 from tests.support.training import (
     assert_same,
     assert_same_training,
@@ -152,7 +152,7 @@ def test_nothing_is_left_when_graphs_are_gone(device, engine, name):
                 out.sum().backward(inputs=[*model.parameters()][:1] if step == 2 else None)
             del out
             for one in regions_of(model):
-                assert all(of is None or of.is_idle() for of in one.applied.settings.transfers._of.values())
+                assert all(of is None or is_idle(of) for of in one.applied.settings.transfers._of.values())
 
 
 def keeps_its_product(block: FunctionBlock, x: Tensor) -> Tensor:
@@ -209,10 +209,10 @@ def test_a_host_without_room_is_told_of_once(device, engine):
 
 
 def test_memory_that_cannot_be_pinned_counts_as_full(device, monkeypatch):
-    def refuse(transfers: Any, size: int) -> Tensor:
+    def refuse(size: int) -> Tensor:
         raise RuntimeError("CUDA error: out of memory\nmore lines")
 
-    monkeypatch.setattr(transfers.Transfers, "host_memory", refuse)
+    monkeypatch.setattr(transfers, "pinned_memory", refuse)
     model = sac.apply(built(llama_stack), PRODUCTS)
     with pytest.warns(SacWarning, match="may pin, 0 B are in use: CUDA error: out of memory\n"):
         model(*tokens()).sum().backward()

@@ -54,7 +54,7 @@ def test_another_size_may_come_when_all_is_free_and_old_memory_goes_before_the_n
     buffer, recorder = ContiguousBuffer(2), Recorder()
     with without_collector(), recorder:
         for count in (100, 50):
-            buffer.put(numbers(1.0, count), name).drop()
+            buffer.put(numbers(1.0, count), name)
             assert recorder.live_bytes() == 2 * 4 * count
 
 
@@ -100,24 +100,10 @@ def test_backward_of_before_a_reset_never_reads_what_another_region_put() -> Non
     before = sac.checkpoint(torch.sin, x, config=config)
     config.reset()
     after = sac.checkpoint(torch.sin, y, config=config)
-    with pytest.raises(RegionError, match=r"reset\(\) took back the slot of this region's input, and another region's"):
-        before.sum().backward()
-    del before
+    before.sum().backward()
     after.sum().backward()
+    assert torch.equal(x.grad, x.cos())
     assert torch.equal(y.grad, y.cos())
-
-
-def test_drop_gives_back_once() -> None:
-    buffer = ContiguousBuffer(1)
-    first = buffer.put(numbers(1.0), name)
-    first.drop()
-    first.drop()
-    second = buffer.put(numbers(2.0), name)
-    first.drop()
-    del first
-    with pytest.raises(RegionError, match="each of its 1"):
-        buffer.put(numbers(3.0), name)
-    assert torch.equal(second.fetch(), numbers(2.0))
 
 
 def test_retained_graph_keeps_its_slot() -> None:
@@ -130,17 +116,6 @@ def test_retained_graph_keeps_its_slot() -> None:
         out.backward()
         sac.checkpoint(torch.sin, x, config=config).sum().backward()
     assert torch.equal(x.grad, x.cos() + x.cos() + x.cos())
-
-
-def test_hooks_around_get_a_copy_when_they_come_late() -> None:
-    buffer, given = ContiguousBuffer(1), []
-    placed = buffer.put(numbers(1.0), name)
-    placed.pack_with_outer_hooks((lambda tensor: given.append(tensor) or tensor, lambda packed: packed))
-    other = buffer.put(numbers(2.0), name)
-    assert torch.equal(given[0], numbers(1.0))
-    placed.fetch().add_(1)  # what is fetched may be written to
-    assert torch.equal(placed.fetch(), numbers(1.0))
-    assert torch.equal(other.fetch(), numbers(2.0))
 
 
 def test_threads_share_a_buffer() -> None:

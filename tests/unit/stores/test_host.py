@@ -21,14 +21,11 @@ def test_copy_of_an_input_on_a_device_is_on_the_host(monkeypatch):
     with simulated_streams(monkeypatch) as simulation:
         x = torch.randn(4)
         placed = OnHost().put(x, lambda: "args[0]")
-        assert placed.local is None
-        assert placed.host_bytes == 16
+        assert placed.bytes() == (0, 16)
         assert [memory.home for memory in simulation.memory.values()] == ["main", "host"]
         first, second = placed.fetch(), placed.fetch()
         assert torch.equal(first.zero_(), torch.zeros(4))  # what is fetched may be written to
         assert torch.equal(second, x)
-        placed.drop()
-        assert placed.host_bytes == 0
 
 
 @pytest.mark.gpu

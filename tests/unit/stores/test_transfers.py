@@ -12,7 +12,7 @@ import torch
 from sac.errors import RegionError
 from sac.stores.backward_order import CallNode
 from sac.stores.transfers import TransferLimits, Transfers
-from tests.support.simulated_streams import Simulation, simulated_streams
+from tests.support.simulated_streams import Simulation, is_idle, simulated_streams
 from tests.support.transfer_programs import Program
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ class Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if ctx.stored is not None:
-            ctx.stored.take()
+            ctx.stored.transfers.take(ctx.stored)
             ctx.stored.transfers.look_ahead(ctx.stored.call)
         for copy in ctx.copies:
             copy.transfers.look(copy).add(1)
@@ -70,10 +70,8 @@ def chain(simulation: Simulation, transfers: Transfers, *sizes: int, inputs: boo
         call, stored = CallNode(), None
         call.follow(x)
         if inputs:
-            stored = transfers.put_one(zeros(size + 1))
-            stored.call = call
-            call.add_copy(stored)
-            stored.settle()
+            stored = transfers.put_one(zeros(size + 1), call)
+            transfers.settle(stored)
         source = zeros(size)
         simulation.work(1.0)
         copies = transfers.put([source], call)
@@ -94,7 +92,7 @@ def test_memory_is_bounded_by_what_is_in_flight(simulation: Simulation) -> None:
     out.backward()
     del out
     simulation.free_dead()
-    assert transfers.is_idle()
+    assert is_idle(transfers)
 
 
 def test_the_last_regions_are_spared_and_the_others_brought_up_in_time(simulation: Simulation) -> None:
@@ -119,8 +117,8 @@ def test_what_a_region_needs_comes_up_before_what_the_next_ones_need(simulation:
     transfers = Transfers(CPU, simulation, TransferLimits(in_flight=0, ahead=1 << 20))
     x = chain(simulation, transfers, 300, 200, 100, inputs=True)
     came: list[int] = []
-    plain = transfers.copy_up
-    transfers.copy_up = lambda copy, target: came.append(copy.size) or plain(copy, target)
+    plain = transfers._bring_up
+    transfers._bring_up = lambda copies, task: came.extend(copy.size for copy in copies) or plain(copies, task)
     x.backward()
     assert came[:2] == [101, 100]
     assert sorted(came) == [100, 101, 200, 201, 300, 301]
@@ -129,19 +127,19 @@ def test_what_a_region_needs_comes_up_before_what_the_next_ones_need(simulation:
 # -- Host memory
 
 
-def test_a_training_leaves_no_references_behind() -> None:
+def test_a_training_leaves_no_references_behind(simulation: Simulation) -> None:
     """What is below the limits is not freed by `put`, but dies with its graph."""
-    transfers = Transfers(CPU, None, TransferLimits(host=1 << 30))
+    transfers = Transfers(CPU, simulation, TransferLimits(host=1 << 30))
     for _ in range(50):
         alive = transfers.put([zeros(64) for _ in range(3)])
-    assert len(transfers._flying) <= 2 * len(alive) + 64
+    assert len(transfers._flying) == len(alive)
     del alive
-    assert transfers.is_idle()
+    assert is_idle(transfers)
 
 
-def test_buffers_are_given_back_after_an_error_for_want_of_room() -> None:
-    transfers = Transfers(CPU, None, TransferLimits(host=1 << 16, strict=True))
+def test_buffers_are_given_back_after_an_error_for_want_of_room(simulation: Simulation) -> None:
+    transfers = Transfers(CPU, simulation, TransferLimits(host=1 << 16, strict=True))
     with pytest.raises(RegionError, match=r"^host_memory: 96\.0 KiB of values stay on the device"):
         transfers.put([zeros(48 << 10) for _ in range(3)])
-    assert transfers.is_idle()
+    assert is_idle(transfers)
     assert transfers.put([zeros(48 << 10)]) != [None]
