@@ -77,18 +77,22 @@ STACKS: tuple[Stack, ...] = (
 )
 
 
-def trained(stack: Stack, mode: str, options: Mapping[str, Any] | None = None) -> list[Outcome]:
-    """Train in `mode` and return the outcome of each rank; `options` are given in addition to those of the stack."""
+def trained(stack: Stack, mode: Any, options: Mapping[str, Any] | None = None) -> list[Outcome]:
+    """Train in `mode`, a key of `MODES` or a config value; return the outcome of each rank.
+
+    `options` are given in addition to those of the stack.
+    """
     given = {**stack.options, **(options or {})}
+    value = MODES.get(mode, mode) if isinstance(mode, str) else mode
     if stack.world == 1:
-        return [_train(stack.function, MODES[mode], given)]
-    return run_ranks(stack.world, _train, stack.function, MODES[mode], given)
+        return [train(stack.function, value, given)]
+    return run_ranks(stack.world, train, stack.function, value, given)
 
 
-def _train(function: str, value: Any, options: dict[str, Any]) -> Outcome:
+def train(function: str, value: Any, options: Mapping[str, Any]) -> Outcome:
+    """Train in this process."""
     module, _, name = function.partition(":")
-    train = getattr(importlib.import_module(f"tests.stacks.{module}"), name)
-    found: Outcome = train(value, **options)
+    found: Outcome = getattr(importlib.import_module(f"tests.stacks.{module}"), name)(value, **options)
     return found
 
 

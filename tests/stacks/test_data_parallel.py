@@ -5,8 +5,6 @@ FSDP1's `CPUOffload` pins memory, for which torch needs an accelerator: it is no
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,10 +13,8 @@ from torch.distributed.fsdp import ShardingStrategy
 from sac.stores import transfers
 from sac.stores.transfers import TransferLimits
 from tests.stacks.composition import Outcome, differences
-from tests.stacks.data_parallel import ddp, fsdp2
 from tests.stacks.matrix import assert_as_promised, line_of
-from tests.stacks.model_parallel import tensor_parallel
-from tests.stacks.registry import EVERYWHERE, Stack, row, trained
+from tests.stacks.registry import EVERYWHERE, Stack, row, train, trained
 from tests.support.blocks import policy
 from tests.support.ranks import run_ranks
 from tests.support.simulated_streams import simulated_streams
@@ -69,23 +65,23 @@ def test_branches_that_ranks_choose_apart_and_parameters_that_nothing_uses(more:
         assert {"left", "right"} <= {part for name in ours.gradients for part in name.split(".")}
 
 
-def on_a_device(function: Callable[..., Outcome], options: dict[str, Any]) -> tuple[Outcome, int, list[str]]:
+def on_a_device(function: str, options: dict[str, Any]) -> tuple[Outcome, int, list[str]]:
     """Return what the rank has after training, how often it has copied, and what it has read too early."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfers, "LIMITS", TransferLimits(smallest=1, in_flight=0, ahead=1 << 20))
         with simulated_streams(patch) as device:
             offloads = {"mode": "selective", "policy": policy({"ops": "matmul", "do": "offload"}), "store": "host"}
-            found = function(offloads, **options)
+            found = train(function, offloads, options)
         return found, sum("copies" in line for line in device.log), device.races
 
 
 @pytest.mark.parametrize(
     ("function", "options"),
-    [(ddp, {}), (fsdp2, {"micro_batches": 2}), (tensor_parallel, {"kind": "dtensor"})],
+    [(DDP, {}), (FSDP2, {"micro_batches": 2}), ("model_parallel:tensor_parallel", {"kind": "dtensor"})],
     ids=str,
 )
-def test_what_rules_offload_on_a_simulated_device(function: Callable[..., Outcome], options: dict[str, Any]) -> None:
-    plain = run_ranks(2, functools.partial(function, **options), "none")
+def test_what_rules_offload_on_a_simulated_device(function: str, options: dict[str, Any]) -> None:
+    plain = trained(row(function, 2, **options), "none")
     for (found, copies, races), reference in zip(run_ranks(2, on_a_device, function, options), plain, strict=True):
         assert differences(found, reference) == []
         assert copies > 0

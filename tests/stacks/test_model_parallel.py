@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from sac.errors import RegionError
 from tests.stacks.composition import Outcome, differences
-from tests.stacks.model_parallel import experts, tensor_parallel
-from tests.stacks.pipelines import pipeline
-from tests.stacks.ring_attention import context_parallel
+from tests.stacks.model_parallel import tensor_parallel
+from tests.stacks.registry import row, trained
 from tests.support.blocks import policy, save
 from tests.support.ranks import run_ranks
 
+TP = "model_parallel:tensor_parallel"
 SAVE_COLLECTIVES = {"mode": "selective", "policy": policy(save("collective"))}
 SAVE_PRODUCTS = {"mode": "selective", "policy": policy(save("matmul"))}
 SCATTERED = {"mode": "full", "distribute_saved_activations": True}
 
 
-def on_each_rank(function: Callable[..., Outcome], *modes: Any, **options: Any) -> Iterator[list[Outcome]]:
+def on_each_rank(function: str, *modes: Any, **options: Any) -> Iterator[tuple[Outcome, ...]]:
     """What each rank has after training in each mode, which is that of the first mode."""
-    plain, *found = ([*run_ranks(2, functools.partial(function, **options), mode)] for mode in modes)
+    plain, *found = (trained(row(function, 2, **options), mode) for mode in modes)
     for ours in found:
         assert [differences(one, reference) for one, reference in zip(ours, plain, strict=True)] == [[]] * 2
     return zip(plain, *found, strict=True)
@@ -36,14 +35,14 @@ def test_a_saved_collective_is_not_sent_again(kind: str) -> None:
     Full runs and sends what torch's own does; replay runs no product again that only a kept value was made from.
     """
     modes = ("none", "full", "torch full", SAVE_COLLECTIVES, SAVE_PRODUCTS)
-    for plain, full, of_torch, saved, again in on_each_rank(tensor_parallel, *modes, kind=kind):
+    for plain, full, of_torch, saved, again in on_each_rank(TP, *modes, kind=kind):
         assert plain.collectives == saved.collectives != full.collectives == of_torch.collectives == again.collectives
         assert plain.flops < saved.flops <= full.flops == of_torch.flops
 
 
 def test_inputs_that_are_shares_already_are_kept_as_they_are() -> None:
     """A DTensor tells by itself that it is split over the group."""
-    for _, full, scattered in on_each_rank(tensor_parallel, "none", "full", SCATTERED, kind="dtensor"):
+    for _, full, scattered in on_each_rank(TP, "none", "full", SCATTERED, kind="dtensor"):
         assert scattered.collectives == full.collectives
 
 
@@ -62,7 +61,7 @@ def refused(mode: object) -> str:
 def test_routed_tokens_are_sent_once_in_every_mode_full_included() -> None:
     """Routing is kept in any case, the all-to-alls with it: uneven ones would not fit if a second run routed anew."""
     modes = ("none", "full", SAVE_COLLECTIVES, "torch full")
-    for plain, full, saved, of_torch in on_each_rank(experts, *modes):
+    for plain, full, saved, of_torch in on_each_rank("model_parallel:experts", *modes):
         assert of_torch.collectives == {"gloo:all_to_all": 9 + 2 * 3}  # what is spared: three in each block
         for ours in (full, saved):
             assert ours.collectives == plain.collectives
@@ -75,7 +74,7 @@ def test_routed_tokens_are_sent_once_in_every_mode_full_included() -> None:
 
 def test_attention_that_is_recomputed_sends_its_ring_again() -> None:
     """The ring is inside the one attention op that regions see: kept and sent again together with that."""
-    for plain, full, again in on_each_rank(context_parallel, "none", "full", SAVE_PRODUCTS):
+    for plain, full, again in on_each_rank("ring_attention:context_parallel", "none", "full", SAVE_PRODUCTS):
         assert plain.collectives != full.collectives == again.collectives
         assert again.flops < full.flops
 
@@ -86,7 +85,7 @@ def test_attention_that_is_recomputed_sends_its_ring_again() -> None:
 @pytest.mark.parametrize("schedule", ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
 def test_two_parts_of_backward_share_what_one_of_them_recomputed(schedule: str) -> None:
     """torch's checkpoint runs a region anew for each group of parameters, and keeps what it made for each."""
-    plain, once = total_flops("none", "full", schedule="ScheduleInterleaved1F1B")
+    plain, once = total_flops("none", "full", schedule="ScheduleInterleaved1F1B", dropout=0.1)
     region = once - plain
     plain, ours, of_torch = total_flops("none", "full", "torch full", schedule=schedule, dropout=0.1)
     assert region <= ours - plain <= 2 * region < of_torch - plain
@@ -94,4 +93,7 @@ def test_two_parts_of_backward_share_what_one_of_them_recomputed(schedule: str) 
 
 def total_flops(*modes: str, **options: Any) -> list[int]:
     """Of all ranks, in each mode."""
-    return [sum(one.flops for one in ranks) for ranks in zip(*on_each_rank(pipeline, *modes, **options), strict=True)]
+    return [
+        sum(one.flops for one in ranks)
+        for ranks in zip(*on_each_rank("pipelines:pipeline", *modes, **options), strict=True)
+    ]

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 Run = Callable[..., Any]
@@ -79,23 +78,9 @@ def loss_of(outputs: list[Tensor]) -> Tensor:
 
 
 @case
-def dropout(run: Run) -> Seen:
-    model, (x, h) = layer(dropout=0.4), hidden(4, WIDTH)
-    return seen(F.dropout(run(model, h), 0.3), x, model)
-
-
-@case
 def two_regions_in_a_row(run: Run) -> Seen:
     first, second, (x, h) = layer(dropout=0.2), layer(dropout=0.2), hidden(4, WIDTH)
     return seen(run(second, run(first, h)), x, first, second)
-
-
-@case
-def autocast(run: Run) -> Seen:
-    model, (x, h) = layer(), hidden(4, WIDTH)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = run(model, h)
-    return seen(out, x, model)
 
 
 @case(rounds=True)
@@ -169,20 +154,6 @@ def shared_input(run: Run) -> Seen:
 def one_tensor_twice(run: Run) -> Seen:
     model, (x, h) = layer(), hidden(4, WIDTH)
     return seen(run(lambda a, b: model(a) * b, h, h), x, model)
-
-
-@case
-def residual_reuse(run: Run) -> Seen:
-    model, (x, h) = layer(dropout=0.2), hidden(4, WIDTH)
-    h = h + run(model, h)
-    h = h * h.sigmoid() + run(model, h)
-    return seen(h * x.exp(), x, model)
-
-
-@case
-def several_outputs(run: Run) -> Seen:
-    model, (x, h) = layer(), hidden(4, WIDTH)
-    return seen(run(lambda h: (model(h), None, h.argmax(-1), h.exp(), 3), h), x, model)
 
 
 @case

@@ -120,13 +120,10 @@ def test_must_save_is_a_reason() -> None:
 
 
 LABELS = {
-    "(model)": [""],
     "model.layers.0-31 (x32)": [f"model.layers.{i}" for i in range(32)],
     "h.0-1,4,6-7 (x5)": ["h.0", "h.1", "h.4", "h.6", "h.7"],
-    "h.8-10 (x3)": ["h.10", "h.9", "h.8"],
     "a.0.b.0, … (x2)": ["a.0.b.0", "a.1.b.1"],
     "a.0-1.b.0-2 (x6)": [f"a.{i}.b.{j}" for i in range(2) for j in range(3)],
-    "left, … (x2)": ["left", "right"],
 }
 
 

@@ -286,10 +286,6 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
     "frozen": (product, frozen),
     "gradient inside": (product, gradient_inside),
     "jagged in and out": (linear, lambda block, x: block.part(jagged(x @ block.a)).sin().values() @ block.b),
-    "jagged in a structure": (
-        lambda part, x: {"rows": [jagged(x @ part.weight), jagged(x)], "offsets": OFFSETS},
-        lambda block, x: (lambda y: (y["rows"][0].sin() + y["rows"][1]).values() @ block.b)(block.part(x @ block.a)),
-    ),
     "jagged, written to by the region": (lambda part, x: jagged(x) @ part.weight, rows_written),
     "rows of a jagged argument": (
         lambda part, x: list(x.unbind()),
@@ -298,10 +294,6 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
     "sparse": (
         lambda part, x: (x @ part.weight).relu().to_sparse(),
         lambda block, x: torch.sparse.mm(block.part(x @ block.a), block.b).sin(),
-    ),
-    "compressed rows": (
-        lambda part, x: (x @ part.weight).to_sparse_csr(),
-        lambda block, x: block.part(x @ block.a).to_dense().sin() @ block.b,
     ),
     "conjugated": (
         lambda part, x: torch.complex(x @ part.weight, x).conj()[:, :3],
@@ -415,7 +407,7 @@ VALUES: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore::sac.errors.SacWarning")
+@pytest.mark.filterwarnings("ignore::sac.errors.SacWarning")
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("program", PROGRAMS | LEFT_BEHIND)
 def test_training_is_the_same(program: str, value: str) -> None:
@@ -425,7 +417,6 @@ def test_training_is_the_same(program: str, value: str) -> None:
     assert_same_training(build, chosen, entry=entry, steps=4, make_input=inputs)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_saved_module_runs_once(program: str) -> None:
     def runs(value: Any) -> int:

@@ -24,10 +24,6 @@ from tests.support.training import nearly_same, new_tensors_in
 LAYERS = {"mode": "full", "use_reentrant": True, "blocks": ["*"]}
 
 
-def inputs_of(rank: int) -> Tensor:
-    return torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(rank))
-
-
 def step_data_parallel(value: Any, shared: bool) -> dict[str, Tensor]:
     """Gradients of a data parallel model, and how often each weight was accumulated into."""
     with new_tensors_in(torch.float64):  # the gradient of a second use is added before or after that of the first
@@ -44,8 +40,9 @@ def gradients_data_parallel(value: Any, shared: bool) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.update({name: calls.get(name, 0) + 1}))
     parallel = DistributedDataParallel(model, static_graph=shared and value is not None)
+    x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
     for _ in range(2):
-        parallel(inputs_of(dist.get_rank())).square().sum().backward()
+        parallel(x).square().sum().backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     return found | {"calls": torch.tensor(sorted(set(calls.values())))}
 
