@@ -15,7 +15,7 @@ import sac
 from sac.blocks.install import regions_of
 from sac.errors import ConfigError, ModelError
 from tests.stacks.composition import Outcome, assert_recomputed, differences
-from tests.stacks.hf_training import applied, arguments, rows, train, untouched
+from tests.stacks.hf_training import STEPS, applied, arguments, rows, train, untouched
 from tests.support.model_zoo import tiny
 
 transformers = pytest.importorskip("transformers", reason="tests/stacks needs transformers")
@@ -97,6 +97,7 @@ def test_the_figures_of_the_report_reach_the_trainers_loggers(tmp_path: Path) ->
     assert logger.steps == [2]
     [logged] = [entry for entry in trainer.state.log_history if "sac/kept_bytes" in entry]
     assert {name: logged[name] for name in sac.report(model).scalars()} == sac.report(model).scalars()
+    assert sum("loss" in entry for entry in trainer.state.log_history) == STEPS  # the Trainer's own are still logged
 
 
 def test_callbacks_with_values_that_mean_nothing() -> None:
