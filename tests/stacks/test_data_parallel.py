@@ -31,7 +31,6 @@ ROWS = (
     row(FSDP1, 2, order="before"),
     row(FSDP1, 2, frozen=FROZEN, use_orig_params=True),
     row(FSDP1, 2, bf16=True, use_orig_params=True, micro_batches=2),
-    row(FSDP1, 2, ALL, **EXPERTS, use_orig_params=True, micro_batches=2),
     row(FSDP1, 2, **EXPERTS, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
     row(FSDP2, 2, order="after", micro_batches=2),
     row(FSDP2, 2, bf16=True, prefetch=True),
@@ -52,6 +51,12 @@ def test_a_row(stack: Stack) -> None:
     line = line_of(stack)
     assert_as_promised(line)
     assert [cell.sent for cell in line.cells] == [1] * len(stack.modes)
+
+
+def test_units_inside_regions_of_fsdp1_are_gathered_again() -> None:
+    """By their own hooks, when the region runs again."""
+    stack = row(FSDP1, 2, ALL, **EXPERTS, use_orig_params=True, micro_batches=2)
+    assert_as_promised(line_of(stack), sends_again=True)
 
 
 @pytest.mark.parametrize("more", [{}, {"order": "after", "micro_batches": 2}], ids=str)
