@@ -283,7 +283,7 @@ def test_low_precision_weights(conversion: str, way: str) -> None:
     def gradients(put: Callable[[Stack], Any]) -> dict[str, Tensor]:
         model = models.build(conversion, blocks=1)
         put(model)
-        models.loss(models.inputs(model), model).backward()
+        models.loss(models.inputs(), model).backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     casts = policy(save(["matmul", "aten._to_copy", "aten.mul"], optional=True))

@@ -33,20 +33,19 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # What Python's numbers are made into comes to the dispatcher first as the argument of this op.
         is_new = func is torch.ops.aten.lift_fresh.default
-        given = set() if is_new else {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        given = set() if is_new else {storage._cdata for storage in _storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         self.ops[str(func)] += 1
         if func.overloadpacket in PRODUCTS:
             self.product_flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor) and _key(x) not in given:
-                storage = x.untyped_storage()
-                self._made.setdefault(_key(x), (StorageWeakRef(storage), storage.nbytes()))
+        for storage in _storages(result):
+            if storage._cdata not in given:
+                self._made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         return result
 
     def live_bytes(self, besides: Any = ()) -> int:
         """Bytes of the storages made while active that still live, less those under the tensors of `besides`."""
-        left_out = {_key(x) for x in tree_leaves(besides) if isinstance(x, Tensor)}
+        left_out = {storage._cdata for storage in _storages(besides)}
         return sum(size for key, (ref, size) in self._made.items() if key not in left_out and not ref.expired())
 
     def count(self, *fragments: str) -> int:
@@ -54,9 +53,23 @@ class Recorder(TorchDispatchMode):
         return sum(count for name, count in self.ops.items() if any(fragment in name for fragment in fragments))
 
 
-def _key(x: Tensor) -> int:
-    """The address of the storage; a StorageWeakRef keeps it from being given to another while we remember it."""
-    return x.untyped_storage()._cdata
+# The accessors of a sparse tensor's dense parts.
+SPARSE_PARTS = {
+    torch.sparse_coo: (Tensor._indices, Tensor._values),
+    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices, Tensor.values),
+    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices, Tensor.values),
+}
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    """The storages of the tensors in a structure, or of a sparse tensor's parts.
+
+    A StorageWeakRef keeps an address from being given to another while we remember it.
+    """
+    for x in tree_leaves(values):
+        if isinstance(x, Tensor):
+            for part in SPARSE_PARTS.get(x.layout, (lambda dense: dense,)):
+                yield part(x).untyped_storage()
 
 
 @contextlib.contextmanager
