@@ -114,11 +114,7 @@ def _changed(tape: Tape, schedule: Schedule) -> list[int]:
         is_copied = value in schedule.copied or tape.is_small(value)
         if isinstance(leaf.tensor, Tensor) and version_of(leaf.tensor) != leaf.version and not is_copied:
             changed.append(value)
-    for value in schedule.kept:
-        kept = tape.kept[value]
-        if isinstance(kept, Tensor) and version_of(kept) != tape.kept_versions[value]:
-            changed.append(value)
-    return changed
+    return [*changed, *(value for value in schedule.kept if tape.is_written_since(value))]
 
 
 def _start(tape: Tape, schedule: Schedule) -> dict[int, Any]:

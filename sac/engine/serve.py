@@ -121,6 +121,8 @@ class Served(RegionMode):
         values = tape.results(entry)
         if not values or any(value not in tape.kept or tape.is_written(value) for value in values):
             return False
+        if any(map(tape.is_written_since, values)):
+            return False
         if entry not in tape.sums or tape.has_collectives:
             return True
         results = [self._fetch(value) for value in values]

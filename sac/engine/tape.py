@@ -352,6 +352,11 @@ class Tape:
         """Return whether an op writes to the storage of ``value``, other than a collective that ends late."""
         return any(entry not in self.waits for entry in self.writers.get(self.roots[value], ()))
 
+    def is_written_since(self, value: int) -> bool:
+        """Return whether a kept value was written to after the forward, or after what it has run of it."""
+        kept = self.kept[value]
+        return isinstance(kept, Tensor) and version_of(kept) != self.kept_versions[value]
+
     def wrote(self, value: int, entry: int) -> None:
         """Record that ``entry`` writes to the storage of ``value``."""
         root = self.roots[value]

@@ -401,10 +401,10 @@ class TapedFrame(Frame):
         assert mode is not None
         mode.paused = True
         try:
+            tape.kept_versions = {value: version_of(tensor) for value, tensor in tape.kept.items()}
             if tape.why_not:
                 self._rerun(waiting, None)
             else:
-                tape.kept_versions = {value: version_of(tensor) for value, tensor in tape.kept.items()}
                 for leaf in tape.leaves.values():
                     leaf.version = version_of(leaf.tensor)
                 self._replay(waiting, [(index, *handle.position) for index, handle in waiting.items()])
