@@ -149,8 +149,11 @@ MODES: dict[str, Any] = {
 }
 
 
-def trained(value: Any) -> tuple[dict[str, Any], list[int]]:
-    """What training gives, and how often the compiled attention has run by the end of each forward and backward."""
+def trained(value: Any, hidden: bool) -> tuple[dict[str, Any], list[int]]:
+    """What training gives, and how often the compiled attention has run by the end of each forward and backward.
+
+    `hidden`: the dispatcher does not see what it runs, as with inductor; else each op of the graph, as with aot_eager.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     runs = [0]
@@ -158,7 +161,7 @@ def trained(value: Any) -> tuple[dict[str, Any], list[int]]:
     def counting(graph: torch.fx.GraphModule, examples: Any) -> Any:
         def run(*args: Any) -> Any:
             runs[-1] += 1
-            guard = torch._C._DisableTorchDispatch()  # as inductor's code, which the dispatcher does not see
+            guard = torch._C._DisableTorchDispatch() if hidden else None
             try:
                 return graph.forward(*args)
             finally:
@@ -183,11 +186,12 @@ def trained(value: Any) -> tuple[dict[str, Any], list[int]]:
 
 
 @pytest.mark.filterwarnings("ignore::sac.errors.SacWarning")  # rules do not look into what is compiled
+@pytest.mark.parametrize("hidden", [True, False], ids=["kernel", "ops"])
 @pytest.mark.parametrize("mode", MODES)
-def test_flex_attention_runs_compiled_in_both_passes(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_attention_runs_compiled_in_both_passes(mode: str, hidden: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a backward on the CPU (the graph's ops), but for a check that inductor's CPU kernels need."""
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
-    (expected, without), (ours, runs) = trained("none"), trained(MODES[mode])
+    (expected, without), (ours, runs) = trained("none", hidden), trained(MODES[mode], hidden)
     assert_same(expected, ours)
     assert without == [2, 0, 2, 0]
     assert runs == [2, 2, 2, 2]
