@@ -4,9 +4,9 @@
 
 Intentional differences: the caller's tensors are never touched; activations are also scattered in the non-reentrant
 mode, for functions without modules of TransformerEngine, and for any number of elements, strides and device. FP8 state
-(scales, histories of maxima, the autocast with its recipe and group) is that of the forward in recomputation, in any
-order of backwards, and advances once. A function with modules that can run in FP8 is not reentrant, even with
-``use_reentrant=True``.
+(scales, histories of maxima, the autocast with its recipe and group) is that of the forward in recomputation, for
+backwards in the order of their forwards, and advances once. A function with modules that can run in FP8 is not
+reentrant, even with ``use_reentrant=True``.
 """
 
 from __future__ import annotations
