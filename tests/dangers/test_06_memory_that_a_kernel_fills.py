@@ -39,6 +39,12 @@ def test_a_replay_needs_no_comparison_to_be_exact(policy: str) -> None:
             assert_replayed_exactly(program, policy, blocks=1)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_kernel_wrote_to_is_not_served(policy: str) -> None:
+    for program in programs("kernel"):
+        assert_exact(program, "served rerun", policy, blocks=1)
+
+
 # -- Allocations
 
 FACTORIES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -96,6 +102,20 @@ def changed_ones(block: Block, x: Tensor) -> Tensor:
     return block.down((h * scale).sin())
 
 
+def ones_changed_from_the_second_call_on(block: Block, x: Tensor) -> Tensor:
+    """The first step has compared."""
+    scale = torch.ones(WIDTH, WIDTH)
+    if block.calls > 1:
+        scale.numpy()[2] = block.calls
+    return block.down((block.up(x) * scale).sin())
+
+
+def memory_filled_by_python(block: Block, x: Tensor) -> Tensor:
+    out = torch.empty(WIDTH, WIDTH)
+    at(out)[:] = 1.0 / (1 + block.calls)
+    return block.down((block.up(x) + out).sin())  # autograd saves the sum alone
+
+
 def order_of_rows_changed(block: Block, x: Tensor) -> Tensor:
     """A sum of all values would not show it."""
     mask = block.up(x).detach().abs()
@@ -119,6 +139,8 @@ BETWEEN_OPS = [
         changed_product,
         changed_numbers,
         changed_ones,
+        ones_changed_from_the_second_call_on,
+        memory_filled_by_python,
         order_of_rows_changed,
         array_of_this_call,
         array_that_nothing_holds,
@@ -134,6 +156,12 @@ def test_what_python_writes_is_written_again_where_python_runs_again(program: Pr
 @on_every_way(BETWEEN_OPS, *SELECTIVE)
 def test_what_python_writes_is_never_silently_wrong(program: Program, way: str, policy: str) -> None:
     assert_exact_or_reported(program, WAYS[way], policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_python_fills_needs_no_comparison(policy: str) -> None:
+    for body in (changed_numbers, ones_changed_from_the_second_call_on, memory_filled_by_python):
+        assert_replayed_exactly(Program(body.__name__, body), policy)
 
 
 def assert_exact_or_reported(program: Program, way: Way, policy: str = "nothing", **options: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.support.custom_ops import Luck, lucky
-from tests.support.oracle import built_model
+from tests.support.oracle import assert_exact, built_model
 from tests.support.programs import CATALOGUE, WIDTH, Block, Program
 from tests.support.recording import without_collector
 from tests.support.ways import WAYS
@@ -91,6 +91,23 @@ def test_a_chain_of_forwards_holds_no_graphs(hold: Callable[[Block, Tensor], Non
             alive.append(len(ALIVE))
     last = 1 if hold is in_a_context_variable else 2  # of both blocks
     assert alive == [last] * 4
+
+
+@EVERY_GRAPH
+@pytest.mark.parametrize("hold", [in_an_attribute, in_an_object], ids=lambda hold: hold.__name__)
+def test_what_the_last_call_remembered_is_there_in_recomputation(hold: Callable[[Block, Tensor], None], way: str) -> None:
+    """Though the call has replaced it, and nothing else holds it."""
+
+    def goes_on(block: Block, x: Tensor) -> Tensor:
+        h = block.up(x).sin()
+        last = getattr(getattr(block, "memory", None), "last", getattr(block, "memory", None))
+        if isinstance(last, Tensor):
+            h = h * last.detach().cos()
+        h = block.down(h.sin())
+        hold(block, h)
+        return h.cos()
+
+    assert_exact(Program("goes on", goes_on), way, "matmuls")
 
 
 class Cache:

@@ -211,9 +211,16 @@ def changes_shape_in_recompute(block: FunctionBlock, x: Tensor) -> Tensor:
     return h.cos().sum() + x.sum()
 
 
+@pytest.mark.parametrize("earlier", [0, 2])
 @pytest.mark.parametrize("value", [FULL, {**MATMULS, "engine": "rerun"}], ids=["full", "matmuls"])
-def test_changed_shape_raises_and_names_the_region(value: Any) -> None:
-    model = sac.apply(built(lambda: Stack(FunctionBlock(changes_shape_in_recompute))), value)
+def test_changed_shape_raises_and_names_the_region(value: Any, earlier: int) -> None:
+    """In the first step, and in one whose arguments are not compared any more."""
+    block = FunctionBlock(lambda block, x: changes_shape_in_recompute(block, x) if changes else x @ block.a)
+    model = sac.apply(built(lambda: Stack(block)), value)
+    for _ in range(earlier):
+        changes = False
+        model(*square()).sum().backward()
+    changes = True
     loss = model(*square())
     with pytest.raises(sac.SacError) as caught:
         loss.backward()

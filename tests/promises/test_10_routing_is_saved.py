@@ -67,7 +67,24 @@ def mixture_after_an_unseen_write(block: FunctionBlock, x: Tensor) -> Tensor:
     return dense_mixture(block, h.sin())
 
 
-BODIES = [dense_mixture, grouped_mixture, sorted_mixture, listed_mixture, mixture_after_an_unseen_write]
+def mixture_at_the_end_after_an_unseen_write(block: FunctionBlock, x: Tensor) -> Tensor:
+    """As above; no replay starts from the choice."""
+    h = (x @ block.a).sin()
+    h.detach().numpy()[:] *= 0.5
+    weights, chosen = _tied_scores(block, h).topk(2, dim=-1)
+    experts = torch.stack([(h @ block.b + index).sin() for index in range(EXPERTS)], 1)
+    rows = experts.gather(1, chosen.unsqueeze(-1).expand(-1, -1, h.shape[1]))
+    return (weights.unsqueeze(-1) * rows).sum(1)
+
+
+BODIES = [
+    dense_mixture,
+    grouped_mixture,
+    sorted_mixture,
+    listed_mixture,
+    mixture_after_an_unseen_write,
+    mixture_at_the_end_after_an_unseen_write,
+]
 VALUES = {
     "full": FULL,
     "nothing": selective(policy()),
