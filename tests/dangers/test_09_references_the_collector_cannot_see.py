@@ -95,7 +95,9 @@ def test_a_chain_of_forwards_holds_no_graphs(hold: Callable[[Block, Tensor], Non
 
 @EVERY_GRAPH
 @pytest.mark.parametrize("hold", [in_an_attribute, in_an_object], ids=lambda hold: hold.__name__)
-def test_what_the_last_call_remembered_is_there_in_recomputation(hold: Callable[[Block, Tensor], None], way: str) -> None:
+def test_what_the_last_call_remembered_is_there_in_recomputation(
+    hold: Callable[[Block, Tensor], None], way: str
+) -> None:
     """Though the call has replaced it, and nothing else holds it."""
 
     def goes_on(block: Block, x: Tensor) -> Tensor:
