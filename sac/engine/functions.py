@@ -666,7 +666,7 @@ def _drop_kept(tape: Tape, inner: list[int], waiting: list[int], first: int) -> 
 class _Serving(TorchDispatchMode):
     """Serves results of ops inside of a function that runs again."""
 
-    supports_higher_order_operators = True
+    supports_higher_order_operators = True  # compiled flex attention whose backend runs the graph's ops
 
     def __init__(self, tape: Tape, unit: Unit) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

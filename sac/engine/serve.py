@@ -121,7 +121,7 @@ class Served(RegionMode):
         values = tape.results(entry)
         if not values or any(value not in tape.kept or tape.is_written(value) for value in values):
             return False
-        if any(map(tape.is_written_since, values)):
+        if any(tape.is_written_since(value) for value in values):
             return False
         if entry not in tape.sums or tape.has_collectives:
             return True

@@ -76,12 +76,14 @@ def test_inputs_come_back_before_backward_asks_for_them(simulation: Simulation):
 def test_backward_on_another_stream_than_the_forward(simulation: Simulation):
     other = simulation.stream_named("other")
     for store in (OnHost(), ContiguousBuffer(2), ContiguousBuffer(2, on_host=True)):
-        placed = store.put(torch.randn(4), lambda: "x")
+        x = torch.randn(4)
+        expected = (x * 2).tolist()
+        placed = store.put(x, lambda: "x")
         placed.settle()
         other.wait_stream(simulation.current_stream())
         with simulation.stream(other):
-            y = placed.fetch() * 2
-            del y
+            assert (placed.fetch() * 2).tolist() == expected
+        assert simulation.races == []
         del placed
 
 
@@ -90,9 +92,12 @@ def test_a_slot_goes_from_stream_to_stream(simulation: Simulation):
     buffer = ContiguousBuffer(1)
     for name in ("main", "other", "main"):
         with simulation.stream(simulation.stream_named(name)):
-            placed = buffer.put(torch.randn(4), lambda: "x")
-            placed.fetch().mul_(2)
+            x = torch.randn(4)
+            expected = x * 2
+            placed = buffer.put(x, lambda: "x")
+            assert torch.equal(placed.fetch().mul_(2), expected)
             del placed
+        assert simulation.races == []
 
 
 def written_unseen(h: Tensor) -> Tensor:
