@@ -79,16 +79,19 @@ class BudgetPlan:
     forward_seconds: float
     in_flight: int = 1
     next_faster: tuple[int, str] | None = None  # the least peak with a faster option in one region, and the region
+    is_limited: bool = False  # a policy says what may be saved: ``most`` is with all of that
 
     def __str__(self) -> str:
         again = self.seconds / self.forward_seconds if self.forward_seconds else 0.0
         size, path = self.next_faster or (0, "")
+        most = "with all that the policy saves" if self.is_limited else "without checkpointing"
+        needs_none = self.most <= self.allowed and not self.is_limited
         return (
             f"planned for a budget of {bytes_text(self.allowed)}: predicted peak {bytes_text(self.peak)} (least "
-            f"{bytes_text(self.least)}, without checkpointing {bytes_text(self.most)}), "
+            f"{bytes_text(self.least)}, {most} {bytes_text(self.most)}), "
             f"{seconds_text(self.seconds)} of recomputing and recording, {again:.0%} of the blocks' forward"
             + (f", {self.in_flight} forwards in flight" if self.in_flight > 1 else "")
-            + (": no checkpointing is needed" if self.most <= self.allowed else "")
+            + (": no checkpointing is needed" if needs_none else "")
             + (f"; a faster option of {path} would take {bytes_text(size)}" if path else "")
         )
 
@@ -373,6 +376,7 @@ class Controller(BudgetRegions):
             sum(sum(prediction.times[kind]) for kind in prediction.kinds),
             prediction.in_flight,
             prediction.next_faster(choice),
+            self.config.policy is not None,
         )
         self._tell(f"{self.fitted}{more}")
         if choice != self._choice:
