@@ -14,15 +14,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import sac
 from sac.stores.scatter import StoredShare
-from tests.support.blocks import LlamaLikeBlock, Stack, alternate, policy, save
 from tests.support.cases import Run, Seen, hidden, layer, seen
 from tests.support.ranks import run_ranks
 from tests.support.recording import Recorder, without_collector
 from tests.support.runs import Noted
 from tests.support.stored_regions import as_region, plainly, wrong
-from tests.support.training import assert_same, built, train
 
 WIDTH, ROWS = 5, 7  # an input has 35 elements, which neither 2 nor 4 divide
 FLOAT = 4
@@ -156,47 +153,3 @@ def kept_by_regions(more: dict[str, Any], warm: bool) -> tuple[int, list[bool], 
 def test_a_share_is_kept_of_each_input_and_nothing_after_backward(more, size, warm):
     share = -(-ROWS * WIDTH // size) * FLOAT
     assert run_ranks(size, kept_by_regions, more, warm) == [(3 * share, [True] * 3, 0, False)] * size
-
-
-BLOCKS = 3
-TOKENS = (2, 7, 32)
-MODES = {
-    "full": {"mode": "full"},
-    "selective": {"mode": "selective"},
-    "save some products": {"mode": "selective", "policy": policy(alternate("matmul"), save("attention"))},
-}
-
-
-def tokens_for(device: str) -> tuple[Tensor, ...]:
-    return (torch.randn(TOKENS),)
-
-
-def kept_by_blocks(mode: str, scatters: bool) -> tuple[int, list[bool], list[int], dict[str, Tensor]]:
-    """Bytes kept by a model, which of its blocks' inputs are gone, bytes of inputs in the report, and a training."""
-    model = built(lambda: Stack(*[LlamaLikeBlock() for _ in range(BLOCKS)]))
-    value = MODES[mode] | {"blocks": ["blocks.*"], "preserve_rng_state": False}
-    sac.apply(model, value | {"distribute_saved_activations": scatters}, tp_group=dist.group.WORLD)
-    trained = train(model, make_input=tokens_for, steps=2)
-    passed: list[StorageWeakRef] = []
-    for block in model.blocks:
-        block.register_forward_pre_hook(lambda _, args: passed.append(StorageWeakRef(args[0].untyped_storage())))
-    (x,) = tokens_for("cpu")
-    with without_collector():
-        recorder = Recorder()
-        with recorder:
-            out = model(x.requires_grad_())
-        kept, gone = bytes_held(recorder, out), [one.expired() for one in passed[1:]]
-    return kept, gone, [kind["input_bytes"] for kind in sac.report(model).to_dict()["kinds"]], trained
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_blocks_of_a_model_in_every_mode(mode):
-    whole = torch.Size(TOKENS).numel() * FLOAT
-    without, with_scatter = (run_ranks(2, kept_by_blocks, mode, scatters) for scatters in (False, True))
-    for plain, ours in zip(without, with_scatter, strict=True):
-        assert plain[1] == [False] * (BLOCKS - 1)
-        assert ours[1] == [True] * (BLOCKS - 1)
-        # The first block's input is the test's own. What else is kept is the same.
-        assert plain[0] - ours[0] == (BLOCKS - 1) * whole - BLOCKS * whole // 2
-        assert (plain[2], ours[2]) == ([whole], [whole // 2])
-        assert_same(plain[3], ours[3])
