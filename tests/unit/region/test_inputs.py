@@ -14,7 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import sac
 from sac.errors import RegionError
-from sac.full import FullConfig
 from tests.support.cases import WIDTH, Run, Seen, hidden, layer, loss_of
 from tests.support.runs import Noted
 from tests.support.stored_regions import wrong
@@ -136,27 +135,3 @@ def test_the_same_tensor_inside_containers_and_keywords(reentrant: bool) -> None
     expected = torch.autograd.grad((x * x * other).masked_fill(mask, 0.0).sum(), [x, other])
     assert torch.equal(x.grad, expected[0])
     assert torch.equal(other.grad, expected[1])
-
-
-STORES = {
-    "on the device": FullConfig(),
-    "host": FullConfig(store="host"),
-    "contiguous, all": FullConfig(store="contiguous", num_checkpoints=3, keep="all"),
-    "contiguous, the second": FullConfig(store="contiguous", num_checkpoints=3, keep=lambda place, tensor: place == 1),
-}
-
-
-@pytest.mark.parametrize("store", STORES.values(), ids=STORES)
-def test_a_write_through_one_argument_is_seen_through_the_other(store: FullConfig) -> None:
-    def function(a: Tensor, b: Tensor, w: Tensor) -> Tensor:
-        a.mul_(2.0)
-        return (b * w).sin()
-
-    def program(run: Run) -> Seen:
-        x, w = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
-        h = x * 3.0
-        out = run(function, h, h, w)
-        out.sum().backward()
-        return {"out": out.detach(), "w": w.grad, "h": h.detach(), "x": x.grad}
-
-    assert wrong(program, partial(sac.checkpoint, config=store)) == []

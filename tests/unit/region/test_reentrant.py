@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import sac
 from sac.errors import RegionError
 from sac.full import FullConfig
-from tests.support.cases import WIDTH, Run, Seen, hidden, layer, loss_of, seen
+from tests.support.cases import WIDTH, Run, Seen, hidden, layer, seen
 from tests.support.recording import Recorder
 from tests.support.runs import Noted
 from tests.support.stored_regions import as_region, plainly, wrong
@@ -85,12 +85,6 @@ def a_buffer_and_a_parameter_are_returned(run: Run) -> Seen:
     return seen([out, weight, transposed], x, linear)
 
 
-def a_parameter_as_argument(run: Run) -> Seen:
-    weight, (x, h) = nn.Parameter(torch.randn(WIDTH, WIDTH)), hidden(4, WIDTH)
-    found = seen(run(lambda h, weight: (h @ weight).tanh(), h, weight), x)
-    return found | {"weight": weight.grad}
-
-
 def views_of_the_argument(run: Run) -> Seen:
     x, h = hidden(4, WIDTH)
     flat, row = run(lambda h: (h.view(-1)[3:9], h[1]), h)
@@ -109,23 +103,6 @@ def views_of_a_result(run: Run) -> Seen:
     return seen([whole, transposed, rows, other], x, model)
 
 
-def grad_mode_inside(run: Run) -> Seen:
-    model, (x, h), scale = layer(), hidden(4, WIDTH), torch.randn(WIDTH, requires_grad=True)
-
-    def body(h: Tensor) -> Tensor:
-        with torch.no_grad():
-            largest = h.abs().amax()
-        with torch.enable_grad():
-            return model(h / largest) * scale
-
-    return seen(run(body, h), x, model, scale)
-
-
-def a_part_is_frozen(run: Run) -> Seen:
-    frozen, trained, (x, h) = layer().requires_grad_(False), layer(), hidden(4, WIDTH)
-    return seen(run(lambda h: trained(frozen(h)), h), x, frozen, trained)
-
-
 def only_a_keyword_needs_a_gradient(run: Run) -> Seen:
     frozen, (x, h) = layer().requires_grad_(False), hidden(4, WIDTH)
     return seen(run(lambda first, *, other: frozen(first) * other, torch.randn(4, WIDTH), other=h), x)
@@ -138,12 +115,6 @@ def gradients_in_other_strides(run: Run) -> Seen:
     return seen(out, x, linear)
 
 
-def zero_dimensions_and_no_tensor_argument(run: Run) -> Seen:
-    x, weight = torch.randn((), requires_grad=True), nn.Parameter(torch.randn(WIDTH))
-    results = [run(torch.exp, x * 2), run(lambda h: h.expand(0, 3), x * 2), run(lambda: weight.sin())]
-    return seen([*results, run(lambda count: weight * count, 3)], x, weight)
-
-
 def a_requirement_that_comes_later(run: Run) -> Seen:
     model, x = layer(), torch.randn(4, WIDTH)
     out = run(model, x)
@@ -153,30 +124,17 @@ def a_requirement_that_comes_later(run: Run) -> Seen:
     return found
 
 
-def a_retained_graph(run: Run) -> Seen:
-    model, (x, h) = layer(dropout=0.3), hidden(4, WIDTH)
-    loss = loss_of([run(model, h)])
-    for retains in (True, True, False):
-        loss.backward(retain_graph=retains)
-    return {"x": x.grad} | {name: one.grad for name, one in model.named_parameters()}
-
-
 PROGRAMS = [
     registered_dataclasses,
     arguments_are_returned,
     one_result_at_several_places,
     integers_and_booleans,
     a_buffer_and_a_parameter_are_returned,
-    a_parameter_as_argument,
     views_of_the_argument,
     views_of_a_result,
-    grad_mode_inside,
-    a_part_is_frozen,
     only_a_keyword_needs_a_gradient,
     gradients_in_other_strides,
-    zero_dimensions_and_no_tensor_argument,
     a_requirement_that_comes_later,
-    a_retained_graph,
 ]
 
 
