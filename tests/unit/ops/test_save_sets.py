@@ -112,3 +112,60 @@ def test_routing_choices_must_be_saved_in_every_mode():
 def test_save_sets_know_common_functions(save_set: str, function: str) -> None:
     assert resolve_ops([save_set]).matches_unit(function)
     assert not resolve_ops(["random"]).matches_unit(function)
+
+
+# -- Conditions
+
+
+def on(device):
+    """Return a stand-in for a tensor on a device that this machine need not have."""
+    return Placed._make_wrapper_subclass(Placed, (2,), device=torch.device(device))
+
+
+class Placed(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "holds"),
+    [
+        ("cuda", "cpu", True),
+        ("xpu", "cpu", True),
+        ("cuda", "cuda", False),
+        ("cpu", "cpu", False),
+        ("cpu", "cuda", False),
+    ],
+)
+def test_device_to_host_looks_at_both_sides(source, target, holds):
+    condition = condition_of("device_to_host")
+    assert condition((on(source),), {}, on(target)) is holds
+    assert condition((), {"self": on(source)}, on(target)) is holds
+    assert condition((on(source),), {"device": torch.device(target)}, None) is holds
+
+
+TRAIN_WITHOUT_OUT = "truthy:1/train & absent:3/out"
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "holds"),
+    [
+        ("device_to_host", (), {}, False),
+        ("device_to_host", (torch.empty(2, device="meta"),), {"device": "cpu"}, False),
+        ("absent:2/out,/more", (0, 1, None), {}, True),
+        ("absent:2/out,/more", (0, 1), {}, True),
+        ("absent:2/out,/more", (0, 1, 2), {}, False),
+        ("absent:2/out,/more", (0, 1), {"out": 2}, False),
+        ("absent:2/out,/more", (0, 1), {"more": 2}, False),
+        ("truthy:0/dropout,1/train", (0.1, True), {}, True),
+        ("truthy:0/dropout,1/train", (0.0, True), {}, False),
+        ("truthy:0/dropout,1/train", (0.1,), {"train": False}, False),
+        ("truthy:0/dropout,1/train", (), {}, False),
+        (TRAIN_WITHOUT_OUT, (0, True, 1), {}, True),
+        (TRAIN_WITHOUT_OUT, (0, True, 1, 0), {}, False),
+        (TRAIN_WITHOUT_OUT, (0, False, 1), {}, False),
+    ],
+)
+def test_conditions_on_arguments(name, args, kwargs, holds):
+    assert condition_of(name)(args, kwargs, None) is holds

@@ -1,4 +1,4 @@
-"""Copies to the host and into slots, on simulated streams and a GPU: equal results, and no access that is not ordered."""
+"""Copies to the host and into slots, on simulated streams and a GPU: the same results, and every access is ordered."""
 
 from __future__ import annotations
 
