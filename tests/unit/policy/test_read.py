@@ -176,12 +176,6 @@ def test_sizes_in_bytes(written: str, meant: int) -> None:
     assert parse_bytes(written) == meant
 
 
-def test_decisions_that_take_turns(load: Load) -> None:
-    found = rule(load, "ops: matmul, do: alternate")
-    assert found.kept_as == "save"
-    assert [found.keeps_turn(turn) for turn in range(4)] == [True, False, True, False]
-
-
 def test_a_rule_names_modules_functions_or_units_in_place_of_ops(load: Load) -> None:
     assert rule(load, "module: mlp, do: save").matches_module
     itself = rule(load, 'ops: matmul, do: save, module: ""').module
