@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import strategies as st
 
 from sac.policy.patterns import PathPattern
-
-names = st.text("ab_", min_size=1, max_size=3)
-paths = st.lists(names, max_size=4).map(".".join)
 
 
 @pytest.mark.parametrize(

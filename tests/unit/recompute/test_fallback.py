@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import sac
-from sac.errors import SacWarning
 from tests.support.blocks import FunctionBlock, Stack, alternate, policy, save, selective, square
-from tests.support.rank_programs import FunctionalSum
-from tests.support.ranks import run_ranks
 from tests.support.recording import Recorder
 from tests.support.replay_kernels import FromOutside, tanh_into, twice_in_place
 from tests.support.training import built
@@ -107,28 +100,6 @@ def test_a_value_that_differs_in_one_backward_is_trusted_in_none_after_it(rule: 
     assert_exact(doubled_unseen, selective(policy(rule), engine="replay"), forwards=2)
 
 
-@pytest.mark.parametrize("gives_way", [False, True])
-def test_a_routing_result_waits_in_the_hands_of_the_hooks_around_the_region(gives_way: bool) -> None:
-    """Nothing else holds it, whether its replay starts from it or the region's Python asks for it."""
-    memory: list[StorageWeakRef] = []
-    held: list[bool] = []
-
-    def body(block: FunctionBlock, x: Tensor) -> Tensor:
-        values, index = (x @ block.a + (OFFSET if gives_way else 0)).topk(3)
-        memory.append(StorageWeakRef(index.untyped_storage()))
-        return x + (x @ block.b).gather(1, index).sin().sum(1, keepdim=True) * values.cos().sum()
-
-    def run(model: Stack, x: Tensor) -> Tensor:
-        with saved_tensors_hooks(Tensor.clone, lambda packed: packed):
-            out = model(x)
-        held.extend(not one.expired() for one in memory)
-        memory.clear()
-        return out
-
-    assert_exact(body, selective(policy(save("matmul")), engine="replay"), run)
-    assert not any(held)
-
-
 # -- What was saved does not run again, in the first backward either
 
 
@@ -176,33 +147,3 @@ def test_saved_ops_do_not_run_in_the_first_backward_either(body: Body, engine: s
     assert all(map(torch.equal, expected, numbers))
     assert ops[0]["aten.mm.default"] - plain[0]["aten.mm.default"] == SERVED[body] * (1 + twice)
     assert not any(ops[0][name] for name in SAVED)
-
-
-def adds_up(block: FunctionBlock, x: Tensor) -> Tensor:
-    h = FunctionalSum.apply((x @ block.a).sin())
-    if block.leaves_replay:
-        h = h + OFFSET
-    return FunctionalSum.apply(h.cos()).sin() @ block.b
-
-
-def sent_in_backward(chosen: Any, which: tuple[int, ...]) -> tuple[list[list[str]], bool]:
-    def seen(model: Stack) -> tuple[list[Tensor], list[list[str]]]:
-        for block in model.blocks:
-            block.leaves_replay = dist.get_rank() in which
-        numbers, ops = trained(model)
-        return numbers, [sorted(name for name in one.elements() if "all_reduce" in name) for one in ops]
-
-    warnings.simplefilter("ignore", SacWarning)
-    expected, _ = seen(stack(adds_up, 2))
-    numbers, sent = seen(sac.apply(stack(adds_up, 2), selective(chosen)))
-    return sent, all(map(torch.equal, expected, numbers))
-
-
-@pytest.mark.parametrize("chosen", [policy(save(["matmul", "collective"])), MIXED], ids=["saved", "not saved"])
-@pytest.mark.parametrize("which", [(0, 1), (1,)], ids=["both ranks", "one rank"])
-def test_ranks_send_the_same_collectives_where_some_run_python(which: tuple[int, ...], chosen: Any) -> None:
-    one, other = run_ranks(2, sent_in_backward, chosen, which)
-    assert one == other
-    sent, is_equal = one
-    assert is_equal
-    assert (not any(sent)) == (chosen is not MIXED)

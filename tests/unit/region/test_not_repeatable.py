@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 import sac
 from sac.errors import RegionError
-from tests.support.cases import WIDTH, hidden, layer
+from tests.support.cases import WIDTH, hidden
 from tests.support.runs import Noted
 
 
@@ -75,24 +74,3 @@ def test_determinism_check_none_does_not_compare() -> None:
     body = Changing(lambda h: h.tanh(), lambda h: h.double().tanh().float())
     sac.checkpoint(body, h, determinism_check="none").sum().backward()
     assert x.grad is not None
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_an_exception_in_forward_leaves_nothing_behind(reentrant: bool) -> None:
-    model, (_, h), fails = layer(dropout=0.3), hidden(4, WIDTH), Noted(True)
-
-    def body(h: Tensor) -> Tensor:
-        h = model(F.dropout(h, 0.5))
-        if fails:
-            raise KeyError("the user's own")
-        return model(h)
-
-    with pytest.raises(KeyError, match="the user's own"):
-        sac.checkpoint(body, h, use_reentrant=reentrant)
-    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    assert torch.is_grad_enabled()
-    fails.clear()
-    torch.manual_seed(0)
-    out = sac.checkpoint(body, h, use_reentrant=reentrant)
-    torch.manual_seed(0)
-    assert torch.equal(out, body(h))
