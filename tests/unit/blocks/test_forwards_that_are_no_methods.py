@@ -5,12 +5,10 @@ from __future__ import annotations
 from functools import partialmethod
 
 import pytest
-import torch
 from torch import Tensor, nn
 
-import sac
 from tests.support.blocks import FULL, Stack, policy, save, selective, square, under_each_engine
-from tests.support.training import assert_same_training, built
+from tests.support.training import assert_same_training
 
 
 class Doubling:
@@ -68,30 +66,3 @@ CASES = [(place, value) for place in PLACES for value in VALUES if place == "par
 @pytest.mark.parametrize(("place", "value"), CASES)
 def test_training_is_the_same(kind: type[nn.Module], place: str, value: str) -> None:
     assert_same_training(lambda: PLACES[place](kind), VALUES[value], steps=3, make_input=square)
-
-
-class Method(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sin()
-
-
-@pytest.mark.parametrize(("place", "value"), CASES)
-def test_method_that_is_exchanged_for_a_static_one_between_steps(
-    value: str, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The new one could take the module as well, and compute something else."""
-
-    def shown(model: nn.Module) -> list[Tensor]:
-        found = []
-        for later in (None, staticmethod(lambda *given: given[-1].sin() * len(given)), Method.__dict__["forward"]):
-            if later is not None:
-                monkeypatch.setattr(Method, "forward", later)
-            x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
-            y = model(x)
-            y.square().sum().backward()
-            found += [y.detach(), x.grad]
-        return found
-
-    plain = shown(built(lambda: PLACES[place](Method)))
-    ours = shown(sac.apply(built(lambda: PLACES[place](Method)), VALUES[value]))
-    assert all(map(torch.equal, plain, ours))

@@ -8,14 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as of_torch
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
@@ -24,7 +20,6 @@ from sac.blocks.install import InstalledForward, ours_on, regions_of
 from sac.compat import fsdp as ours
 from sac.config import FullConfig
 from tests.support.blocks import LlamaLikeBlock, Stack, llama_stack, tokens, with_dropout
-from tests.support.ranks import run_ranks
 from tests.support.training import assert_same, built, train
 
 
@@ -164,32 +159,3 @@ def test_what_modules_without_regions_save_is_offloaded() -> None:
     assert shown(mine) < shown(model())
     assert_same_training(copy.deepcopy(mine))
     assert_same_training(mine)
-
-
-def sharded(put_first: bool, at: str) -> bool:
-    """In one rank: whether all gradients are the same with and without regions."""
-    found = []
-    for with_regions in (False, True):
-        network: nn.Module = model()
-        if with_regions and put_first:
-            by_partial(ours, network)
-        if at == "ddp":
-            network = DistributedDataParallel(network)
-        else:
-            for block in network.blocks:
-                fully_shard(block)
-            fully_shard(network)
-        if with_regions and not put_first:
-            by_partial(ours, network)
-        assert len(regions(network)) == 3 * with_regions
-        torch.manual_seed(dist.get_rank())
-        for _ in range(2):
-            network(*tokens()).square().mean().backward()
-        found.append([one.grad.to_local() if at != "ddp" else one.grad for one in network.parameters()])
-    return all(map(torch.equal, *found))
-
-
-@pytest.mark.parametrize("put_first", [True, False])
-@pytest.mark.parametrize("at", ["fully_shard", "ddp"])
-def test_training_over_ranks_is_that_without(put_first: bool, at: str) -> None:
-    assert run_ranks(2, sharded, put_first, at) == [True, True]

@@ -14,7 +14,6 @@ import sac
 from sac.errors import ConfigError
 from sac.reporting import decisions_of, group_label
 from tests.support.blocks import alternate, llama_stack, policy, save, selective, tokens
-from tests.support.model_zoo import tiny
 from tests.support.recording import Recorder
 from tests.support.training import built
 
@@ -108,15 +107,6 @@ def test_rows() -> None:
     assert (gate.bytes, gate.flops) == (4 * 16 * 64, 2 * 16 * 32 * 64)
     views = {(row.decision, row.bytes) for row in rows if row.op == "aten.view.default"}
     assert views == {("recompute", 0)}
-
-
-def test_must_save_is_a_reason() -> None:
-    model, inputs = tiny("mixtral")
-    sac.apply(model, "full")
-    model(**inputs)
-    kept = {(row.op, row.reason) for row in decisions_of(model) if row.decision == "save"}
-    assert ("aten.topk.default", "must-save") in kept
-    assert {reason for _, reason in kept} == {"must-save"}
 
 
 LABELS = {

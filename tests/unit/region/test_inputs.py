@@ -15,7 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import sac
 from sac.errors import RegionError
 from tests.support.cases import WIDTH, Run, Seen, hidden, layer, loss_of
-from tests.support.runs import Noted
 from tests.support.stored_regions import wrong
 
 both_modes = pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
@@ -117,21 +116,3 @@ def test_an_optimizer_that_steps_inside_backward(reentrant: bool) -> None:
 
 
 # -- One tensor that is passed several times is one tensor again in recomputation: functions ask whether it is
-
-
-@both_modes
-def test_the_same_tensor_inside_containers_and_keywords(reentrant: bool) -> None:
-    ways = Noted()
-
-    def function(a: Tensor, pair: list[Tensor], *, mask: Tensor, last: dict[str, Tensor]) -> Tensor:
-        ways.append((a is pair[0], a is pair[1], a is last["a"], mask is last["mask"]))
-        return (a * pair[0] * pair[1]).masked_fill(mask, 0.0)
-
-    x, mask = torch.randn(4, requires_grad=True), torch.tensor([True, False, False, True])
-    other = torch.randn(4, requires_grad=True)
-    out = sac.checkpoint(function, x, [x, other], mask=mask, last={"a": x, "mask": mask}, use_reentrant=reentrant)
-    out.sum().backward()
-    assert ways == [(True, False, True, True)] * 2
-    expected = torch.autograd.grad((x * x * other).masked_fill(mask, 0.0).sum(), [x, other])
-    assert torch.equal(x.grad, expected[0])
-    assert torch.equal(other.grad, expected[1])

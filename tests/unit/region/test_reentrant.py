@@ -11,16 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import sac
 from sac.errors import RegionError
-from sac.full import FullConfig
 from tests.support.cases import WIDTH, Run, Seen, hidden, layer, seen
 from tests.support.recording import Recorder
-from tests.support.runs import Noted
 from tests.support.stored_regions import as_region, plainly, wrong
 
 reentrant = partial(sac.checkpoint, use_reentrant=True)
@@ -253,39 +250,3 @@ def test_regions_in_regions(outer: str, inner: str) -> None:
         return seen(around(lambda h: third(inside(second, first(h)).relu()), h), x, first, second, third)
 
     assert wrong(program, reentrant) == []
-
-
-class Failing(torch.autograd.Function):
-    """Its backward raises while `LEFT` says so."""
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor) -> Tensor:
-        return h.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        if LEFT:
-            raise KeyError(LEFT.pop())
-        return grad
-
-
-LEFT = Noted()
-
-
-@pytest.mark.parametrize("store", ["whole", "host", "contiguous"])
-def test_backward_can_be_tried_again_after_an_exception_in_the_inner_backward(store: str) -> None:
-    def program(run: Run) -> Seen:
-        model, (x, h) = layer(), hidden(4, WIDTH)
-        out = run(lambda h: model(F.dropout(Failing.apply(h), 0.4)), h)
-        before = torch.get_rng_state()
-        if run is not plainly:
-            LEFT.append("once")
-            with pytest.raises(KeyError, match="once"):
-                out.sum().backward(retain_graph=True)
-            assert torch.equal(before, torch.get_rng_state())
-            model.zero_grad()  # an inner backward that fails has been through a part of the region
-        out.sum().backward()
-        return {"x": x.grad} | {name: one.grad for name, one in model.named_parameters()}
-
-    config = FullConfig(store=store, num_checkpoints=4 if store == "contiguous" else None)
-    assert wrong(program, partial(reentrant, config=config)) == []
