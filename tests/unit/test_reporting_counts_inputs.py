@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import sac
 from tests.support.blocks import FunctionBlock, Stack, policy, save, selective, square
@@ -42,21 +42,3 @@ def test_inputs_count_where_backward_of_the_model_alone_reads_them(body: Callabl
         model(x).sum().backward()
         expected = 0 if body is reads_no_input else x.nbytes
         assert [kind.input_bytes for kind in sac.report(model).kinds] == [expected]
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.out = nn.BatchNorm1d(8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.out(self.norm(x)).relu()
-
-
-@pytest.mark.parametrize("value", ["full", selective(policy(save("matmul")))], ids=["full", "selective"])
-def test_copies_of_buffers_from_before_the_forward_are_counted_and_inputs_once(value: Any) -> None:
-    model = sac.apply(Stack(Normed()), value)
-    x = torch.randn(4, 8)
-    model(x).sum().backward()
-    (kind,) = sac.report(model).kinds
-    assert kind.input_bytes == x.nbytes + sum(buffer.nbytes for buffer in model.buffers())

@@ -99,16 +99,6 @@ def test_rows_are_the_ops_that_ran() -> None:
     assert Counter(row.op for row in decisions_of(model)) == recorder.ops
 
 
-def test_rows() -> None:
-    rows = decisions_of(run(times=1))
-    assert {row.region for row in rows} == {"blocks.0-1 (x2)"}
-    (gate,) = (row for row in rows if row.module == "mlp.gate_proj" and row.op == "aten.mm.default")
-    assert (gate.call, gate.decision, gate.rule, gate.reason) == (0, "recompute", "", "default")
-    assert (gate.bytes, gate.flops) == (4 * 16 * 64, 2 * 16 * 32 * 64)
-    views = {(row.decision, row.bytes) for row in rows if row.op == "aten.view.default"}
-    assert views == {("recompute", 0)}
-
-
 LABELS = {
     "model.layers.0-31 (x32)": [f"model.layers.{i}" for i in range(32)],
     "h.0-1,4,6-7 (x5)": ["h.0", "h.1", "h.4", "h.6", "h.7"],

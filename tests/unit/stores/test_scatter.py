@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sac.stores.scatter import StoredShare
@@ -19,7 +21,7 @@ from tests.support.cases import Run, Seen, hidden, layer, seen
 from tests.support.ranks import run_ranks
 from tests.support.recording import Recorder, without_collector
 from tests.support.runs import Noted
-from tests.support.stored_regions import as_region, plainly, wrong
+from tests.support.stored_regions import OVER_RANKS, as_region, plainly, wrong
 
 WIDTH, ROWS = 5, 7  # an input has 35 elements, which neither 2 nor 4 divide
 FLOAT = 4
@@ -153,3 +155,47 @@ def kept_by_regions(more: dict[str, Any], warm: bool) -> tuple[int, list[bool], 
 def test_a_share_is_kept_of_each_input_and_nothing_after_backward(more, size, warm):
     share = -(-ROWS * WIDTH // size) * FLOAT
     assert run_ranks(size, kept_by_regions, more, warm) == [(3 * share, [True] * 3, 0, False)] * size
+
+
+# -- Groups: of one rank, and a mesh of DTensors; models on ranks are in tests/stacks
+
+
+def two_calls(run: Run) -> Seen:
+    model, (x, h) = layer(WIDTH), hidden(ROWS, WIDTH)
+    return seen(run(model, run(model, h)), x, model)
+
+
+def group_of_one() -> list[list[str]]:
+    own = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
+    return [wrong(two_calls, as_region(store, group=own)) for store in OVER_RANKS]
+
+
+def test_a_group_of_one_rank_has_nothing_to_scatter():
+    assert run_ranks(2, group_of_one) == [[[], [], []]] * 2
+
+
+def distributed_tensors(placements: list[Any], reentrant: bool) -> tuple[list[str], int]:
+    """A DTensor on a mesh of (dp, tp): what differs, and the shares that are kept of it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    kept = []
+
+    def program(run: Run) -> Seen:
+        x = distribute_tensor(torch.randn(4, 6), mesh, placements).requires_grad_()
+        weight = distribute_tensor(torch.randn(6, 6), mesh, [Replicate(), Replicate()]).requires_grad_()
+        result = run(lambda h: torch.tanh(h @ weight), x * 2)
+        if run is not plainly:
+            kept.append(sum(isinstance(one, StoredShare) for one in gc.get_objects()))
+        result.full_tensor().square().sum().backward()
+        return {"input": x.grad.full_tensor(), "weight": weight.grad.full_tensor(), "result": result.full_tensor()}
+
+    return wrong(program, as_region("scattered", reentrant, mesh["tp"])), kept[-1]
+
+
+@pytest.mark.parametrize(
+    ("placements", "shares"),
+    [([Replicate(), Replicate()], 1), ([Shard(0), Replicate()], 1), ([Replicate(), Shard(0)], 0)],
+)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_distributed_tensors(placements, shares, reentrant):
+    """Over a mesh of one dimension; what is split over it already is not scattered."""
+    assert run_ranks(4, distributed_tensors, placements, reentrant) == [([], shares)] * 4
