@@ -1,6 +1,9 @@
-"""An error that the user's forward raises, in forward or in recomputation, leaves nothing behind."""
+"""Errors: those that the user's forward raises leave nothing behind; one that does not repeat itself is an error."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+import sac
+from sac.errors import RegionError
+from tests.support.cases import hidden
 from tests.support.oracle import built_model
 from tests.support.programs import WIDTH, Block, Program
-from tests.support.runs import note_run
+from tests.support.runs import Noted, note_run
 from tests.support.training import assert_same, train
 from tests.support.ways import NONE, WAYS
 
@@ -73,3 +79,67 @@ def test_error_in_forward_leaves_everything_usable(way: str) -> None:
     model.blocks[0].count.zero_()
     plain = built_model(Program("works", own_forward, block=Failing), NONE, blocks=1)
     assert_same(train(plain, make_input=square, steps=2), train(model, make_input=square, steps=2))
+
+
+# -- A function that does another thing in recomputation than in forward is an error that says what
+
+
+class Changing:
+    """Runs `first`, and `then` from the second time on."""
+
+    def __init__(self, first: Callable[..., Any], then: Callable[..., Any]) -> None:
+        self.bodies = Noted(first, then)
+
+    def __call__(self, h: Tensor) -> Any:
+        body = self.bodies[0]
+        del self.bodies[:-1]
+        return body(h)
+
+
+TO_THE_END = {"early_stop": False}
+REENTRANT = {"use_reentrant": True}
+CHANGES = [
+    (TO_THE_END, torch.tanh, lambda h: h.tanh().tanh(), "it saved 2 tensors in recomputation, and 1 in forward"),
+    (
+        {},
+        torch.tanh,
+        lambda h: h[:2].tanh().repeat(2, 1),
+        r"saved tensor 0 was float32\[4, 8\] in forward, but is float32\[2, 8\] in recomputation",
+    ),
+    (
+        REENTRANT,
+        torch.sin,
+        lambda h: h.sin()[:2],
+        r"result 0 was float32\[4, 8\] on cpu in forward and is float32\[2, 8\] on cpu in recomputation",
+    ),
+    (
+        REENTRANT,
+        torch.sin,
+        Tensor.double,
+        r"result 0 was float32\[4, 8\] on cpu in forward and is float64\[4, 8\] on cpu in recomputation",
+    ),
+    (
+        REENTRANT,
+        lambda h: (h.sin(), h.cos()),
+        torch.sin,
+        r"result 1 was float32\[4, 8\] on cpu in forward and is not a tensor in recomputation",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "first", "then", "told"), CHANGES)
+def test_another_thing_in_recomputation_is_an_error(
+    options: dict[str, Any], first: Callable[..., Any], then: Callable[..., Any], told: str
+) -> None:
+    x, h = hidden(4, WIDTH)
+    *_, out = torch.utils._pytree.tree_leaves(sac.checkpoint(Changing(first, then), h, **options))
+    with pytest.raises(RegionError, match=rf"Changing: {told}.*\n    fix: "):
+        out.sum().backward()
+    assert x.grad is None
+
+
+def test_determinism_check_none_does_not_compare() -> None:
+    x, h = hidden(4, WIDTH)
+    body = Changing(lambda h: h.tanh(), lambda h: h.double().tanh().float())
+    sac.checkpoint(body, h, determinism_check="none").sum().backward()
+    assert x.grad is not None
