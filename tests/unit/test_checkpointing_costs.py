@@ -7,8 +7,7 @@ matrix product, and so before the all-reduce behind it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -130,22 +129,6 @@ class TensorParallelLayer(nn.Module):
         return x + _Reduced.apply(self.down(h)) + self.down_bias
 
 
-@contextmanager
-def counted_all_reduces() -> Iterator[list[int]]:
-    """Counts the calls of `dist.all_reduce`."""
-    count, original = [0], dist.all_reduce
-
-    def all_reduce(*args: Any, **kwargs: Any) -> Any:
-        count[0] += 1
-        return original(*args, **kwargs)
-
-    dist.all_reduce = all_reduce
-    try:
-        yield count
-    finally:
-        dist.all_reduce = original
-
-
 def all_reduces(way: str) -> list[int]:
     """In one rank: the all-reduces of a forward and backward, for each call."""
     torch.manual_seed(0)  # weights differ only in how they are read: that does not matter to what is counted
@@ -155,9 +138,9 @@ def all_reduces(way: str) -> list[int]:
     expected = gradients(layer, x)
     run, counts = WAYS[way](layer), []
     for _ in range(CALLS):
-        with counted_all_reduces() as count:
+        with Recorder() as seen:
             run(x).square().sum().backward()
-        counts.append(count[0])
+        counts.append(seen.count("allreduce"))
         assert all(map(torch.equal, gradients(layer, x), expected))
     return counts
 

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import sac.compat.deepspeed as checkpointing
 from sac.full import RngTracker
 
 WIDTH = 8
-DEEPSPEED = {"reentrant": checkpointing.checkpoint, "non-reentrant": checkpointing.non_reentrant_checkpoint}
 Call = Callable[..., Any]
 
 

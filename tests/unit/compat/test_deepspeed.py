@@ -23,16 +23,9 @@ from tests.support.ranks import run_ranks
 from tests.support.recording import without_collector
 from tests.support.runs import Noted
 from tests.support.training import assert_same
-from tests.unit.compat.programs import (
-    DEEPSPEED,
-    WIDTH,
-    Call,
-    forking,
-    gradients_of,
-    plainly,
-    trained,
-    unequal_in_a_residual,
-)
+from tests.unit.compat.programs import WIDTH, Call, forking, gradients_of, plainly, trained, unequal_in_a_residual
+
+DEEPSPEED = {"reentrant": checkpointing.checkpoint, "non-reentrant": checkpointing.non_reentrant_checkpoint}
 
 
 @pytest.fixture(autouse=True)

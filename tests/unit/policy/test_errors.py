@@ -47,6 +47,7 @@ RULES = [
     ("ops: a", "this rule says nothing to do"),
     ("opps: a, do: save", 'unknown key "opps" in a rule'),
     ("do: save, layers: all", "this rule has neither ops nor module"),
+    ("ops: a, function: F, do: save", "this rule has both ops and function"),
     ("ops: , do: save", "ops is empty"),
     ('ops: "aten.mm, aten.bmm", do: save', 'ops is "aten.mm, aten.bmm"'),
     ("ops: a, module: a/b, do: save", 'module is "a/b": module paths are written with dots, not wit'),
