@@ -137,24 +137,6 @@ def test_states_are_copies_that_can_be_put_back(tracker):
     assert "seed 1 belongs" in refusal(tracker.add, "a", 1)
 
 
-def test_states_inside_a_fork(tracker):
-    """The stream in use is as it is now; one that is taken away stays away."""
-    torch.manual_seed(9)
-    with tracker.fork("a"):
-        drawn = [torch.rand(3)]
-        states = tracker.get_states()
-        drawn.append(torch.rand(3))
-        tracker.set_states(states)
-        again = torch.rand(3)
-    assert torch.equal(drawn[1], again)
-    with tracker.fork("a"):
-        assert_numbers([torch.rand(3)], numbers_of(1, 3)[2:])
-    with tracker.fork("a"), tracker.fork("b"):
-        tracker.set_states({})
-    assert tracker.names == ()
-    assert_numbers([torch.rand(3)], numbers_of(9, 1))
-
-
 @pytest.mark.parametrize(
     ("state", "complaint"),
     [

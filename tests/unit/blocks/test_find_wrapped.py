@@ -130,10 +130,3 @@ def test_rules_reach_sharded_units_inside_a_block() -> None:
     found = rules_of(model)
     assert found == rules_of(built(llama_stack))
     assert all(rule["hits"] for rule in found)
-
-
-def test_rules_reach_compiled_parts_of_a_block() -> None:
-    model = built(llama_stack)
-    for block in model.blocks:
-        block.mlp.gate_proj = torch.compile(block.mlp.gate_proj, backend="eager")
-    assert rules_of(model) == rules_of(built(llama_stack))

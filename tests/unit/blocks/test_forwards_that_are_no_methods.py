@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partialmethod
+from functools import partial, partialmethod
 
-import pytest
 from torch import Tensor, nn
 
-from tests.support.blocks import FULL, Stack, policy, save, selective, square, under_each_engine
-from tests.support.training import assert_same_training
+from tests.support.oracle import assert_exact, on_every_way
+from tests.support.programs import WIDTH, Program
 
 
 class Doubling:
@@ -42,27 +41,28 @@ class Callable(nn.Module):
 
 
 class Around(nn.Module):
-    def __init__(self, part: nn.Module) -> None:
+    """Calls such a module, under the name that a rule saves as a whole."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
-        self.linear, self.part = nn.Linear(8, 8), part
+        self.linear, self.up = nn.Linear(WIDTH, WIDTH), kind()
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.part(self.linear(x))
+        return x + self.up(self.linear(x))
 
 
 KINDS = [Static, OfClass, Partial, Callable]
-PLACES = {"block": lambda kind: Stack(kind(), kind()), "part": lambda kind: Stack(Around(kind()), Around(kind()))}
-VALUES = under_each_engine(
-    {
-        "full": FULL,
-        "an op is saved": selective(policy(save("aten.sin"))),
-        "the part is saved": selective(policy({"module": "part", "do": "save"})),
-    }
+
+
+def own_forward(block: nn.Module, x: Tensor) -> Tensor:
+    raise AssertionError
+
+
+@on_every_way(
+    [
+        *(Program(kind.__name__, own_forward, block=kind) for kind in KINDS),
+        *(Program(f"around {kind.__name__}", own_forward, block=partial(Around, kind)) for kind in KINDS),
+    ]
 )
-CASES = [(place, value) for place in PLACES for value in VALUES if place == "part" or "the part" not in value]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("place", "value"), CASES)
-def test_training_is_the_same(kind: type[nn.Module], place: str, value: str) -> None:
-    assert_same_training(lambda: PLACES[place](kind), VALUES[value], steps=3, make_input=square)
+def test_training_is_the_same(program: Program, way: str, policy: str) -> None:
+    assert_exact(program, way, policy)

@@ -9,14 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 
 from sac.blocks.kv_cache import (
     cache_configs,
     shares_kv,
-    takes_shared_kv,
     turn_off_cache,
 )
 from sac.blocks.other_checkpointing import existing_checkpointing
@@ -77,29 +76,6 @@ def test_sharing_is_told_by_modes_and_by_modules() -> None:
     attention = nn.Linear(1, 1)
     attention.is_kv_shared_layer = True
     assert shares_kv(nn.Sequential(attention))
-
-
-class Attention(nn.Module):
-    def forward(self, x: Tensor, shared_kv_states: Any) -> Tensor:
-        return x
-
-
-class HandsOn(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.self_attn = Attention()
-
-    def forward(self, x: Tensor, **kwargs: Any) -> Any:
-        return self.self_attn(x, **kwargs)
-
-
-class ReadsElsewhere(HandsOn):
-    def forward(self, x: Tensor) -> Any:
-        return self.self_attn(x, self.shared)
-
-
-def test_a_block_that_is_not_handed_what_it_shares_does_not_take_it() -> None:
-    assert [takes_shared_kv(kind()) for kind in (HandsOn, ReadsElsewhere)] == [True, False]
 
 
 # Checkpointing of the model's own

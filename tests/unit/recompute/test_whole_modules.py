@@ -198,12 +198,6 @@ def without_gradient(block: Any, x: Tensor) -> Tensor:
     return (y * x).sin() * block.part(x).sin()
 
 
-def autocast(block: Any, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        y, z = block.part(x), x @ block.a
-    return (y.float().sin() @ block.b).sin() * z.float().cos()
-
-
 def takes_apart(block: Any, x: Tensor) -> Tensor:
     mapping, pair, output, holder = block.part(x)
     assert (type(pair), type(output), type(holder)) == (Pair, Output, Holder)
@@ -235,7 +229,6 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
     "dropout": (lambda part, x: torch.dropout(x @ part.weight, 0.5, True), dropout),
     "generator": (product, passed_generator),
     "without gradient": (product, without_gradient),
-    "autocast": (product, autocast),
     "none": (lambda part, x: None, lambda block, x: block.other(x).sin() * (2 if block.part(x) is None else 0)),
     "structures": (structures, takes_apart),
     "one tensor twice, and the argument": (twice_and_argument, asks_for_identity),
