@@ -92,6 +92,18 @@ def mlps(count: int) -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(DIM, DIM), nn.GELU(), nn.Linear(DIM, DIM)) for _ in range(count)]
 
 
+class Cell(Holding):
+    def __init__(self) -> None:
+        super().__init__(map=nn.Linear(4, 4))
+
+
+def declared() -> nn.Module:
+    """A model that names the class of its layers, as remote code for Hugging Face does."""
+    model = Holding(cells=nn.ModuleList([Cell(), Cell()]), layers=nn.ModuleList(mlps(2)))
+    vars(model).update(_no_split_modules=("Cell",))
+    return model
+
+
 def with_heads() -> nn.Module:
     model = TitanStyle()
     model.heads = nn.ModuleList(mlps(3))
@@ -117,6 +129,10 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], list[tuple[str, int, int]]]] = {
         [("0", 0, 2), ("1", 1, 2)],
     ),
     "nothing but mlps": (lambda: nn.Sequential(*mlps(2)), [("0", 0, 2), ("1", 1, 2)]),
+    "declared names and others": (
+        declared,
+        [(f"{stack}.{i}", i, 2) for stack in ("cells", "layers") for i in range(2)],
+    ),
     "heads beside a stack": (with_heads, [(f"layers.{i}", i, 3) for i in range(3)]),
     "parts of layers in lists": (
         lambda: Holding(layers=nn.ModuleList(nn.ModuleList([Attention(), SwiGLU()]) for _ in range(2))),

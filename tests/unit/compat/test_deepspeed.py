@@ -22,8 +22,9 @@ from tests.support.rank_programs import ModelParallelUnit
 from tests.support.ranks import run_ranks
 from tests.support.recording import without_collector
 from tests.support.runs import Noted
+from tests.support.stored_regions import plainly
 from tests.support.training import assert_same
-from tests.unit.compat.programs import WIDTH, Call, forking, gradients_of, plainly, trained, unequal_in_a_residual
+from tests.unit.compat.programs import WIDTH, Call, forking, gradients_of, trained, unequal_in_a_residual
 
 DEEPSPEED = {"reentrant": checkpointing.checkpoint, "non-reentrant": checkpointing.non_reentrant_checkpoint}
 

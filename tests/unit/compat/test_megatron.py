@@ -15,8 +15,9 @@ from sac.compat import megatron
 from sac.errors import ConfigError
 from sac.full import RngTracker
 from tests.support.ranks import run_ranks
+from tests.support.stored_regions import plainly
 from tests.support.training import assert_same
-from tests.unit.compat.programs import forking, plainly, trained, unequal_in_a_residual
+from tests.unit.compat.programs import forking, trained, unequal_in_a_residual
 
 RANDOM = "megatron.core.tensor_parallel.random"
 STATE = "megatron.core.parallel_state"

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.two_tensor import TwoTensor
 
 from sac.stores.layout import Layout
@@ -109,13 +108,3 @@ def test_what_fits():
     for x in (torch.ones(2, 2).to_sparse(), torch.nn.Parameter(torch.ones(2)), jagged, wrapped):
         assert not Layout.fits(x)
     assert not Layout.fits(filled(10).unfold(0, 4, 2))  # windows that overlap
-
-
-def test_a_fake_tensor_has_the_layout_of_the_real_one():
-    real = torch.randn(8, 24)
-    with FakeTensorMode():
-        fake = torch.randn(8, 24)
-        for view in (lambda x: x[1:], lambda x: x[2:4], lambda x: x[:, 3:5], lambda x: x.flatten()[5:9]):
-            layout, _ = Layout.of(view(fake))
-            with unset_fake_temporarily():
-                assert layout == Layout.of(view(real))[0]
