@@ -240,6 +240,15 @@ def test_inputs_count_where_backward_of_the_model_alone_reads_them(body: Callabl
         assert [kind.input_bytes for kind in sac.report(model).kinds] == [expected]
 
 
+@pytest.mark.parametrize("value", [FULL, selective(policy(save("matmul")))], ids=["full", "selective"])
+def test_copies_of_buffers_from_before_the_forward_are_counted(value: Any) -> None:
+    block = FunctionBlock(lambda block, x: block.norm(x @ block.a).sin() @ block.b, norm=nn.BatchNorm1d(8))
+    model, (x,) = sac.apply(Stack(block), value), square()
+    model(x).sum().backward()
+    (kind,) = sac.report(model).kinds
+    assert kind.input_bytes == x.nbytes + sum(buffer.nbytes for buffer in model.buffers())
+
+
 STORES = {
     "host": ({"store": "host"}, "the first floating-point one is kept in host memory"),
     "contiguous": (
