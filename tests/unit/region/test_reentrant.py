@@ -105,6 +105,11 @@ def only_a_keyword_needs_a_gradient(run: Run) -> Seen:
     return seen(run(lambda first, *, other: frozen(first) * other, torch.randn(4, WIDTH), other=h), x)
 
 
+def no_tensor_argument(run: Run) -> Seen:
+    weight = nn.Parameter(torch.randn(WIDTH))
+    return seen([run(lambda: weight.sin()), run(lambda count: weight * count, 3)], weight)
+
+
 def gradients_in_other_strides(run: Run) -> Seen:
     """What arrives at the argument is transposed: a bias before it adds that up in another order than a copy."""
     linear, (x, h) = nn.Linear(WIDTH, 33), hidden(65, WIDTH)
@@ -130,6 +135,7 @@ PROGRAMS = [
     views_of_the_argument,
     views_of_a_result,
     only_a_keyword_needs_a_gradient,
+    no_tensor_argument,
     gradients_in_other_strides,
     a_requirement_that_comes_later,
 ]
