@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.distributed as dist
 
 from sac.ops.facts import traits_of
 from sac.ops.names import is_must_save, resolve_ops
@@ -100,6 +101,27 @@ def test_routing_choices_must_be_saved_in_every_mode():
 def test_save_sets_know_common_functions(save_set: str, function: str) -> None:
     assert resolve_ops([save_set]).matches_unit(function)
     assert not resolve_ops(["random"]).matches_unit(function)
+
+
+# -- Collectives
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_result_may_be_waited_for_again_and_later(group):
+    """Waiting hands back the tensor it waits for, so what a region keeps is complete once backward has waited."""
+    x = torch.arange(4.0)
+    result = c10d.all_to_all_single(x, [4], [4], group.group_name)
+    assert c10d.wait_tensor(result) is result
+    assert c10d.wait_tensor(result) is result
+    assert torch.equal(result, x)
+    assert result.data_ptr() != x.data_ptr()
+    assert traits_of(c10d.wait_tensor.default).is_view
 
 
 # -- Conditions
