@@ -170,7 +170,7 @@ def test_all_that_is_wrong_is_told_with_its_place(tmp_path: Path) -> None:
     assert [line.rpartition("; ")[2] for line in lines if "legal: " not in line] == [
         "policy.yaml:7:19: no op aten.mmm is registered",
         "    did you mean: aten.mm",
-        "    fix: correct the name, or put it into a save-set under `sets:`, where a missing op is skipped",
+        "    fix: correct the name: `sac trace` without --policy lists the ops that a model runs, by their names",
         'policy.yaml:7:29: unknown save-set "attentionn"',
         "    did you mean: attention",
         "    fix: write an op with its namespace, or define the set under `sets:`",
