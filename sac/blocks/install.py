@@ -86,6 +86,9 @@ class UnmatchedRules:
         what = "module" if rule.matches_module else key if names else "op"
         found = f'rule "{rule.id}" matched no {what} in any region of the model'
         if names and self._reruns:
+            if not any(rule.kept_as.keeps for rule in self._rules):
+                fix = "none is needed: no rule of this policy saves anything, so the regions are recomputed as a whole"
+                return Problem(rule.where(), found, fix=fix)
             fix = "rules on functions and units hold where a region is replayed; here it runs again as Python"
             return Problem(rule.where(), found, fix=f"{fix}: leave `engine: rerun` out, or name ops")
         if names:

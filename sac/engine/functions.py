@@ -25,7 +25,7 @@ from sac.checksums import checksum, find_different
 from sac.engine.handles import Handle
 from sac.engine.objects import NotLeaf, copied, is_own_object
 from sac.engine.rng import GeneratorStates, advanced, default_generators, set_states, states_of
-from sac.engine.table import NO_RULE, site_name
+from sac.engine.table import NO_RULE, ResolvedRule, site_name
 from sac.engine.tape import DiffersError, Ref, Tape, as_refs, from_refs
 from sac.engine.tracker import active_mode, without_mode
 from sac.engine.verify import may_differ
@@ -354,6 +354,8 @@ class UnitCall:
                 self.rule = rule.index
             if self.decision.keeps:
                 scope.strict = scope.strict or "a rule saves it"
+            elif rule is not None:
+                self._recompute_inside(rule)
         self.wanted = _unexplained(tape, scope, self.results)
         is_unit = bool(self.wanted or self.written)
         if is_unit and (self.op_written or self.written or self._sends()) and not scope.strict:
@@ -386,6 +388,17 @@ class UnitCall:
         if inner:
             explained = [one.value for one in self.results if roots[one.value] not in self.wanted]
             _drop_kept(tape, inner, explained, scope.first)
+
+    def _recompute_inside(self, rule: ResolvedRule) -> None:
+        """Drop what later rules or the default save of the ops inside: the first rule that matches decides."""
+        tape, table, trace = self.tape, self.mode.table, self.mode.op_trace
+        earlier = {one.index: one.rule.id for one in table.rules if one.index < rule.index}
+        for value in [value for value in tape.kept if value >= self.first_value and tape.rule_of[value] not in earlier]:
+            if not getattr(tape.sites[tape.makers[value]], "must_save", False):
+                del tape.kept[value]
+                tape.kept_roots.discard(tape.roots[value])
+        if trace is not None:
+            trace.recompute_inside(rule, self.first_row, {*earlier.values()})
 
     def _results(self, out: Any) -> list[_Result]:
         results = []

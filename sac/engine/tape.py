@@ -258,7 +258,8 @@ class Tape:
         node = tensor.grad_fn
         is_older = node is not None and node._sequence_nr() < self._first_node
         op = getattr(reader, "op", "autograd")
-        if not is_older and tensor.numel() > _SMALL and op is not torch.ops.aten.lift_fresh.default:
+        is_constant = op is torch.ops.aten.lift_fresh.default and self.scope is None  # `torch.tensor`, `from_numpy`
+        if not is_older and tensor.numel() > _SMALL and not is_constant:
             self.fail(f"{op} reads a tensor that no op made and that is no input, parameter or module attribute")
             if self.scope is not None:
                 value = self.add_value(tensor, -1, len(self.sites))

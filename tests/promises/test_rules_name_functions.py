@@ -9,19 +9,27 @@ import torch
 from torch import Tensor, nn
 
 import sac
+from sac.reporting import decisions_of
 
+MUL = "aten.mul.Tensor"
 calls: list[str] = []
+WIDTH, ROWS = 32, 4
+
+
+OPS, KERNEL, OWN_MEMORY = "ops", "a kernel", "a kernel that allocates by itself"
 
 
 class Cubed(torch.autograd.Function):
-    """``kernel``: the result comes from where no op is seen."""
+    """``way``: where its result comes from."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kernel: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, way: str) -> Tensor:
         calls.append("forward")
         ctx.save_for_backward(x)
-        if not kernel:
+        if way == OPS:
             return x * x * x
+        if way == OWN_MEMORY:
+            return torch.from_numpy(x.detach().numpy() ** 3)
         out = torch.empty_like(x)
         out.numpy()[...] = x.detach().numpy() ** 3
         return out
@@ -33,40 +41,55 @@ class Cubed(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    def __init__(self, kernel: bool) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
-        self.inner, self.out, self.kernel = nn.Linear(8, 8), nn.Linear(8, 8), kernel
+        self.inner, self.out, self.way = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), way
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.out(Cubed.apply(self.inner(x).tanh(), self.kernel).sin())
+        return x + self.out(Cubed.apply(self.inner(x).tanh(), self.way).sin())
 
 
-def trained(kernel: bool, rules: list[dict[str, Any]] | None) -> list[Tensor]:
+def trained(way: str, rules: list[dict[str, Any]] | None, **policy: Any) -> tuple[list[Tensor], nn.Module]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.ModuleList([Block(kernel), Block(kernel)]))
-    layers = nn.Sequential(*model[0])
+    layers = nn.Sequential(Block(way), Block(way))
     if rules is not None:
-        policy = {"schema": "sac/v1", "name": "kernels", "rules": rules}
+        policy = {"schema": "sac/v1", "name": "kernels", "rules": rules, **policy}
         sac.apply(layers, {"mode": "selective", "policy": policy, "blocks": ["*"], "strict": True})
     gradients = []
     for _ in range(3):
         calls.clear()
-        layers(torch.ones(4, 8)).square().sum().backward()
+        layers(torch.ones(ROWS, WIDTH)).square().sum().backward()
         gradients += [parameter.grad.clone() for parameter in layers.parameters() if parameter.grad is not None]
-    return gradients
+    return gradients, layers
 
 
-@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("way", [OPS, KERNEL, OWN_MEMORY])
 @pytest.mark.parametrize("name", ["Cubed", "*.Cubed", "Cub*"])
-def test_a_saved_function_is_not_called_again(kernel: bool, name: str) -> None:
-    expected = trained(kernel, None)
-    found = trained(kernel, [{"id": "cubed", "function": name, "do": "save"}])
+def test_a_saved_function_is_not_called_again(way: str, name: str) -> None:
+    expected, _ = trained(way, None)
+    found, model = trained(way, [{"id": "cubed", "function": name, "do": "save"}])
     assert calls == ["forward"] * 2
     assert all(map(torch.equal, expected, found))
+    assert sac.report(model).saved_bytes_by_rule() == {"cubed": 2 * ROWS * WIDTH * 4}
 
 
-def test_a_function_that_no_rule_saves_is_called_again_if_it_is_a_kernel() -> None:
-    expected = trained(True, None)
-    found = trained(True, [{"id": "sums", "ops": "aten.sin", "do": "save"}])
+@pytest.mark.parametrize("way", [KERNEL, OWN_MEMORY])
+def test_a_function_that_no_rule_saves_is_called_again_if_it_is_a_kernel(way: str) -> None:
+    expected, _ = trained(way, None)
+    found, _ = trained(way, [{"id": "sums", "ops": "aten.sin", "do": "save"}])
     assert calls == ["forward"] * 4
     assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize("later", [[], [{"id": "products", "ops": "aten.mul", "do": "save"}]], ids=["default", "rule"])
+def test_a_rule_that_recomputes_a_function_decides_on_the_ops_inside(later: list[dict[str, Any]]) -> None:
+    """Whatever later rules or the default say of these; an earlier rule is asked first."""
+    rule, more = {"id": "cubed", "function": "Cubed", "do": "recompute"}, {} if later else {"default": "save"}
+    expected, _ = trained(OPS, None)
+    found, model = trained(OPS, [rule, *later], **more)
+    assert all(map(torch.equal, expected, found))
+    assert {(row.decision, row.rule) for row in decisions_of(model) if row.op == MUL} == {("recompute", "cubed")}
+    assert sac.report(model).saved_bytes_by_rule().get("products", 0) == 0
+    found, model = trained(OPS, [*later, rule], **more)
+    assert all(map(torch.equal, expected, found))
+    assert ("save" in {row.decision for row in decisions_of(model) if row.op == MUL}) == bool(later)
