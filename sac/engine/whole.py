@@ -83,21 +83,25 @@ class WholeModules:
                 mode.op_trace = trace
         if is_recorded:
             results = [*tensors_in(out)]
-            size = keep(tape, results, [*tensors_in((args, kwargs))], first, rule.index)
-            self.inside[rule.index].update(_kept_inside(results, first_node))
+            kept = keep(tape, results, [*tensors_in((args, kwargs))], first, rule.index)
+            inner = _kept_inside(results, first_node)
+            self.inside[rule.index].update(inner)
+            kept |= {address: size for address, size in inner.items() if address not in tape.leaf_roots}
             if trace is not None:
                 module = getattr(function, "__self__", None)
                 flops = sum(row.flops for row in inside.rows)
-                trace.add_module((path, number), rule, module, out, kept_bytes=size, flops=flops)
+                trace.add_module((path, number), rule, module, out, kept_bytes=sum(kept.values()), flops=flops)
         return out
 
 
-def keep(tape: Any, results: list[Tensor], arguments: list[Tensor], first: tuple[int, int], rule: int) -> int:
-    """Keep the results of a module, and those arguments that it wrote to; return their bytes.
+def keep(
+    tape: Any, results: list[Tensor], arguments: list[Tensor], first: tuple[int, int], rule: int
+) -> dict[int, int]:
+    """Keep the results of a module, and those arguments that it wrote to; return the bytes of each storage.
 
     ``first``: the first entry and the first value inside of the module.
     """
-    sizes = {}
+    sizes: dict[int, int] = {}
     written = [tensor for tensor in arguments if tape.known(tensor) is not None]
     for tensor in (*results, *written):
         value = tape.find(tensor)
@@ -109,8 +113,8 @@ def keep(tape: Any, results: list[Tensor], arguments: list[Tensor], first: tuple
             tape.kept[value] = detached(tensor)
             tape.kept_roots.add(root)
             tape.rule_of[value] = rule
-        sizes[root] = storage_bytes(tensor)
-    return sum(sizes.values())
+        sizes |= {storage_address(part): storage_bytes(part) for part in tensor_parts(tensor)}
+    return sizes
 
 
 def _kept_inside(results: list[Tensor], first_node: int) -> dict[int, int]:
