@@ -429,6 +429,18 @@ def eval_between_forward_and_backward(block: Block, x: Tensor) -> Tensor:
     return block.down(block.drop(block.up(x)))
 
 
+def _toggle_frozen(model: nn.Module, step: int) -> None:
+    """As GANs freeze a part between forward and backward, and thaw it in the next step."""
+    for part in (model.get_submodule("blocks.0"), model.get_submodule("blocks.1.up")):
+        assert {one.requires_grad for one in part.parameters()} == {step % 2 == 0}
+        part.requires_grad_(step % 2 == 1)
+
+
+@program("attribute", children={"norm": lambda: nn.LayerNorm(WIDTH)}, between=_toggle_frozen)
+def frozen_between_forward_and_backward(block: Block, x: Tensor) -> Tensor:
+    return x + block.down(block.norm(block.up(x)).sin()).cos()
+
+
 def _draw(model: nn.Module, step: int) -> None:
     torch.rand(3), random.random(), numpy.random.rand()
 
