@@ -20,13 +20,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-import sac
 from sac.engine.region import RegionGroup
 from sac.engine.tape import CannotReplayError, Tape
 from sac.engine.taped import TapedFrame
 from sac.errors import SacWarning
 from tests.fuzz.instructions import INSTRUCTIONS, READ_TWICE, operands_of
-from tests.fuzz.programs import Line, Program, policies, programs, values
+from tests.fuzz.programs import Line, Program, programs, values
 from tests.support.blocks import APPLY, install, policy, selective
 from tests.support.pairs import in_pairs
 from tests.support.recording import Recorder, without_collector
@@ -226,15 +225,3 @@ ONCE_WRONG = {
 @pytest.mark.parametrize(("program", "value", "backward"), ONCE_WRONG.values(), ids=ONCE_WRONG.keys())
 def test_programs_that_once_came_out_wrong_under_replay(program: Program, value: Any, backward: Backward) -> None:
     assert_exact_and_free(program, value, APPLY, backward)
-
-
-def test_policies_that_are_drawn_can_be_loaded() -> None:
-    """The strategy writes no rule that an earlier one makes unreachable, and no op that cannot be saved."""
-
-    @settings(CALM, max_examples=100, derandomize=True)
-    @given(written=policies())
-    def check(written: dict[str, Any]) -> None:
-        read = sac.load_policy(written)
-        assert [rule.do for rule in read.rules] == [rule["do"] for rule in written.get("rules", [])]
-
-    check()
