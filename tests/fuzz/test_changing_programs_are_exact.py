@@ -42,7 +42,7 @@ from tests.fuzz.changing.runs import (
 OTHERS = tuple(way for way in (*ENGINES, *MODES) if way not in ("replay", "full"))
 REFUSES = {  # what a region cannot put back
     ("lazy linear", "context_fn"),
-    *(("tensor written by loop", way) for way in ("full", "rerun", "checkpoint")),
+    *(("tensor written by loop", way) for way in MODES),
 }
 LIMITS = {"transforms", "optimizer in backward", "weights written between passes"}
 
@@ -133,6 +133,13 @@ def test_ways_that_run_python_twice_are_exact_or_refuse(first: int) -> None:
         for way in ways_of(seed, MODES, 1):
             result = outcome(prepared, way)
             assert result.kind in (EQUAL, LIMIT, REFUSED, UNSEEN), told(seed, way, result)
+
+
+@pytest.mark.parametrize("first", [200, pytest.param(210, marks=pytest.mark.slow)])
+def test_a_budget_changes_nothing_but_memory(first: int) -> None:
+    for seed in range(first, first + 10):
+        result = outcome(program_of(seed), "budget")
+        assert result.kind in (EQUAL, LIMIT, REFUSED, UNSEEN), told(seed, "budget", result)
 
 
 def told(seed: int, way: str, result: Outcome) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,19 +27,14 @@ from tests.support.simulated_streams import simulated_streams
 EQUAL, LIMIT, REFUSED, WRONG, UNSEEN, ERROR = "equal", "limit", "refused", "wrong", "unseen", "error"
 OUTCOMES = (EQUAL, LIMIT, REFUSED, WRONG, UNSEEN, ERROR)
 ENGINES = ("auto", "replay", "offload")  # which have to be right on every program; the last on a simulated device
-MODES = (
-    "modules",
-    "offload modules",
-    "rerun",
-    "full",
-    "checkpoint",
-    "context_fn",
-)  # which may refuse, and where state cannot be seen be wrong
+# which may refuse, and where state cannot be seen be wrong
+MODES = ("modules", "offload modules", "rerun", "full", "budget", "checkpoint", "context_fn")
 WAYS = (*ENGINES, *MODES, "torch")  # the last is torch's own checkpoint, for comparison
 
 LIMITS = (  # of errors that the documentation announces, or that torch's own checkpoint and hooks raise too
     "don't yet support saved tensor hooks",
     "has been modified by an inplace operation",
+    "Attempted to use an uninitialized parameter",  # by a budget
 )
 OUTSIDE = frozenset(  # features with state that a rerun finds as it is now, as under torch's own checkpoint
     {
@@ -147,6 +143,9 @@ def value_of(way: str, seed: int) -> dict[str, Any]:
     if way == "full":
         value = {"mode": "full", "blocks": ["blocks.*"], "early_stop": pick.random() < 0.8}
         return value | ({"store": "host", "keep": "all"} if pick.random() < 0.1 else {})
+    if way == "budget":
+        budget = pick.choice(["10%", "30%", "50%", "70%", "90%", "1GiB"])
+        return {"mode": "selective", "blocks": ["blocks.*"], "budget": budget}
     rules = [
         {"id": f"rule-{at}", **rule, "optional": pick.random() < 0.9 or "module" in rule}
         for at, rule in enumerate(pick.choice(WHOLE_MODULES if "modules" in way else RULES))
@@ -207,7 +206,7 @@ def outcome(prepared: Prepared, way: str) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with on_its_device(way, prepared.program.seed):
+            with on_its_device(way, prepared.program.seed), contextlib.redirect_stderr(io.StringIO()):
                 for found in _shown(prepared.source, functools.partial(put, way, value)):
                     differing = differences(prepared.expected[step], found)
                     if differing:
