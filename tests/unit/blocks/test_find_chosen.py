@@ -58,8 +58,8 @@ def titan() -> nn.Module:
 
 REFUSED: dict[str, tuple[Callable[[], Any], list[str], str]] = {
     # name: (the model, the patterns, what is told)
-    "nearly": (titan, ["layers.*", "layer.*"], r'"layer\.\*" matches no module of TitanStyle\n.*mean: "layers\.\*"'),
-    "nothing alike": (titan, ["decoder.blocks.*"], r"legal: tok_embeddings, layers, layers\.\*, .* … \(7 more\)"),
+    "nearly": (titan, ["layers.*", "layer.*"], r'"layer\.\*" matches no module of Llama3Model\n.*mean: "layers\.\*"'),
+    "nothing alike": (titan, ["decoder.blocks.*"], r"legal: tok_embeddings, layers, layers\.\*, .* … \(9 more\)"),
     "no prefix": (lambda: nn.ModuleDict({"model": titan()}), ["layers.*"], r'did you mean: "model\.layers\.\*"'),
     "a list": (titan, ["layers"], r'ModuleDict, which is not called itself\n.*write "layers\.\*" for its children'),
     "no blocks": (without_blocks, [], r'taps \(ModuleList of 2 Linear, 1 Tanh\)(.*\n)*.*blocks: \["taps\.\*"\]'),

@@ -10,12 +10,13 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from sac.blocks.find import Block, divided, find_blocks, submodules
 from sac.policy.patterns import PathPattern
-from tests.support.plain_zoo import DIM, PLAIN, Attention, Experts, SwiGLU, TitanStyle, plain
+from tests.support.plain_zoo import DIM, Attention, Experts, Llama3Model, SwiGLU, plain
 from tests.support.plain_zoo import Block as PlainBlock
 
 EXPECTED = {
     "titan": ["layers.0", "layers.1", "layers.2"],
-    "timm": ["blocks.0", "blocks.1"],
+    "VisionTransformer": ["blocks.0", "blocks.1"],
+    "DiT": ["blocks.0", "blocks.1"],
     "staged": ["stages.0.blocks.0", "stages.1.blocks.0", "stages.1.blocks.1"],
     "sequential": ["0", "1", "2"],
     "experts": ["0", "1"],
@@ -29,7 +30,7 @@ def paths(blocks: tuple[Block, ...]) -> list[str]:
     return [block.path for block in blocks]
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", EXPECTED)
 def test_blocks_of_plain_models_are_called_one_after_the_other(name: str) -> None:
     model, inputs = plain(name)
     blocks = find_blocks(model)
@@ -91,7 +92,7 @@ def mlps(count: int) -> list[nn.Module]:
 
 
 def with_heads() -> nn.Module:
-    model = TitanStyle()
+    model = Llama3Model()
     model.heads = nn.ModuleList(mlps(3))
     return model
 
@@ -99,7 +100,7 @@ def with_heads() -> nn.Module:
 FOUND: dict[str, tuple[Callable[[], nn.Module], list[tuple[str, int, int]]]] = {
     # name: (the model, the path, the number of the layer and the size of its stack for each block)
     "a pipeline stage": (
-        lambda: TitanStyle(range(2, 4), n_layers=6),
+        lambda: Llama3Model(range(2, 4), n_layers=6),
         [("layers.2", 2, 6), ("layers.3", 3, 6)],
     ),
     "placeholders": (
