@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import sac
-from tests.support.blocks import FunctionBlock, Stack, policy, save, selective, square
+from tests.support.blocks import FunctionBlock, Stack, policy, save, selective, square, whole
 from tests.support.training import built
-from tests.support.whole_module_blocks import whole
 
 VALUES: dict[str, Any] = {
     "the block itself, else recomputed": selective(policy(whole(""))),
