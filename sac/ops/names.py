@@ -44,7 +44,7 @@ def unknown_name(text: str, registry: Registry, set_names: Sequence[str]) -> Pro
         return Problem("", f"{packet} has no overload {rest[-1]}", listing(legal), nearest(name, legal), fix)
     if namespace in registry.namespaces:
         near = nearest(packet, [known for known in registry.packets if known.startswith(f"{namespace}.")])
-        fix = "correct the name, or put it into a save-set under `sets:`, where a missing op is skipped"
+        fix = "correct the name: `sac trace` without --policy lists the ops that a model runs, by their names"
         return Problem("", f"no op {packet} is registered", nearest=near, fix=fix)
     near = f"{nearest(namespace, registry.namespaces)}.{rest[0]}"
     fix = "import the library that registers it before sac reads the policy, or put the name into a save-set under "

@@ -97,7 +97,7 @@ def _set(names: str, functions: str = "") -> SaveSet:
 # counts as a view and runs again in recomputation. There it costs nothing, because the result has been waited for (or,
 # if nothing used it in forward, its work is still registered under the same storage). Until the wait, the values are
 # incomplete: the engine keeps the tensor itself and must not copy it. Checked by
-# tests/unit/ops/test_save_sets_collective.py.
+# tests/unit/ops/test_save_sets.py.
 
 SAVE_SETS: Mapping[str, SaveSet] = {
     # Outputs of fused attention kernels: dear to run again, small to keep (no scores are stored). The math path of

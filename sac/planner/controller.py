@@ -23,7 +23,7 @@ from sac.planner.meters import CpuMeter, Meter, meter_of
 from sac.planner.observing import Observation, Observed, Shapes
 from sac.planner.predict import Choice, Prediction, rounded
 from sac.planner.profile import RegionProfile
-from sac.planner.regions import FULL, PLANNED, BudgetRegions, planned_regions
+from sac.planner.regions import FULL, PLANNED, BudgetRegions, PlannedRegions, planned_regions
 from sac.planner.tracing import merged
 from sac.policy.model import Policy
 from sac.policy.read import bytes_text
@@ -46,8 +46,8 @@ from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 # What a later step begins with is asked when it begins, so the optimizer's state is counted when it is there. If no
 # parameter has changed by then (a scaled loss has overflowed), the state is reserved for.
 #
-# A pass on larger inputs than were observed runs under full recomputation. Nothing of this needs other ranks, except
-# the plan itself (`agreeing.py`).
+# A pass on larger inputs than were observed runs under full recomputation, and is observed for a new plan. Nothing of
+# this needs other ranks, except the plan itself (`agreeing.py`): ranks that share parameters keep their first one.
 #
 # The first steps of the plan are measured too, and show by how much the bounds of its options were too high. If a
 # faster choice fits by what is then known, it is used from the next step on. Ranks that share parameters would have to
@@ -63,6 +63,7 @@ from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 _UNSEEN_STATES = 2  # per trained parameter
 _MOST_FORWARDS = 64  # of a step that accumulates gradients; further ones are like them
 _MOST_CHECKS = 3  # steps of plans that are measured
+_MOST_PLANS = 8  # of one training
 _WORTH_CHANGING = 1e-6  # of the recomputed time: more than rounding
 
 
@@ -79,16 +80,19 @@ class BudgetPlan:
     forward_seconds: float
     in_flight: int = 1
     next_faster: tuple[int, str] | None = None  # the least peak with a faster option in one region, and the region
+    is_limited: bool = False  # a policy says what may be saved: ``most`` is with all of that
 
     def __str__(self) -> str:
         again = self.seconds / self.forward_seconds if self.forward_seconds else 0.0
         size, path = self.next_faster or (0, "")
+        most = "with all that the policy saves" if self.is_limited else "without checkpointing"
+        needs_none = self.most <= self.allowed and not self.is_limited
         return (
             f"planned for a budget of {bytes_text(self.allowed)}: predicted peak {bytes_text(self.peak)} (least "
-            f"{bytes_text(self.least)}, without checkpointing {bytes_text(self.most)}), "
+            f"{bytes_text(self.least)}, {most} {bytes_text(self.most)}), "
             f"{seconds_text(self.seconds)} of recomputing and recording, {again:.0%} of the blocks' forward"
             + (f", {self.in_flight} forwards in flight" if self.in_flight > 1 else "")
-            + (": no checkpointing is needed" if self.most <= self.allowed else "")
+            + (": no checkpointing is needed" if needs_none else "")
             + (f"; a faster option of {path} would take {bytes_text(size)}" if path else "")
         )
 
@@ -159,6 +163,8 @@ class Controller(BudgetRegions):
         self._checks = 0  # that are still to come
         self._prediction: Prediction | None = None
         self._choice: Choice = ()
+        self._new: PlannedRegions | None = None  # a plan that begins with the next pass
+        self._plans = 0
 
     def attach(self, applied: Applied) -> None:
         """Take charge of the regions of ``applied``."""
@@ -200,20 +206,33 @@ class Controller(BudgetRegions):
                 self._end_pass()
         if self.observation is not None:
             self.observation.shapes.append(shapes)
-        elif self.fitted is not None and self._is_known(shapes):
-            self.use(PLANNED)
         elif self._observed is not None and self._step_is_over():
             self._make_plan(inputs, shapes)
+        elif self.fitted is not None and self._is_known(shapes):
+            self.use(PLANNED)
         else:
             self.use(FULL)
-            if not ends and self.fitted is None and self._observed is None:
+            if self.fitted is not None and not self.told.endswith(_LARGER):
+                self._tell(f"{self.told}; {_LARGER}")
+            if not ends and self._observed is None and self._may_plan():
                 self._observe(inputs, shapes)
         if self.observation is None and not ends:  # see Note [A profiler in steps]
-            if self._checks and self.used == PLANNED and self._meter.is_free():
+            if self._checks and self.used == PLANNED and self._observed is None and self._meter.is_free():
                 self._is_check, self._checks = True, self._checks - 1
                 self._start(inputs, shapes)
             elif self._hooks and self._observed is None:
                 self.stop()
+
+    def use(self, which: str) -> None:
+        """See ``BudgetRegions.use``; a new plan begins here, so that the report is of the last one until then."""
+        if which == PLANNED and self._new is not None:
+            planned, self._new = self._new, None
+            self.plan(planned)
+        else:
+            super().use(which)
+
+    def _may_plan(self) -> bool:
+        return self.fitted is None or (self._plans < _MOST_PLANS and not meshes_of(self.model))
 
     def _has_trained(self) -> bool:
         """Return whether the pass that is over was one of a training, not one to learn the shapes of results."""
@@ -331,7 +350,8 @@ class Controller(BudgetRegions):
     def _make_plan(self, inputs: Any, shapes: Shapes) -> None:
         """Make the plan at the begin of a step, and have the regions carry it out."""
         self.stop()
-        _say(f"sac: one step observed, planning {len(self._profiles)} regions for a budget of {self.budget} …")
+        what = "one step" if self.fitted is None else "a step with larger inputs"
+        _say(f"sac: {what} observed, planning {len(self._profiles)} regions for a budget of {self.budget} …")
         assert self._observed is not None
         block, live = self._meter.block_bytes, self._live(inputs)
         grounds = Grounds(
@@ -353,15 +373,23 @@ class Controller(BudgetRegions):
         )
         least, most = prediction.least(), prediction.peak_of(prediction.fastest)
         allowed = _allowed(self.budget, least, most, grounds.memory_bytes)
-        if least > allowed:
-            raise prediction.refuse("activation_checkpointing.budget", str(self.budget), allowed)
-        self.shapes, self._prediction = grounds.shapes, prediction
-        self._checks = 0 if most <= allowed or meshes_of(self.model) else _MOST_CHECKS
         self._observed, self._profiles = None, ()
+        self._plans += 1
+        if least > allowed:
+            error = prediction.refuse("activation_checkpointing.budget", str(self.budget), allowed)
+            if self.fitted is None:
+                raise error
+            self._plans = _MOST_PLANS
+            warnings.warn(f"{error}\n    until then: {_LARGER}", SacWarning, stacklevel=2)
+            self.use(PLANNED if self._is_known(shapes) else FULL)
+            return
+        self.shapes, self._prediction, self._choice = grounds.shapes, prediction, ()
+        self._checks = 0 if most <= allowed or meshes_of(self.model) else _MOST_CHECKS
         self._put(prediction, prediction.search(allowed), allowed)
         self.use(PLANNED if self._is_known(shapes) else FULL)
 
-    def _put(self, prediction: Prediction, choice: Choice, allowed: int, more: str = "") -> None:
+    def _put(self, prediction: Prediction, choice: Choice, allowed: int, *, took: str = "") -> None:
+        """Use a choice from the next pass on. ``took``: what a step with the last one has taken."""
         planned = planned_regions(prediction, choice, "planned")
         self.fitted = BudgetPlan(
             planned.policy,
@@ -373,12 +401,14 @@ class Controller(BudgetRegions):
             sum(sum(prediction.times[kind]) for kind in prediction.kinds),
             prediction.in_flight,
             prediction.next_faster(choice),
+            self.config.policy is not None,
         )
-        self._tell(f"{self.fitted}{more}")
         if choice != self._choice:
-            self._choice = choice
-            self.plan(planned)
-            _say(f"sac: {self.fitted}")
+            self._choice, self._new = choice, planned
+            self._tell(str(self.fitted))
+            _say(f"sac: {took}{', so a faster choice fits: ' if took else ''}{self.fitted}")
+        else:
+            self._tell(f"{self.fitted}; {took}")
 
     def _warn_of_full(self, profiles: Sequence[RegionProfile]) -> None:
         """Warn of the regions that cannot be planned, which run under full recomputation."""
@@ -407,7 +437,7 @@ class Controller(BudgetRegions):
         choice = prediction.search(allowed, self._choice)
         if prediction.time_of(choice) >= (1 - _WORTH_CHANGING) * prediction.time_of(self._choice):
             choice, self._checks = self._choice, 0
-        self._put(prediction, choice, allowed, f"; {text}" if choice == self._choice else "")
+        self._put(prediction, choice, allowed, took=text)
         if not self._checks:
             self._prediction = None
 
@@ -449,4 +479,5 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+_LARGER = "inputs larger than it was made for run under full recomputation"
 _TOO_MUCH = "find what takes memory that the observed step, the first one, did not take"

@@ -35,6 +35,7 @@ class Entry:
     makes: tuple[int, ...]
     writes: tuple[int, ...] = ()
     savable: bool = False  # a policy may save it, and saving it would hold memory
+    is_declined: bool = False  # a policy could save it, but the user's does not
     must_save: bool = False  # saved whatever the policy says
     is_inside: ClassVar[bool] = False  # of a module that is saved as a whole: a profile has none
     is_collective: bool = False

@@ -164,6 +164,8 @@ class BudgetRegions:
         if which != self.used:
             self.used = which
             for one in self.forwards:
+                if isinstance(one.region, ProfiledRegion):
+                    one.full.stats = one.region.stats  # it was recomputed in full, too
                 one.region = one.planned if which == PLANNED and one.planned is not None else one.full
 
     def plan(self, planned: PlannedRegions) -> None:

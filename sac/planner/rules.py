@@ -170,7 +170,9 @@ def _sites(layers: Iterable[PlannedLayer]) -> tuple[_Site, ...]:
     recomputed: dict[tuple[str, str, int], set[int]] = {}
     for layer in layers:
         assert layer.saved is not None
-        for entry in layer.profile.candidates:
+        for entry in layer.profile.entries:
+            if entry.must_save or not (entry.savable or entry.is_declined):
+                continue
             into = saved if entry.number in layer.saved else recomputed
             into.setdefault((entry.op, entry.module, entry.call), set()).add(layer.number)
     return tuple(

@@ -178,6 +178,11 @@ class _ProfilingFrame(TapedFrame):
         assert isinstance(mode, _ProfilingMode)
         results, is_op, is_unit = tape.results(number), type(site) is CallSite, number in tape.units
         is_kept = is_unit and any(value in tape.kept for value in results)  # it communicates
+        if is_unit:
+            can_save, would_save = True, site in mode.units
+        else:
+            can_save = is_op and not (site.traits.unsavable_reason or site.must_save)
+            would_save = is_op and all(one in saved for one in results)
         return Entry(
             number=number,
             module=site.path if is_op or is_unit else "",
@@ -186,8 +191,8 @@ class _ProfilingFrame(TapedFrame):
             reads=tuple(tape.reads[number]),
             makes=tuple(results),
             writes=tuple(dict.fromkeys(tape.writes_of(number))),
-            savable=bool(results)
-            and (site in mode.units if is_unit else is_op and all(one in saved for one in results)),
+            savable=bool(results) and would_save,
+            is_declined=bool(results) and can_save and not would_save,
             must_save=is_kept or (is_op and site.must_save and any(value in saved for value in results)),
             is_collective=is_op and site.is_collective,
             is_view=is_op and site.is_view,

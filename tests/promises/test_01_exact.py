@@ -2,7 +2,7 @@
 
 The rows on several backward calls are in `test_05_backward_often.py`, those on bytes and on outer hooks in
 `test_06_no_dead_bytes.py`, those on ops that only recomputation runs in `test_04_tolerant_and_strict.py`, those on
-routing in `test_10_routing_is_saved.py`, those on buffers and counters in tests/unit/recompute.
+routing in `test_10_routing_is_saved.py`, and those on buffers and counters in the catalogue.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import sac
@@ -21,6 +22,7 @@ from tests.support.blocks import (
     selective,
     square,
     tokens,
+    whole,
 )
 from tests.support.model_zoo import tiny
 from tests.support.recording import kept_bytes
@@ -204,6 +206,47 @@ def test_a_frozen_tower_keeps_nothing() -> None:
     vision, language = sac.report(model).kinds
     assert (vision.regions, vision.kept_bytes) == ("model.vision_tower.encoder.layers.0-1 (x2)", 0)
     assert language.kept_bytes > 0
+
+
+# -- Inputs: those that autograd holds, and those that sac holds
+
+NEVER_RECOMPUTED: dict[str, Any] = {
+    "the block itself, else recomputed": selective(policy(whole(""))),
+    "everything by glob": selective(policy(save("*"))),
+    **{f"default, {engine}": selective(policy(default="save"), engine=engine) for engine in ("replay", "rerun")},
+}
+
+
+def products(block: FunctionBlock, x: Tensor) -> Tensor:
+    return torch.relu(x @ block.a) @ block.b
+
+
+def reads_no_input(block: FunctionBlock, x: Tensor) -> Tensor:
+    return torch.relu(x + 1) @ block.b
+
+
+def reads_a_view(block: FunctionBlock, x: Tensor) -> Tensor:
+    return torch.cat((x[:2] @ block.a, x[2:] @ block.b)).sin()
+
+
+@pytest.mark.parametrize("name", NEVER_RECOMPUTED)
+@pytest.mark.parametrize("body", [products, reads_no_input, reads_a_view])
+def test_inputs_count_where_backward_of_the_model_alone_reads_them(body: Callable[..., Any], name: str) -> None:
+    model = sac.apply(built(lambda: Stack(*(FunctionBlock(body) for _ in range(3)))), NEVER_RECOMPUTED[name])
+    for _ in range(2):
+        x = square()[0].requires_grad_()
+        model(x).sum().backward()
+        expected = 0 if body is reads_no_input else x.nbytes
+        assert [kind.input_bytes for kind in sac.report(model).kinds] == [expected]
+
+
+@pytest.mark.parametrize("value", [FULL, selective(policy(save("matmul")))], ids=["full", "selective"])
+def test_copies_of_buffers_from_before_the_forward_are_counted(value: Any) -> None:
+    block = FunctionBlock(lambda block, x: block.norm(x @ block.a).sin() @ block.b, norm=nn.BatchNorm1d(8))
+    model, (x,) = sac.apply(Stack(block), value), square()
+    model(x).sum().backward()
+    (kind,) = sac.report(model).kinds
+    assert kind.input_bytes == x.nbytes + sum(buffer.nbytes for buffer in model.buffers())
 
 
 STORES = {

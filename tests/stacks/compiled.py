@@ -29,10 +29,10 @@ def plain(mode: Any) -> Outcome:
     return _trained(model, model, compiled=False)
 
 
-def whole(mode: Any, *, backend: str) -> Outcome:
+def whole(mode: Any, *, backend: str, layers: int = 2) -> Outcome:
     """Train with the whole model as one graph."""
     torch._dynamo.reset()
-    model = built(SIZES)
+    model = built(Sizes(n_layers=layers))
     sac.apply(model, mode)
     return _trained(model, torch.compile(model, backend=backend, fullgraph=True))
 

@@ -62,7 +62,7 @@ STACKS: tuple[Stack, ...] = (
     Stack("PP zero-bubble", "pipelines:pipeline", 2, options={"schedule": "ScheduleZBVZeroBubble"}),
     Stack("FSDP2xTP", "model_parallel:fsdp_tp", 4, EVERY_MODE),
     Stack("compile aot_eager", "compiled:whole", options={"backend": "aot_eager"}),
-    Stack("compile inductor", "compiled:whole", options={"backend": "inductor"}, rounded=True),
+    Stack("compile inductor", "compiled:whole", options={"backend": "inductor", "layers": 1}, rounded=True),
     Stack("per-block compile", "compiled:per_block", options={"backend": "aot_eager"}),
     Stack("HF Trainer", "hf_training:trainer"),
     Stack("Accelerate", "test_accelerate:run"),

@@ -333,7 +333,7 @@ def test_backward(backward: Any, value: Any) -> None:
     runs = []
     for config in ("none", value):
         torch._dynamo.reset()
-        runs.append(backward(sac.apply(built(lambda: Stack(Small(), Small())), config)))
+        runs.append(backward(sac.apply(built(lambda: Stack(Small())), config)))
     assert_same(*runs)
 
 

@@ -100,20 +100,14 @@ EACH = [order for step in STEPS for order in ((APPLY, step), (step, APPLY))]
 EACH += [(APPLY, "DDP", "compile"), ("compile blocks", APPLY, "FSDP2")]
 SEVERAL = [
     ("PEFT", APPLY, "compile"),
-    (APPLY, "compile blocks", "PEFT"),
     ("compile blocks", APPLY, "PEFT"),
     (APPLY, "compile", "deepcopy"),
-    ("compile", APPLY, "deepcopy"),
     ("bfloat16", "wrap compiled blocks", APPLY),
-    (APPLY, "PEFT", "DDP"),
     ("PEFT", "FSDP2", APPLY),
     (APPLY, "PEFT", "FSDP1"),
     (APPLY, "bfloat16", "FSDP2"),
-    ("load", APPLY, "FSDP1"),
+    ("load", APPLY, "DDP"),
     ("DDP", "compile", APPLY),
-    ("compile", APPLY, "DDP"),
-    (APPLY, "compile blocks", "FSDP2"),
-    ("compile blocks", "FSDP2", APPLY),
     ("FSDP2", APPLY, "compile"),
 ]
 

@@ -7,9 +7,7 @@ matrix product, and so before the all-reduce behind it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,9 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -134,23 +129,7 @@ class TensorParallelLayer(nn.Module):
         return x + _Reduced.apply(self.down(h)) + self.down_bias
 
 
-@contextmanager
-def counted_all_reduces() -> Iterator[list[int]]:
-    """Counts the calls of `dist.all_reduce`."""
-    count, original = [0], dist.all_reduce
-
-    def all_reduce(*args: Any, **kwargs: Any) -> Any:
-        count[0] += 1
-        return original(*args, **kwargs)
-
-    dist.all_reduce = all_reduce
-    try:
-        yield count
-    finally:
-        dist.all_reduce = original
-
-
-def megatron_all_reduces(way: str) -> list[int]:
+def all_reduces(way: str) -> list[int]:
     """In one rank: the all-reduces of a forward and backward, for each call."""
     torch.manual_seed(0)  # weights differ only in how they are read: that does not matter to what is counted
     layer = TensorParallelLayer()
@@ -159,38 +138,16 @@ def megatron_all_reduces(way: str) -> list[int]:
     expected = gradients(layer, x)
     run, counts = WAYS[way](layer), []
     for _ in range(CALLS):
-        with counted_all_reduces() as count:
+        with Recorder() as seen:
             run(x).square().sum().backward()
-        counts.append(count[0])
+        counts.append(seen.count("allreduce"))
         assert all(map(torch.equal, gradients(layer, x), expected))
     return counts
 
 
-def dtensor_all_reduces(way: str) -> list[int]:
-    """The same for torch's own tensor parallelism."""
-    torch.manual_seed(0)
-    block = nn.Sequential(OrderedDict(up=nn.Linear(32, 128), gelu=nn.GELU(), down=nn.Linear(128, 32)))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    x = torch.randn(2, 8, 32, requires_grad=True)
-    block(x).square().sum().backward()
-    expected = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in gradients(block, x)]
-    run, counts = WAYS[way](block), []
-    for _ in range(CALLS):
-        with CommDebugMode() as comms:
-            run(x).square().sum().backward()
-        counts.append(comms.get_comm_counts()[torch.ops.c10d_functional.all_reduce])
-        found = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in gradients(block, x)]
-        assert all(map(torch.equal, found, expected))
-    return counts
+COUNTS = {"none": 4, **dict.fromkeys(EARLY, 5), **dict.fromkeys(TO_THE_END, 6)}
 
 
-@pytest.mark.parametrize(
-    ("way", "megatron", "dtensors"),
-    [("none", 4, 2), *((way, 5, 2) for way in EARLY), *((way, 6, 3) for way in TO_THE_END)],
-)
-def test_the_all_reduce_behind_the_last_product_is_not_run_again_by_default(
-    way: str, megatron: int, dtensors: int
-) -> None:
-    assert run_ranks(2, megatron_all_reduces, way) == [[megatron] * CALLS] * 2
-    assert run_ranks(2, dtensor_all_reduces, way) == [[dtensors] * CALLS] * 2
+@pytest.mark.parametrize("way", COUNTS)
+def test_the_all_reduce_behind_the_last_product_is_not_run_again_by_default(way: str) -> None:
+    assert run_ranks(2, all_reduces, way) == [[COUNTS[way]] * CALLS] * 2

@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import sac
 from sac.config import CallOptions, Config, FullConfig, parse_config
 from sac.config_keys import CALL_KEYS, DEFAULTS, OWN_KEYS, read_keys
 from sac.engine.settings import PLAIN
-from sac.errors import ConfigError, RegionError
+from sac.errors import ConfigError, PolicyError, RegionError
 from sac.policy.load import load_policy
 from sac.policy.model import Layers
 from sac.policy.patterns import PathPattern
+from tests.promises.test_11_invisible import flat
+from tests.support.blocks import llama_stack
+from tests.support.training import built
 
 GENERAL = Path(__file__).parents[2] / "policies" / "general.yaml"
 MODES = [
@@ -131,4 +135,51 @@ def test_illegal_values_are_reported_at_once() -> None:
         "the key `mode` is missing",
         "engine is empty",
         "strict is 5",
+    ]
+
+
+# -- Policies that can be read and not be carried out: refused at `apply`, with their place in the file
+
+UNFIT = """schema: sac/v1
+rules:
+  - id: mlp
+    module: mlp
+    do: save
+  - id: misspelled
+    ops: [matmul, aten.mmm, attentionn]
+    do: save
+"""
+
+
+def told(text: str, folder: Path) -> str:
+    """Write the file, see it refused by `apply` with nothing changed, and return the text without the folder."""
+    path = folder / "policy.yaml"
+    path.write_text(text)
+    model = built(llama_stack)
+    before = flat(model)
+    value: Any = {"mode": "selective", "policy": path, "blocks": "blocks.*"}
+    assert parse_config(value).policy is not None
+    with pytest.raises(PolicyError) as caught:
+        sac.apply(model, value)
+    assert flat(model) == before
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+def test_all_that_is_wrong_is_told_with_its_place(tmp_path: Path) -> None:
+    lines = told(UNFIT, tmp_path).splitlines()
+    assert [line.rpartition("; ")[2] for line in lines if "legal: " not in line] == [
+        "policy.yaml:7:19: no op aten.mmm is registered",
+        "    did you mean: aten.mm",
+        "    fix: correct the name: `sac trace` without --policy lists the ops that a model runs, by their names",
+        'policy.yaml:7:29: unknown save-set "attentionn"',
+        "    did you mean: attention",
+        "    fix: write an op with its namespace, or define the set under `sets:`",
+    ]
+
+
+def test_whole_modules_cannot_be_saved_where_torch_lacks_a_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sac.config.HAS_STACKS", False)
+    assert told(UNFIT, tmp_path).splitlines() == [
+        f'policy.yaml:4:13: rule "mlp" saves whole modules, for which torch {torch.__version__} lacks a way',
+        '    fix: add `ops`, for example ops: "*"',
     ]

@@ -12,7 +12,6 @@ import torch
 
 import sac
 from sac.config import CallOptions, parse_config, settings_of
-from sac.config_keys import CALL_KEYS, FULL_CONFIG_KEYS
 from sac.engine.settings import PLAIN
 from sac.errors import ConfigError
 from sac.full import FullConfig
@@ -126,30 +125,6 @@ def test_words_in_any_spelling() -> None:
     parsed = parse_config({"mode": "Full", "keep": " ALL ", "store": "Host + Scattered"})
     assert (parsed.mode, parsed.full) == ("full", FullConfig(keep="all", store="scattered+host"))
     assert not settings_of(FullConfig(), CallOptions(determinism_check="NONE"), "here").checks_metadata
-
-
-def test_every_key_reaches_the_regions() -> None:
-    value = {
-        "mode": "full",
-        "use_reentrant": True,
-        "preserve_rng_state": False,
-        "early_stop": False,
-        "keep": "all",
-        "store": "contiguous",
-        "num_checkpoints": 3,
-        "state": [COUNTER],
-        "host_memory": "1GiB",
-    }
-    parsed = parse_config(value)
-    settings = settings_of(parsed.full, parsed.options, "here")
-    assert settings.input_storing is not None
-    assert settings.input_storing.store is parsed.full.buffer
-    assert settings.input_storing.which == "all"
-    assert settings.providers == (COUNTER,)
-    assert (settings.preserve_rng_state, settings.early_stop) == (False, False)
-    assert settings.use_reentrant
-    assert settings.transfers.host == 1 << 30
-    assert {*FULL_CONFIG_KEYS, *CALL_KEYS} - value.keys() == {"distribute_saved_activations"}  # it needs a group
 
 
 def test_group_that_nothing_is_scattered_over_is_not_looked_at() -> None:

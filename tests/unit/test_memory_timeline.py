@@ -56,27 +56,6 @@ def test_freeing_what_was_there_before_does_not_count():
     assert (timeline.peak_bytes, timeline.end_bytes) == (64 * KIB, 64 * KIB)
 
 
-def test_kept_bytes_of_a_small_network_are_what_autograd_saves():
-    weight = torch.randn(256, 256, requires_grad=True)
-    x = torch.randn(64, 256)
-
-    def forward() -> torch.Tensor:
-        hidden = (x @ weight).sigmoid()  # mm keeps its inputs, sigmoid its output
-        loss = (hidden @ weight).exp().sum()  # mm keeps hidden, exp its output
-        mark("forward")
-        return loss
-
-    assert measure_memory(forward).at("forward") == 2 * 64 * 256 * 4 + 4
-
-
-def test_error_of_the_call_passes_through():
-    mark("no listener")
-    with pytest.raises(ZeroDivisionError):
-        measure_memory(lambda: 1 // 0)
-    timeline = measure_memory(lambda: block(1))
-    assert (timeline.end_bytes, timeline.marks) == (KIB, {})
-
-
 def test_other_devices_are_refused():
     with pytest.raises(SacError, match="memory cannot be measured on 'meta'"):
         measure_memory(lambda: None, "meta")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+import copy
+import pickle
 
 import pytest
 import torch
@@ -11,8 +12,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sac.full import RngTracker
-from tests.support.named_streams import assert_numbers, numbers_of, refusal, two_streams
+from sac.errors import ConfigError
+from sac.full import RngTracker, seed_model_parallel
+
+
+def two_streams() -> RngTracker:
+    made = RngTracker("cpu")
+    made.add("a", 1)
+    made.add("b", 2)
+    return made
+
+
+def numbers_of(seed: int, count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.rand(3, generator=generator) for _ in range(count)]
+
+
+def assert_numbers(drawn: list[Tensor], expected: list[Tensor]) -> None:
+    assert [one.tolist() for one in drawn] == [one.tolist() for one in expected]
+
+
+def refusal(call, *args, **kwargs) -> str:
+    with pytest.raises(ConfigError) as error:
+        call(*args, **kwargs)
+    return str(error.value)
 
 
 @pytest.fixture
@@ -83,20 +106,6 @@ def test_forks_that_end_in_the_order_in_which_they_began_are_an_error(tracker):
     second.__exit__(None, None, None)
 
 
-def test_threads_may_fork_one_after_the_other(tracker):
-    drawn = []
-
-    def draw() -> None:
-        with tracker.fork("a"):
-            drawn.append(torch.rand(3))
-
-    for _ in range(3):
-        thread = threading.Thread(target=draw)
-        thread.start()
-        thread.join()
-    assert_numbers(drawn, numbers_of(1, 3))
-
-
 NAMES = ("a", "b", "c")
 STEPS = st.lists(st.one_of(st.sampled_from(NAMES), st.just("draw"), st.just("end"), st.just("fail")), max_size=40)
 
@@ -130,3 +139,151 @@ def test_each_stream_is_drawn_in_order_however_forks_nest(steps):
     check()
     states = tracker.get_states()
     assert all(torch.equal(states[name], expected[name].get_state()) for name in NAMES)
+
+
+# -- States, copies, and the device
+
+
+def test_states_are_copies_that_can_be_put_back(tracker):
+    states = tracker.get_states()
+    with tracker.fork("a"):
+        first = torch.rand(3)
+    tracker.set_states(states)
+    states["a"].zero_()
+    assert torch.equal(tracker.get_states()["a"], torch.Generator().manual_seed(1).get_state())
+    with tracker.fork("a"):
+        assert torch.equal(torch.rand(3), first)
+    tracker.set_states({"b": states["b"]})
+    assert tracker.names == ("b",)
+    assert "seed 1 belongs" in refusal(tracker.add, "a", 1)
+
+
+@pytest.mark.parametrize(
+    ("state", "complaint"),
+    [
+        (3, "expected a torch.ByteTensor, but got int"),
+        (torch.zeros(5056), "RNG state must be a torch.ByteTensor"),
+        (torch.zeros(16, dtype=torch.uint8), "Expected a CPUGeneratorImplState of size 5056 but found the input RNG"),
+        (torch.zeros(5056, dtype=torch.uint8), "Invalid mt19937 state"),
+    ],
+    ids=["number", "floats", "of CUDA", "zeros"],
+)
+def test_what_is_no_state_is_refused_before_anything_changes(tracker, state, complaint):
+    before = tracker.get_states()
+    with tracker.fork("a"):
+        inside = torch.get_rng_state()
+        good = torch.Generator().manual_seed(8).get_state()
+        text = refusal(tracker.set_states, {"a": good, "b": state})
+        assert text.startswith(f"RngTracker.set_states: the state of 'b' is none of cpu: {complaint}")
+        assert torch.equal(torch.get_rng_state(), inside)
+    assert all(torch.equal(before[name], now) for name, now in tracker.get_states().items())
+    assert "set_states: [1] holds no states\n    legal: a mapping of name to state" in refusal(tracker.set_states, [1])
+
+
+def test_reset_forgets_names_and_seeds_but_not_inside_a_fork(tracker):
+    with tracker.fork("a"):
+        assert refusal(tracker.reset) == "RngTracker.reset: 'a' is in use\n    fix: call it outside of every fork"
+    assert tracker.names == ("a", "b")
+    tracker.reset()
+    assert tracker.names == ()
+    tracker.add("a", 1)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"])
+def test_a_copy_holds_the_streams_and_is_in_no_fork(tracker, copied):
+    with tracker.fork("a"):
+        torch.rand(3)
+        other = copied(tracker)
+        with other.fork("a"):
+            theirs = torch.rand(3)
+        ours = torch.rand(3)
+    assert torch.equal(theirs, ours)
+    assert (other.names, other.device) == (tracker.names, tracker.device)
+    assert "seed 2 belongs" in refusal(other.add, "c", 2)
+    with tracker.fork("b"):
+        torch.rand(3)
+    with other.fork("b"):
+        assert_numbers([torch.rand(3)], numbers_of(2, 1))
+
+
+def test_its_device_is_the_accelerator_or_the_one_that_is_named():
+    expected = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    assert RngTracker().device == expected
+    assert repr(RngTracker("cpu")) == "RngTracker(device='cpu', names=())"
+    for device in ("meta", "gpu", 1.5):
+        assert refusal(RngTracker, device).startswith(f"RngTracker.device: {device!r} has no random generator here: ")
+
+
+# -- `seed_model_parallel`: the seeds of Megatron-Core, refused before anything changes
+
+
+def state_of(seed: int) -> list[int]:
+    return torch.Generator().manual_seed(seed).get_state().tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model", "expert"),
+    [
+        ((1234,), 1234 + 2718, 1234 + 1024),
+        ((1234, 3, 2, 1), 1234 + 2718 + 3, 1234 + 1024 + 200 + 1),
+        ((-5,), 2713, 1019),
+    ],
+)
+def test_seeds(arguments, model, expert):
+    tracker = seed_model_parallel(*arguments, device="cpu")
+    assert {name: state.tolist() for name, state in tracker.get_states().items()} == {
+        "data-parallel-rng": state_of(arguments[0]),
+        "model-parallel-rng": state_of(model),
+        "expert-parallel-rng": state_of(expert),
+    }
+    assert torch.get_rng_state().tolist() == state_of(arguments[0])
+
+
+def test_a_given_tracker_is_seeded_anew():
+    tracker = RngTracker("cpu")
+    tracker.add("model-parallel-rng", 1)
+    tracker.add("other", 2)
+    assert seed_model_parallel(2, tracker=tracker, device="cpu") is tracker
+    assert tracker.names == ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"seed": "7"}, ": '7' is not a seed\n    legal: a whole number from -2\\*\\*63 to 2\\*\\*64 - 1"),
+        ({"seed": 7, "ep_rank": -1}, ".ep_rank: -1 is not a rank\n    legal: a whole number from 0 on"),
+        ({"seed": 7, "etp_rank": None}, ".etp_rank: None is not a rank"),
+        ({"seed": 2**64 - 1}, ": model-parallel-rng: 18446744073709554333 is not a seed"),
+        (
+            {"seed": 7, "tp_rank": 6, "ep_rank": 17},
+            ": model-parallel-rng and expert-parallel-rng of this rank would both have seed 2731",
+        ),
+    ],
+)
+def test_what_cannot_be_seeded_changes_nothing(arguments, text):
+    tracker = RngTracker("cpu")
+    tracker.add("a", 1)
+    before = torch.get_rng_state()
+    with pytest.raises(ConfigError, match=f"^seed_model_parallel{text}"):
+        seed_model_parallel(**arguments, tracker=tracker)
+    assert tracker.names == ("a",)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_inside_a_fork_it_is_refused():
+    tracker = seed_model_parallel(1, device="cpu")
+    with tracker.fork():
+        before = torch.get_rng_state()
+        with pytest.raises(ConfigError, match="'model-parallel-rng' is in use"):
+            seed_model_parallel(2, tracker=tracker)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_generator_of_the_cpu_is_left_alone():
+    before = torch.get_rng_state()
+    tracker = seed_model_parallel(1234, device="cuda")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.cuda.initial_seed() == 1234
+    with pytest.raises(ConfigError, match="device cpu is not that of the tracker, cuda"):
+        seed_model_parallel(1, tracker=tracker, device="cpu")

@@ -130,24 +130,6 @@ def test_frozen_model_whose_adapters_are_to_come() -> None:
     assert [one.region.path for one in regions_of(model)] == ["model.layers.0", "model.layers.1"]
 
 
-LAYERS = {
-    "first": ({"first": 1}, [0]),
-    "last": ({"last": 2}, [1, 2]),
-    "every": ({"every": 2, "offset": 1}, [1]),
-    "ranges": (["0", "2-9"], [0, 2]),
-    "all": ("all", [0, 1, 2]),
-}
-
-
-@pytest.mark.parametrize(("layers", "expected"), LAYERS.values(), ids=LAYERS.keys())
-def test_layers_choose_the_regions(layers: Any, expected: list[int]) -> None:
-    model = llama(num_hidden_layers=3)
-    assert paths(sac.apply(model, {"mode": "full", "layers": layers})) == [f"model.layers.{i}" for i in expected]
-    in_policy = with_rules(save("matmul"))
-    in_policy["policy"]["regions"] = {"layers": layers}
-    assert paths(sac.apply(sac.remove(model), in_policy)) == [f"model.layers.{i}" for i in expected]
-
-
 def test_layers_of_config_and_policy_are_both_kept_to() -> None:
     value = with_rules(save("matmul"), layers={"last": 2})
     value["policy"]["regions"] = {"layers": {"first": 2}}

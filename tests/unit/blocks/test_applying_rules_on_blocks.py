@@ -13,12 +13,10 @@ from torch import nn
 import sac
 from sac.errors import PolicyError, SacWarning
 from sac.reporting import regions_by_group
-from tests.stacks.parallel_llama import Llama, Sizes, batch
 from tests.support.blocks import ENGINES, llama_stack, policy, save, selective, tokens
 from tests.support.model_zoo import tiny
 from tests.support.training import assert_same, built
 
-SIZES = Sizes(n_layers=8)
 WHOLE = {"id": "whole", "blocks": "decoder.**", "module": "layer.0", "layers": ["0"], "do": "save"}
 
 
@@ -82,21 +80,6 @@ def test_what_no_region_has_is_told(matchers: dict[str, Any], key: str, text: st
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sac.apply(built(llama_stack), selective(policy(save("matmul", **matchers, optional=True), save("attention"))))
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_rule_for_blocks_of_another_stage_is_no_mistake(strict: bool) -> None:
-    rules = (
-        save("matmul", blocks="layers.{0,1}"),
-        save("matmul", blocks="layers.*", layers={"last": 2}),
-        save("matmul", blocks="layers.4"),
-    )
-    model = Llama(SIZES, (3, 4), first=True, last=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sac.apply(model, {"mode": "selective", "policy": policy(*rules), "strict": strict})
-        model(batch(SIZES)[0]).sum().backward()
-    assert {path: bool(size) for path, size in saved_bytes(model).items()} == {"layers.3": False, "layers.4": True}
 
 
 def test_regions_within_blocks_have_longer_paths() -> None:

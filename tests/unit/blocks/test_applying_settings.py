@@ -1,4 +1,4 @@
-"""`sac.apply` with the keys of the full path: switches, copies, state of the user's own, scattered inputs."""
+"""`sac.apply` with the keys of the full path: switches, copies, scattered inputs."""
 
 from __future__ import annotations
 
@@ -58,40 +58,6 @@ def test_copies_of_a_model_that_was_trained_with_objects() -> None:
         twin.zero_grad()
         twin(x, options)[0].sum().backward()
         assert all(torch.equal(p.grad, grad) for p, grad in zip(twin.parameters(), expected, strict=True))
-
-
-class Scale:
-    """State that a forward reads, kept outside of the model's buffers."""
-
-    def __init__(self) -> None:
-        self.value = 1.0
-
-    def snapshot(self) -> float:
-        return self.value
-
-    def restore(self, state: float) -> None:
-        self.value = state
-
-
-class Scaled(nn.Module):
-    """A block that doubles the scale at each call, as a counter of steps would."""
-
-    def __init__(self, scale: Scale) -> None:
-        super().__init__()
-        self.scale = scale
-        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.scale.value *= 2.0
-        return self.down(torch.tanh(self.up(x) * self.scale.value))
-
-
-def test_state_of_a_copy_is_what_the_copy_uses() -> None:
-    plain, ours = Scale(), Scale()
-    reference = train(built(lambda: Stack(Scaled(plain), Scaled(plain))), steps=2)
-    model = sac.apply(built(lambda: Stack(Scaled(ours), Scaled(ours))), {**FULL, "state": (ours,)})
-    assert_same(reference, train(copy.deepcopy(model), steps=2))
-    assert ours.value == 1.0
 
 
 def train_scattered(way: str) -> list[int]:

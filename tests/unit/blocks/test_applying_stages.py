@@ -69,12 +69,19 @@ def test_layers_that_are_all_on_other_stages_leave_this_one_as_it_is() -> None:
     assert "forward" not in vars(model.layers["3"])
 
 
+ELSEWHERE = {
+    "layers": [rule({"first": 2}), rule(["3-5"], id="here")],
+    "blocks": [rule("all", blocks="layers.{0,1}"), rule("all", blocks="layers.{3,4}", id="here")],
+}
+
+
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_rule_for_layers_of_another_stage_is_no_mistake(strict: bool) -> None:
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_rule_for_layers_of_another_stage_is_no_mistake(name: str, strict: bool) -> None:
     model = part(3, 4, first=True, last=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sac.apply(model, selective(rule({"first": 2}), rule(["3-5"], id="here"), strict=strict))
+        sac.apply(model, selective(*ELSEWHERE[name], strict=strict))
         model(batch(SIZES)[0]).sum().backward()
     (kind,) = sac.report(model).kinds
     assert [use.rule for use in kind.rules if use.hits] == ["here"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
@@ -24,13 +23,45 @@ from sac.blocks.install import regions_of
 from sac.config import parse_config
 from sac.errors import ConfigError, ModelError, PolicyError, RegionError
 from sac.memory_timeline import mark, measure_memory
-from sac.policy.model import Chunks, Layers
+from sac.policy.model import Layers
 from tests.promises.test_11_invisible import flat
-from tests.support.blocks import LlamaLikeBlock, policy, save, tokens
-from tests.support.chains import Between, Chain, chain, dropping_chain, full, paths
+from tests.support.blocks import LlamaLikeBlock, policy, save, tokens, with_dropout
 from tests.support.model_zoo import tiny
 from tests.support.recording import backward_ops, step, without_collector
 from tests.support.training import assert_same, built, train
+
+
+class Chain(nn.Sequential):
+    """A subclass that leaves forward alone."""
+
+
+def chain(layers: int = 5, d: int = 32) -> nn.Sequential:
+    return Chain(*(LlamaLikeBlock(d) for _ in range(layers)))
+
+
+def dropping_chain(layers: int = 5) -> nn.Module:
+    return with_dropout(chain(layers), 0.2)
+
+
+class Between(nn.Module):
+    """A model whose layers stand in a Sequential, with an embedding and a head around it."""
+
+    def __init__(self, layers: int = 5) -> None:
+        super().__init__()
+        self.embed = nn.Linear(32, 32)
+        self.layers = nn.Sequential(*(LlamaLikeBlock() for _ in range(layers)))
+        self.head = nn.Linear(32, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(x)))
+
+
+def full(layers: Any, **more: Any) -> dict[str, Any]:
+    return {"mode": "full", "layers": layers, **more}
+
+
+def paths(model: nn.Module) -> list[str]:
+    return [one.region.path for one in regions_of(model)]
 
 
 @pytest.mark.parametrize("layers", ["sqrt", {"uniform": 2}, {"uniform": 9}], ids=str)
@@ -76,19 +107,6 @@ def test_chain_that_changed_its_length() -> None:
     model.layers.append(LlamaLikeBlock())
     with pytest.raises(RegionError, match=r"layers: it had 4 children when sac.apply .* 5 now\n.*fix: call sac.remove"):
         model(*tokens())
-
-
-def test_layer_that_was_exchanged_is_used() -> None:
-    def build() -> nn.Module:
-        model = chain(3)
-        model[1] = nn.Identity()
-        return model
-
-    reference = train(built(build))
-    model = sac.apply(built(lambda: chain(3)), full("sqrt"))
-    model[1] = nn.Identity()
-    model.load_state_dict(built(build).state_dict())
-    assert_same(reference, train(model))
 
 
 def bytes_of(layers: int, value: Any) -> tuple[int, int]:
@@ -143,16 +161,6 @@ def test_a_fraction_is_that_many_layers_spread_evenly(count: int, fraction: floa
     assert not chosen or (chosen[0] == 0 and max(gaps) - min(gaps) <= 1)
 
 
-@given(st.integers(0, 400), st.none() | st.integers(1, 500))
-def test_chunks_hold_every_layer_once(count: int, size: int | None) -> None:
-    spans = Chunks(size).spans(count)
-    assert [layer for span in spans for layer in span] == list(range(count))
-    sizes = [len(span) for span in spans]
-    whole = size or math.ceil(math.sqrt(count))
-    assert all(one == min(whole, count) for one in sizes[:-1])
-    assert not sizes or 1 <= sizes[-1] <= whole
-
-
 FORMS: dict[str, tuple[Any, list[str]]] = {
     "block": ({"block": 2}, ["0", "1"]),
     "fraction": ({"fraction": 0.5}, ["0", "2"]),
@@ -169,11 +177,6 @@ FORMS: dict[str, tuple[Any, list[str]]] = {
 def test_forms(layers: Any, expected: list[str]) -> None:
     assert paths(sac.apply(chain(), full(layers))) == expected
     assert paths(sac.apply(Between(), full(layers))) == [f"layers.{name}" for name in expected]
-
-
-def test_chunks_of_one_layer_are_all_layers() -> None:
-    """In a ModuleList, too."""
-    assert paths(sac.apply(tiny("llama")[0], full({"uniform": 1}))) == ["model.layers.0", "model.layers.1"]
 
 
 def test_policies_take_fractions_and_blocks() -> None:

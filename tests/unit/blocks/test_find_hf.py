@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from torch import nn
 
 from sac.blocks.find import divided, find_blocks, submodules
-from sac.policy.patterns import PathPattern
 from tests.support.model_zoo import FAMILIES, tiny
 
 DECODER = "model.layers"
@@ -62,29 +60,3 @@ def test_submodules_run_in_forward_and_lie_in_blocks(family: str) -> None:
     model(**inputs)
     silent = {path for path in {part.path for part in parts} - called if not path.endswith(".altup")}
     assert silent == set()  # Gemma 3n calls other methods of its altup than forward
-
-
-def test_experts_are_no_blocks_and_named_patterns_reach_inside() -> None:
-    model, _ = tiny("deepseek_v3")
-    chosen = find_blocks(model, patterns=[PathPattern.parse("model.layers.*.mlp")])
-    assert [(b.path, b.stack_size) for b in chosen] == [(f"model.layers.{i}.mlp", 1) for i in range(3)]
-
-
-def test_declared_names_need_no_checkpointing_layer_class() -> None:
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.map = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.map(x)
-
-    class Remote(nn.Module):
-        _no_split_modules = ("Cell",)
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.cells = nn.ModuleList([Cell(), Cell()])
-            self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)])
-
-    assert [block.path for block in find_blocks(Remote())] == ["cells.0", "cells.1", "layers.0", "layers.1"]

@@ -106,20 +106,6 @@ def test_distributed_wrappers_are_looked_through() -> None:
     assert paths(find_blocks(replicated, patterns=patterns("module.layers.1", "layers.2"))) == ["layers.1", "layers.2"]
 
 
-@pytest.mark.parametrize(
-    ("path", "clean"),
-    [
-        ("_orig_mod.layers.0._checkpoint_wrapped_module.mlp", "layers.0.mlp"),
-        ("_fsdp_wrapped_module.layers.0._fsdp_wrapped_module", "layers.0"),
-        ("base_model.model.model.layers.0", "model.layers.0"),
-        ("module.layers.0", "module.layers.0"),
-        ("_orig_mod", ""),
-    ],
-)
-def test_a_clean_path_drops_what_only_wrappers_say(path: str, clean: str) -> None:
-    assert clean_path(path) == clean
-
-
 def test_a_module_that_only_has_the_name_of_a_wrapped_one_keeps_it() -> None:
     ordinary = nn.Module()
     ordinary.module = plain("titan")[0]
@@ -144,10 +130,3 @@ def test_rules_reach_sharded_units_inside_a_block() -> None:
     found = rules_of(model)
     assert found == rules_of(built(llama_stack))
     assert all(rule["hits"] for rule in found)
-
-
-def test_rules_reach_compiled_parts_of_a_block() -> None:
-    model = built(llama_stack)
-    for block in model.blocks:
-        block.mlp.gate_proj = torch.compile(block.mlp.gate_proj, backend="eager")
-    assert rules_of(model) == rules_of(built(llama_stack))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partialmethod
+from functools import partial, partialmethod
 
-import pytest
-import torch
 from torch import Tensor, nn
 
-import sac
-from tests.support.blocks import FULL, Stack, policy, save, selective, square, under_each_engine
-from tests.support.training import assert_same_training, built
+from tests.support.oracle import assert_exact, on_every_way
+from tests.support.programs import WIDTH, Program
 
 
 class Doubling:
@@ -44,54 +41,28 @@ class Callable(nn.Module):
 
 
 class Around(nn.Module):
-    def __init__(self, part: nn.Module) -> None:
+    """Calls such a module, under the name that a rule saves as a whole."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
-        self.linear, self.part = nn.Linear(8, 8), part
+        self.linear, self.up = nn.Linear(WIDTH, WIDTH), kind()
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.part(self.linear(x))
+        return x + self.up(self.linear(x))
 
 
 KINDS = [Static, OfClass, Partial, Callable]
-PLACES = {"block": lambda kind: Stack(kind(), kind()), "part": lambda kind: Stack(Around(kind()), Around(kind()))}
-VALUES = under_each_engine(
-    {
-        "full": FULL,
-        "an op is saved": selective(policy(save("aten.sin"))),
-        "the part is saved": selective(policy({"module": "part", "do": "save"})),
-    }
+
+
+def own_forward(block: nn.Module, x: Tensor) -> Tensor:
+    raise AssertionError
+
+
+@on_every_way(
+    [
+        *(Program(kind.__name__, own_forward, block=kind) for kind in KINDS),
+        *(Program(f"around {kind.__name__}", own_forward, block=partial(Around, kind)) for kind in KINDS),
+    ]
 )
-CASES = [(place, value) for place in PLACES for value in VALUES if place == "part" or "the part" not in value]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("place", "value"), CASES)
-def test_training_is_the_same(kind: type[nn.Module], place: str, value: str) -> None:
-    assert_same_training(lambda: PLACES[place](kind), VALUES[value], steps=3, make_input=square)
-
-
-class Method(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sin()
-
-
-@pytest.mark.parametrize(("place", "value"), CASES)
-def test_method_that_is_exchanged_for_a_static_one_between_steps(
-    value: str, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The new one could take the module as well, and compute something else."""
-
-    def shown(model: nn.Module) -> list[Tensor]:
-        found = []
-        for later in (None, staticmethod(lambda *given: given[-1].sin() * len(given)), Method.__dict__["forward"]):
-            if later is not None:
-                monkeypatch.setattr(Method, "forward", later)
-            x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
-            y = model(x)
-            y.square().sum().backward()
-            found += [y.detach(), x.grad]
-        return found
-
-    plain = shown(built(lambda: PLACES[place](Method)))
-    ours = shown(sac.apply(built(lambda: PLACES[place](Method)), VALUES[value]))
-    assert all(map(torch.equal, plain, ours))
+def test_training_is_the_same(program: Program, way: str, policy: str) -> None:
+    assert_exact(program, way, policy)

@@ -9,16 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 
-from sac.blocks.find import find_blocks
 from sac.blocks.kv_cache import (
     cache_configs,
-    kv_free_submodules,
     shares_kv,
-    takes_shared_kv,
     turn_off_cache,
 )
 from sac.blocks.other_checkpointing import existing_checkpointing
@@ -79,40 +76,6 @@ def test_sharing_is_told_by_modes_and_by_modules() -> None:
     attention = nn.Linear(1, 1)
     attention.is_kv_shared_layer = True
     assert shares_kv(nn.Sequential(attention))
-
-
-@pytest.mark.parametrize("family", sorted(SHARING))
-def test_regions_of_a_sharing_model_are_free_of_attention(family: str) -> None:
-    model, _ = tiny(family)
-    blocks = find_blocks(model)
-    for block in blocks:
-        free = kv_free_submodules(block)
-        assert f"{block.path}.mlp" in [part.path for part in free]
-        inside = {id(module) for part in free for module in part.module.modules()}
-        assert all(id(module) not in inside for module in block.module.self_attn.modules())
-
-
-class Attention(nn.Module):
-    def forward(self, x: Tensor, shared_kv_states: Any) -> Tensor:
-        return x
-
-
-class HandsOn(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.self_attn = Attention()
-
-    def forward(self, x: Tensor, **kwargs: Any) -> Any:
-        return self.self_attn(x, **kwargs)
-
-
-class ReadsElsewhere(HandsOn):
-    def forward(self, x: Tensor) -> Any:
-        return self.self_attn(x, self.shared)
-
-
-def test_a_block_that_is_not_handed_what_it_shares_does_not_take_it() -> None:
-    assert [takes_shared_kv(kind()) for kind in (HandsOn, ReadsElsewhere)] == [True, False]
 
 
 # Checkpointing of the model's own

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -61,11 +59,3 @@ def test_the_error_carries_the_report(name: str, where: str) -> None:
     found = notes(model, where)
     assert found == [str(sac.report(model))] * HAS_NOTES
     assert all("blocks.0-1 (x2): keeps " in note for note in found)
-
-
-def test_a_copy_has_the_report_of_the_copy() -> None:
-    model = applied(FULL)
-    copied = copy.deepcopy(model)
-    sac.remove(model)
-    assert notes(copied, "forward") == [str(sac.report(copied))] * HAS_NOTES
-    assert notes(pickle.loads(pickle.dumps(copied)), "forward") == []

@@ -1,13 +1,15 @@
-"""Blocks of plain torch models: what is one, what is none, and how layers are counted."""
+"""Blocks of plain torch models: what is one, what is none, how layers are counted, and blocks by patterns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
+import sac
 from sac.blocks.find import Block, divided, find_blocks, submodules
 from sac.policy.patterns import PathPattern
 from tests.support.plain_zoo import DIM, Attention, Experts, Llama3Model, SwiGLU, plain
@@ -91,6 +93,18 @@ def mlps(count: int) -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(DIM, DIM), nn.GELU(), nn.Linear(DIM, DIM)) for _ in range(count)]
 
 
+class Cell(Holding):
+    def __init__(self) -> None:
+        super().__init__(map=nn.Linear(4, 4))
+
+
+def declared() -> nn.Module:
+    """A model that names the class of its layers, as remote code for Hugging Face does."""
+    model = Holding(cells=nn.ModuleList([Cell(), Cell()]), layers=nn.ModuleList(mlps(2)))
+    vars(model).update(_no_split_modules=("Cell",))
+    return model
+
+
 def with_heads() -> nn.Module:
     model = Llama3Model()
     model.heads = nn.ModuleList(mlps(3))
@@ -116,6 +130,10 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], list[tuple[str, int, int]]]] = {
         [("0", 0, 2), ("1", 1, 2)],
     ),
     "nothing but mlps": (lambda: nn.Sequential(*mlps(2)), [("0", 0, 2), ("1", 1, 2)]),
+    "declared names and others": (
+        declared,
+        [(f"{stack}.{i}", i, 2) for stack in ("cells", "layers") for i in range(2)],
+    ),
     "heads beside a stack": (with_heads, [(f"layers.{i}", i, 3) for i in range(3)]),
     "parts of layers in lists": (
         lambda: Holding(layers=nn.ModuleList(nn.ModuleList([Attention(), SwiGLU()]) for _ in range(2))),
@@ -158,7 +176,7 @@ def test_shared_block_is_listed_once() -> None:
     model = nn.Sequential(shared, PlainBlock(), shared)
     assert paths(find_blocks(model)) == ["0", "1"]
     for pattern, found in (("*", ["0", "1"]), ("2", ["2"])):
-        assert paths(find_blocks(model, patterns=[PathPattern.parse(pattern)])) == found
+        assert paths(find_blocks(model, patterns=patterns(pattern))) == found
 
 
 def test_submodules_are_what_holds_more_than_a_norm_or_one_map() -> None:
@@ -168,3 +186,62 @@ def test_submodules_are_what_holds_more_than_a_norm_or_one_map() -> None:
     listed = nn.Sequential(*(Holding(layer=nn.ModuleList([Attention(), SwiGLU()])) for _ in range(2)))
     assert paths(divided(find_blocks(listed), submodules)) == ["0.layer.0", "0.layer.1", "1.layer.0", "1.layer.1"]
     assert paths(divided(find_blocks(nn.Sequential(*mlps(2))), submodules)) == ["0", "1"]
+
+
+# -- Blocks by patterns, and every way of finding none
+
+
+def patterns(*texts: str) -> list[PathPattern]:
+    return [PathPattern.parse(text) for text in texts]
+
+
+def test_patterns_override_what_would_be_found() -> None:
+    model, _ = plain("staged")
+    blocks = find_blocks(model, patterns=patterns("stages.*"))
+    assert [(b.path, b.layer, b.stack, b.stack_size) for b in blocks] == [
+        ("stages.0", 0, "stages", 2),
+        ("stages.1", 1, "stages", 2),
+    ]
+
+
+def test_a_match_inside_a_match_is_left_out() -> None:
+    model, _ = plain("titan")
+    assert paths(find_blocks(model, patterns=patterns("layers.0.**", "layers.*.attention"))) == [
+        "layers.0",
+        "layers.1.attention",
+        "layers.2.attention",
+    ]
+
+
+def test_the_empty_pattern_is_the_model_itself() -> None:
+    model, _ = plain("titan")
+    assert find_blocks(model, patterns=patterns("")) == (Block("", model, 0, "", 1),)
+
+
+def without_blocks() -> nn.Module:
+    model = nn.Module()
+    model.taps = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Tanh()])
+    return model
+
+
+def titan() -> nn.Module:
+    return plain("titan")[0]
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], list[str], str]] = {
+    # name: (the model, the patterns, what is told)
+    "nearly": (titan, ["layers.*", "layer.*"], r'"layer\.\*" matches no module of Llama3Model\n.*mean: "layers\.\*"'),
+    "nothing alike": (titan, ["decoder.blocks.*"], r"legal: tok_embeddings, layers, layers\.\*, .* … \(9 more\)"),
+    "no prefix": (lambda: nn.ModuleDict({"model": titan()}), ["layers.*"], r'did you mean: "model\.layers\.\*"'),
+    "a list": (titan, ["layers"], r'ModuleDict, which is not called itself\n.*write "layers\.\*" for its children'),
+    "no blocks": (without_blocks, [], r'taps \(ModuleList of 2 Linear, 1 Tanh\)(.*\n)*.*blocks: \["taps\.\*"\]'),
+    "no lists": (lambda: nn.Linear(2, 2), [], r"Linear: no transformer blocks were found .* has no list of modules\n"),
+    "no module": (lambda: [PlainBlock()], [], "model: list is not a torch.nn.Module"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_way_of_finding_none_is_told(name: str) -> None:
+    build, chosen, text = REFUSED[name]
+    with pytest.raises(sac.SacError, match=text):
+        find_blocks(build(), patterns=patterns(*chosen) or None)

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import sac.compat.deepspeed as checkpointing
 from sac.full import RngTracker
+from tests.support.stored_regions import differences, plainly
 
 WIDTH = 8
-DEEPSPEED = {"reentrant": checkpointing.checkpoint, "non-reentrant": checkpointing.non_reentrant_checkpoint}
 Call = Callable[..., Any]
 
 
@@ -30,11 +29,6 @@ class Block(nn.Module):
         hidden = F.dropout(F.gelu(self.up(self.norm(x))), self.dropout)
         out = self.down(hidden) * scale
         return x + (out if mask is None else out * mask)
-
-
-def plainly(function: Call, *args: Any, **kwargs: Any) -> Any:
-    """Call a function without any checkpointing."""
-    return function(*args, **kwargs)
 
 
 def trained(call: Call, *, needs_grad: bool = True, layers: int = 2, **kwargs: Any) -> dict[str, Tensor]:
@@ -79,12 +73,6 @@ def forking(call: Call, tracker: RngTracker) -> dict[str, Tensor]:
     return found | {"stream": tracker.get_states()["model-parallel-rng"]}
 
 
-def same_everywhere(reference: dict[str, Tensor], ours: dict[str, Tensor]) -> list[str]:
-    """Return the names of what is not equal bit for bit: for ranks, which cannot assert where a test would see it."""
-    missing = [f"{name} is missing" for name in reference.keys() ^ ours.keys()]
-    return missing + [name for name in reference.keys() & ours.keys() if not torch.equal(reference[name], ours[name])]
-
-
 def unequal_in_a_residual(call: Call) -> list[str]:
     """Return what differs if `call` runs a region with dropout around which its input is added, an odd number.
 
@@ -97,4 +85,4 @@ def unequal_in_a_residual(call: Call) -> list[str]:
         h = x * 1.5
         return gradients_of((run(block, h) + h).square().sum(), x, block)
 
-    return same_everywhere(program(plainly), program(call))
+    return differences(program(plainly), program(call))

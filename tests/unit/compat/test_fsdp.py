@@ -8,14 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as of_torch
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
@@ -23,8 +19,8 @@ import sac
 from sac.blocks.install import InstalledForward, ours_on, regions_of
 from sac.compat import fsdp as ours
 from sac.config import FullConfig
+from sac.errors import ConfigError, ModelError
 from tests.support.blocks import LlamaLikeBlock, Stack, llama_stack, tokens, with_dropout
-from tests.support.ranks import run_ranks
 from tests.support.training import assert_same, built, train
 
 
@@ -92,7 +88,7 @@ def test_training_and_regions_are_those_of_torch(put: Callable[[Any, nn.Module],
     assert regions(mine) == [name.replace("._checkpoint_wrapped_module", "") for name in wrapped] != []
     assert_same_training(mine)
     sac.remove(mine)
-    assert all("forward" not in one.__dict__ for one in mine.modules())
+    assert changed(mine) == []
 
 
 def test_everything_is_a_region_by_default() -> None:
@@ -166,30 +162,103 @@ def test_what_modules_without_regions_save_is_offloaded() -> None:
     assert_same_training(mine)
 
 
-def sharded(put_first: bool, at: str) -> bool:
-    """In one rank: whether all gradients are the same with and without regions."""
-    found = []
-    for with_regions in (False, True):
-        network: nn.Module = model()
-        if with_regions and put_first:
-            by_partial(ours, network)
-        if at == "ddp":
-            network = DistributedDataParallel(network)
-        else:
-            for block in network.blocks:
-                fully_shard(block)
-            fully_shard(network)
-        if with_regions and not put_first:
-            by_partial(ours, network)
-        assert len(regions(network)) == 3 * with_regions
-        torch.manual_seed(dist.get_rank())
-        for _ in range(2):
-            network(*tokens()).square().mean().backward()
-        found.append([one.grad.to_local() if at != "ddp" else one.grad for one in network.parameters()])
-    return all(map(torch.equal, *found))
+# What is refused, which leaves nothing behind
 
 
-@pytest.mark.parametrize("put_first", [True, False])
-@pytest.mark.parametrize("at", ["fully_shard", "ddp"])
-def test_training_over_ranks_is_that_without(put_first: bool, at: str) -> None:
-    assert run_ranks(2, sharded, put_first, at) == [True, True]
+def linears() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3)))
+
+
+def changed(network: nn.Module) -> list[str]:
+    return [name for name, one in network.named_modules() if "forward" in one.__dict__]
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+CONTEXTS = {"context_fn": sac.context_fn("general"), "checkpoint_impl": ours.CheckpointImpl.REENTRANT}
+KEPT_TWICE = {"config": FullConfig(store="host"), "offload_to_cpu": True}
+UNSUPPORTED: list[tuple[dict[str, Any], str]] = [  # what is given to checkpoint_wrapper, and what the error says of it
+    ({"checkpoint_impl": "reentrant"}, "checkpoint_impl: 'reentrant' is not .*\n.*legal: CheckpointImpl"),
+    ({"checkpoint_fn": len}, "checkpoint_fn: <built-in function len> cannot be made a region"),
+    ({"context_fn": int}, "context_fn: the caller's contexts .* are not entered\n.*fix: "),
+    (CONTEXTS, "context_fn: per-op decisions need the non-reentrant mode"),
+    ({"debug": True}, "debug: True is not supported"),
+    ({"offload_to_cpu": 1}, "offload_to_cpu: offload_to_cpu is 1"),
+    ({"config": {"store": "host"}}, "config: {'store': 'host'} is not a FullConfig"),
+    (KEPT_TWICE, "offload_to_cpu: config keeps inputs elsewhere .*\n.*fix: leave one of the two out"),
+    ({"preserve_rng": True}, "preserve_rng: it is not known\n.*did you mean: preserve_rng_state"),
+    ({"determinism_check": "all"}, 'determinism_check: determinism_check is "all"'),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), UNSUPPORTED)
+def test_what_cannot_be_done_is_an_error_and_changes_nothing(given: dict[str, Any], text: str) -> None:
+    mine = linears()
+    wrap = functools.partial(ours.checkpoint_wrapper, **given)
+    for put in (wrap, lambda one: ours.apply_activation_checkpointing(one, wrap, is_linear)):
+        with pytest.raises(ConfigError, match=rf"^checkpoint_wrapper\.{text}"):
+            put(mine)
+        assert changed(mine) == []
+
+
+def test_a_function_that_fails_half_way_leaves_nothing() -> None:
+    mine, left = linears(), [nn.Linear]
+
+    def wrap(module: nn.Module) -> nn.Module:
+        left.pop()  # an IndexError the second time
+        return ours.checkpoint_wrapper(module)
+
+    with pytest.raises(IndexError):
+        ours.apply_activation_checkpointing(mine, wrap, is_linear)
+    assert changed(mine) == []
+
+
+def a_second_region() -> None:
+    mine = linears()
+    ours.apply_activation_checkpointing(mine, check_fn=is_linear)
+    ours.apply_activation_checkpointing(mine, check_fn=is_linear)
+
+
+def beside_torchs_wrapper() -> None:
+    mine = linears()
+    of_torch.apply_activation_checkpointing(mine, check_fn=is_linear)
+    ours.checkpoint_wrapper(mine)
+
+
+def an_offloaded_one() -> nn.Module:
+    return ours.offload_wrapper(nn.Linear(2, 2))
+
+
+def apply_on_offloaded() -> None:
+    mine = linears()
+    ours.offload_wrapper(mine[1])
+    sac.apply(mine, "full")
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    r"0\.0: this module is a region of sac already\n    fix: call sac.remove": a_second_region,
+    "Sequential: the model's own checkpointing is on: checkpoint_wrapper is around ": beside_torchs_wrapper,
+    "checkpoint_wrapper_fn: it returned CheckpointWrapper around": lambda: ours.apply_activation_checkpointing(
+        linears(), of_torch.checkpoint_wrapper, is_linear
+    ),
+    "Linear: it is inside a region, which does not keep what its modules save\n    fix": lambda: ours.offload_wrapper(
+        sac.apply(linears(), "full")[0][0]
+    ),
+    "Linear: what it saves is kept elsewhere already\n    fix": lambda: ours.offload_wrapper(an_offloaded_one()),
+    "Linear: its inputs are kept elsewhere already": lambda: ours.offload_wrapper(
+        ours.offload_wrapper(ours.checkpoint_wrapper(nn.Linear(2, 2)))
+    ),
+    "ModuleList: it is not called itself, .*\n    fix: call offload_wrapper on each of": lambda: ours.offload_wrapper(
+        nn.ModuleList([nn.Linear(2, 2)])
+    ),
+    "Linear: offload_wrapper is on this module: make it": lambda: ours.checkpoint_wrapper(an_offloaded_one()),
+    "1: sac.compat.fsdp.offload_wrapper is on this module\n    fix: call": apply_on_offloaded,
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_is_refused(text: str) -> None:
+    with pytest.raises((ModelError, ConfigError), match=text):
+        REFUSED[text]()

@@ -15,8 +15,9 @@ from sac.compat import megatron
 from sac.errors import ConfigError
 from sac.full import RngTracker
 from tests.support.ranks import run_ranks
+from tests.support.stored_regions import plainly
 from tests.support.training import assert_same
-from tests.unit.compat.programs import forking, plainly, trained, unequal_in_a_residual
+from tests.unit.compat.programs import forking, trained, unequal_in_a_residual
 
 RANDOM = "megatron.core.tensor_parallel.random"
 STATE = "megatron.core.parallel_state"
@@ -80,20 +81,6 @@ def test_megatron_seeds_its_own_tracker(monkeypatch):
     megatron.model_parallel_cuda_manual_seed(3, tp_rank=1, force_reset_rng=True)
     ranks = {"tp_rank": 1, "ep_rank": None, "etp_rank": None, "force_reset_rng": True}
     assert asked == [((3, False, False, False), ranks)]
-
-
-def test_seeds_are_those_of_megatrons_formula():
-    megatron.model_parallel_cuda_manual_seed(5, tp_rank=3, ep_rank=2, etp_rank=1)
-    tracker = megatron.get_cuda_rng_tracker()
-    seeds = {
-        megatron.get_data_parallel_rng_tracker_name(): 5,
-        "model-parallel-rng": 5 + 2718 + 3,
-        megatron.get_expert_parallel_rng_tracker_name(): 5 + 1024 + 200 + 1,
-    }
-    assert torch.initial_seed() == 5
-    assert tracker.names == tuple(seeds)
-    for name, seed in seeds.items():
-        assert torch.equal(tracker.get_states()[name], torch.Generator().manual_seed(seed).get_state())
 
 
 def seeds_of_the_group() -> tuple[Tensor, Tensor]:

@@ -71,11 +71,6 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any, Any], Tensor
         lambda m, h: forked_dropout(F.gelu(m.first(h)) * h),
         lambda m, y: forked_dropout(m.second(y)),
     ),
-    "views": (lambda m, h: m.first(h).exp(), lambda m, y: m.second(y.t().reshape(-1, WIDTH)) * y[1:2].flip(1)),
-    "several outputs": (
-        lambda m, h: (m.first(h).tanh(), {"same": h.sigmoid(), "none": None}, 3),
-        lambda m, y: m.second(y[0] * y[1]["same"]) * y[2],
-    ),
     "mixed precision": (
         torch.autocast("cpu", torch.bfloat16)(lambda m, h: F.silu(m.first(h))),
         torch.autocast("cpu", torch.bfloat16)(lambda m, y: m.second(y)),

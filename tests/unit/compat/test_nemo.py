@@ -25,24 +25,22 @@ from sac.errors import ConfigError, ModelError, SacWarning
 from tests.support.layers import stack
 from tests.support.model_zoo import tiny
 from tests.support.recording import Recorder
+from tests.support.training import assert_same
+from tests.unit.compat.programs import gradients_of
 
 
-def step(model: nn.Module, inputs: Any) -> list[Tensor]:
+def step(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
     """The loss, all gradients and the random state after one step."""
     torch.manual_seed(0)
-    loss = model(**inputs).loss if isinstance(inputs, dict) else model(*inputs).square().sum()
-    loss.backward()
-    found = [loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+    found = gradients_of(model(**inputs).loss if isinstance(inputs, dict) else model(*inputs).square().sum(), model)
     model.zero_grad()
-    return [*found, torch.get_rng_state()]
+    return found
 
 
 def assert_same_step(model: nn.Module, plain: nn.Module, inputs: Any) -> None:
     expected = step(plain, inputs)
     for _ in range(2):
-        found = step(model, inputs)
-        assert len(found) == len(expected)
-        assert all(map(torch.equal, found, expected))
+        assert_same(expected, step(model, inputs))
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -13,8 +13,9 @@ from sac.compat import transformer_engine as te
 from sac.errors import ConfigError, RegionError
 from sac.full import RngTracker
 from tests.support.ranks import run_ranks
+from tests.support.stored_regions import plainly
 from tests.support.training import assert_same
-from tests.unit.compat.programs import WIDTH, forking, plainly, trained, unequal_in_a_residual
+from tests.unit.compat.programs import WIDTH, forking, trained, unequal_in_a_residual
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

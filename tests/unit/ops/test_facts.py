@@ -78,13 +78,6 @@ def test_why_an_op_cannot_be_saved(op, reason):
     assert traits_of(op).is_factory == reason.startswith("it makes")
 
 
-def test_only_ops_that_may_draw_need_their_generator_compared():
-    quiet = [aten.mm.default, torch.ops._c10d_functional.all_reduce.default]
-    drawing = [aten.native_dropout.default, torch.ops.higher_order.flex_attention, len]  # one without a schema
-    assert not any(traits_of(op).may_draw for op in quiet)
-    assert all(traits_of(op).may_draw for op in drawing)
-
-
 def test_an_op_that_writes_only_what_it_is_given_is_savable_in_calls_that_give_none():
     library = torch.library.Library("_flash_attn2_cuda_0badcafe", "DEF")
     library.define("fwd(Tensor! q, Tensor k, Tensor v, Tensor(out_!)? out_, float p, Generator? gen_) -> Tensor[]")

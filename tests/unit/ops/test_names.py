@@ -1,11 +1,9 @@
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from sac.ops.facts import traits_of
 from sac.ops.names import OpMatcher, check_sets, is_must_save, resolve_ops, set_names
-from sac.ops.registry import find_ops, op_name, read_registry
+from sac.ops.registry import NamePattern, find_op, find_ops, op_name, read_registry
 from sac.ops.save_sets import SAVE_SETS, condition_of
 
 aten = torch.ops.aten
@@ -35,6 +33,49 @@ def library():
     yield define
     for each in made:
         each._destroy()
+
+
+# -- Names of ops
+
+
+def test_names_of_ops_are_dotted():
+    assert op_name(torch.ops.aten.mm.default) == "aten.mm.default"
+    assert op_name(torch.ops.aten.mm) == "aten.mm"
+    assert op_name(torch.ops.higher_order.flex_attention) == "higher_order.flex_attention"
+    assert find_op("higher_order.flex_attention") is torch.ops.higher_order.flex_attention
+
+
+def test_every_registered_name_finds_its_op():
+    for packet, overloads in PACKETS.items():
+        if packet.startswith("higher_order."):
+            continue
+        ops = find_ops(packet, overloads)
+        assert [op_name(op) for op in ops] == [f"{packet}.{overload}" for overload in overloads]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "meant"),
+    [
+        ("aten.mm", "aten.mm.default", True),
+        ("aten.mm", "aten.mm_out.default", False),
+        ("aten.mm", "aten.addmm.default", False),
+        ("aten.mm.default", "aten.mm.out", False),
+        ("aten.*mm", "aten.addmm.default", True),
+        ("aten.*mm", "aten.addmm_.default", False),
+        ("aten.*.out", "aten.mm.out", True),
+        ("*", "my_lib.flash.default", True),
+        ("higher_order.*", "higher_order.flex_attention", True),
+        ("higher_order", "higher_order.flex_attention", False),
+        ("aten", "aten.mm.default", False),
+        ("aten.m?", "aten.mm.default", True),
+        ("aten.[mb]mm", "aten.bmm.default", True),
+    ],
+)
+def test_patterns_match_whole_names(pattern, name, meant):
+    assert NamePattern(pattern).matches(name) is meant
+
+
+# -- What is meant by them
 
 
 def test_a_packet_an_overload_and_a_glob_mean_what_can_be_saved_of_them():
@@ -142,11 +183,53 @@ def test_sets_may_name_each_other_and_what_is_not_installed():
     assert check_sets(sets) == {}
 
 
-@given(st.sampled_from(sorted(packet for packet, overloads in PACKETS.items() if overloads)), st.booleans())
-@settings(max_examples=60)
-def test_every_spelling_resolves_alike(packet, with_overload):
-    name = f"{packet}.{PACKETS[packet][0]}" if with_overload else packet
-    plain, spelled = resolve_ops([name]), resolve_ops([name.replace(".", "::", 1)])
-    assert plain.entries == spelled.entries
-    assert [(p.found, p.fix) for p in plain.problems.values()] == [(p.found, p.fix) for p in spelled.problems.values()]
-    assert bool(plain.problems) == (not any(plain.matches(op) for op in find_ops(packet, PACKETS[packet])))
+# -- Errors: what was found, and the nearest spelling
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "nearest"),
+    [
+        ("atention", 'unknown save-set "atention"', "attention"),
+        ("mm", 'unknown save-set "mm"', "aten.mm"),
+        ("a b", '"a b" is not the name of an op', ""),
+        ("aten.mm.default.more", '"aten.mm.default.more" is not the name of an op', ""),
+        ("aten::adddmm", "no op aten.adddmm is registered", "aten.addmm"),
+        ("higher_order.flex_atention", "no op higher_order.flex_atention is reg", "higher_order.flex_attention"),
+        ("my_lib::flash", "no op of a namespace my_lib is registered", ""),
+        ("atne.mm", "no op of a namespace atne is registered", "aten.mm"),
+        ("aten.mm.defalt", "aten.mm has no overload defalt", "aten.mm.default"),
+        ("aten.*no_such*", "the glob aten.*no_such* matches no registered op", ""),
+        ("aten.add_", "aten.add_ cannot be saved: it writes its argument `self`", ""),
+        ("aten.view", "aten.view cannot be saved: it is a view", ""),
+    ],
+)
+def test_a_wrong_name(name, found, nearest):
+    (problem,) = resolve_ops([name]).problems.values()
+    assert found in problem.found
+    assert problem.nearest == nearest
+    assert problem.fix or problem.expected
+    may_recompute = "cannot be saved" in problem.found
+    assert (resolve_ops([name], for_saving=False).problems == {}) is may_recompute
+
+
+def test_a_set_that_the_policy_defines_is_legal_and_near():
+    (problem,) = resolve_ops(["my_ketnels"], {"my_kernels": ["aten.mm"]}).problems.values()
+    assert problem.nearest == "my_kernels"
+    assert "compiled, my_kernels" in problem.expected
+
+
+def test_every_wrong_name_is_told_at_its_place():
+    resolved = resolve_ops(["aten.mm", "aten.view", "matmul", "aten.mmm", "zzz.*"])
+    assert list(resolved.problems) == [1, 3]
+    assert {"aten.mmm", "zzz.*"} <= set(resolved.missing)
+
+
+def test_the_entries_of_a_policys_own_sets_are_checked_too():
+    sets = {"fine": ["aten.mm", "matmul", "not_installed::op"], "mine": ["aten.mm", "aten.addmn", "mm", "aten.view"]}
+    problems = check_sets(sets)
+    assert list(problems) == ["mine"]
+    assert [problem.found for problem in problems["mine"]] == [
+        "no op aten.addmn is registered",
+        'unknown save-set "mm"',
+        "aten.view cannot be saved: it is a view",
+    ]

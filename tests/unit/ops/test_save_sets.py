@@ -1,9 +1,10 @@
 import pytest
 import torch
+import torch.distributed as dist
 
 from sac.ops.facts import traits_of
 from sac.ops.names import is_must_save, resolve_ops
-from sac.ops.registry import find_ops, is_glob, op_name, read_registry
+from sac.ops.registry import find_ops, op_name, read_registry
 from sac.ops.save_sets import SAVE_SETS, condition_of
 
 aten = torch.ops.aten
@@ -59,18 +60,6 @@ def test_a_set_means_its_members_and_no_strangers_and_nothing_that_cannot_be_sav
     assert [op_name(op) for op in OPS if matcher.matches(op) and not traits_of(op).savable] == []
 
 
-@pytest.mark.parametrize("name", SAVE_SETS)
-def test_entries_are_well_formed_and_those_that_are_registered_can_be_saved(name):
-    entries = SAVE_SETS[name].entries
-    assert len({entry.name for entry in entries}) == len(entries)
-    for entry in entries:
-        assert "::" not in entry.name
-        assert is_glob(entry.name) or entry.name.count(".") in (1, 2)
-        assert not entry.condition or callable(condition_of(entry.condition))
-        if entry.name in read_registry().packets:
-            assert resolve_ops([entry.name]).problems == {}, entry.name
-
-
 def test_every_random_op_that_a_mode_can_see_is_random_or_attention_or_a_network_of_its_own():
     known = resolve_ops(["random", "attention"])
     tagged = [
@@ -112,3 +101,81 @@ def test_routing_choices_must_be_saved_in_every_mode():
 def test_save_sets_know_common_functions(save_set: str, function: str) -> None:
     assert resolve_ops([save_set]).matches_unit(function)
     assert not resolve_ops(["random"]).matches_unit(function)
+
+
+# -- Collectives
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_result_may_be_waited_for_again_and_later(group):
+    """Waiting hands back the tensor it waits for, so what a region keeps is complete once backward has waited."""
+    x = torch.arange(4.0)
+    result = c10d.all_to_all_single(x, [4], [4], group.group_name)
+    assert c10d.wait_tensor(result) is result
+    assert c10d.wait_tensor(result) is result
+    assert torch.equal(result, x)
+    assert result.data_ptr() != x.data_ptr()
+    assert traits_of(c10d.wait_tensor.default).is_view
+
+
+# -- Conditions
+
+
+def on(device):
+    """Return a stand-in for a tensor on a device that this machine need not have."""
+    return Placed._make_wrapper_subclass(Placed, (2,), device=torch.device(device))
+
+
+class Placed(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "holds"),
+    [
+        ("cuda", "cpu", True),
+        ("xpu", "cpu", True),
+        ("cuda", "cuda", False),
+        ("cpu", "cpu", False),
+        ("cpu", "cuda", False),
+    ],
+)
+def test_device_to_host_looks_at_both_sides(source, target, holds):
+    condition = condition_of("device_to_host")
+    assert condition((on(source),), {}, on(target)) is holds
+    assert condition((), {"self": on(source)}, on(target)) is holds
+    assert condition((on(source),), {"device": torch.device(target)}, None) is holds
+
+
+TRAIN_WITHOUT_OUT = "truthy:1/train & absent:3/out"
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "holds"),
+    [
+        ("device_to_host", (), {}, False),
+        ("device_to_host", (torch.empty(2, device="meta"),), {"device": "cpu"}, False),
+        ("absent:2/out,/more", (0, 1, None), {}, True),
+        ("absent:2/out,/more", (0, 1), {}, True),
+        ("absent:2/out,/more", (0, 1, 2), {}, False),
+        ("absent:2/out,/more", (0, 1), {"out": 2}, False),
+        ("absent:2/out,/more", (0, 1), {"more": 2}, False),
+        ("truthy:0/dropout,1/train", (0.1, True), {}, True),
+        ("truthy:0/dropout,1/train", (0.0, True), {}, False),
+        ("truthy:0/dropout,1/train", (0.1,), {"train": False}, False),
+        ("truthy:0/dropout,1/train", (), {}, False),
+        (TRAIN_WITHOUT_OUT, (0, True, 1), {}, True),
+        (TRAIN_WITHOUT_OUT, (0, True, 1, 0), {}, False),
+        (TRAIN_WITHOUT_OUT, (0, False, 1), {}, False),
+    ],
+)
+def test_conditions_on_arguments(name, args, kwargs, holds):
+    assert condition_of(name)(args, kwargs, None) is holds

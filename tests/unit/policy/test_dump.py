@@ -1,99 +1,51 @@
-"""A policy that is written out and loaded again is the same policy."""
+"""A policy that is written out and loaded again is the same policy; anything else that is loaded is one error."""
 
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from sac.errors import PolicyError
 from sac.policy.load import dump_policy, load_policy
-from sac.policy.model import Calls, Decision, Dim, Layers, Policy, Rule
-from sac.policy.patterns import PathPattern
-from sac.policy.read import DTYPES, takes_all_of
+from sac.policy.read import DO_WORDS, DTYPES, POLICY_KEYS, RULE_KEYS
 
 TRICKY = ["on", "null", "~", "true", "1:8", "1e6", "010", "1.10", "-", "a: b", "a #b", "*", "&a", "!t", "é"]
-printable = st.text(min_size=1, max_size=12).filter(lambda text: text.isprintable() and text.strip() == text)
-texts = printable | st.sampled_from(TRICKY)
-set_names = st.from_regex(r"\w[\w-]{0,8}", fullmatch=True) | st.sampled_from(["on", "no", "null", "true", "010"])
-op_names = st.sampled_from(["attention", "matmul", "aten.mm", "aten::mm", "aten.mm.default", "aten.*", "my_lib::Flash"])
-patterns = st.sampled_from(["", "**", "self_attn.**", "*_proj", "0", "0.1", "a.{b,c.d}", "{,x}"]).map(PathPattern.parse)
-wholes = st.integers(1, 2**40)
-ranges = st.tuples(st.integers(0, 99), st.integers(0, 99)).map(sorted).map(tuple)
-layers = st.one_of(
-    st.just(Layers()),
-    st.builds(Layers, first=wholes),
-    st.builds(Layers, last=wholes),
-    st.builds(Layers, every=wholes, offset=st.integers(0, 9)),
-    st.builds(Layers, ranges=st.lists(ranges, min_size=1, max_size=3).map(tuple)),
-)
-calls = st.one_of(
-    st.builds(Calls, index=st.frozensets(st.integers(0, 99), min_size=1, max_size=3)),
-    st.builds(Calls, every=wholes, offset=st.integers(0, 9)),
-)
-dims = st.just(Dim()) | st.builds(Dim, st.sampled_from(["==", "!=", ">=", "<=", ">", "<"]), st.integers(0, 2**40))
-shapes = st.builds(
-    lambda front, rest: (Dim("..."), *rest) if front else tuple(rest),
-    st.booleans(),
-    st.lists(dims, min_size=1, max_size=3),
-)
-dos = st.sampled_from(["save", "recompute", "offload", "alternate"])
-op_rules = st.builds(
-    Rule,
-    id=st.just(""),
-    do=dos,
-    ops=st.lists(op_names, min_size=1, max_size=3).map(tuple),
-    blocks=st.lists(patterns, max_size=2).map(tuple),
-    module=st.none() | patterns,
-    layers=st.none() | layers,
-    call=st.none() | calls,
-    shape=st.none() | shapes,
-    dtype=st.lists(st.sampled_from(DTYPES), unique=True, max_size=2).map(tuple),
-    optional=st.booleans(),
-)
-module_rules = st.builds(
-    Rule,
-    id=st.just(""),
-    do=dos,
-    blocks=st.lists(patterns, max_size=2).map(tuple),
-    module=patterns,
-    layers=st.none() | layers,
-)
-names = st.lists(st.sampled_from(["F", "m.*Norm", "rope_{q}", "on"]), min_size=1, max_size=2).map(tuple)
-unit_rules = st.builds(Rule, id=st.just(""), do=dos, functions=names, module=st.none() | patterns) | st.builds(
-    Rule, id=st.just(""), do=dos, units=names
-)
+RULES: list[dict[str, object]] = [
+    *({"ops": "attention", "do": do} for do in ("save", "recompute", "offload", "alternate")),
+    {"ops": ["matmul", "aten.mm", "aten::bmm.default", "aten.*"], "optional": True},
+    *({"ops": "aten.mm", "blocks": ["a.**", name], "module": name} for name in ("", "**", "*_proj", "0", "0.1")),
+    {"ops": "aten.mm", "module": "a.{b,c.d}"},
+    *({"module": name} for name in ("", "{,x}", "a.*")),
+    *({"ops": "aten.mm", "layers": one} for one in ("all", {"first": 2}, {"last": 2**40}, {"every": 2, "offset": 9})),
+    {"ops": "aten.mm", "layers": ["0-7", "12"]},
+    {"ops": "aten.mm", "layers": {"fraction": 0.25}},
+    *({"ops": "aten.mm", "call": one} for one in ({"index": 0}, {"index": [1, 3]}, {"every": 2, "offset": 1})),
+    {
+        "ops": "aten.mm",
+        "shape": ["...", "_", 8, "!=4", ">=4096", "<=2", ">1", "<3"],
+        "dtype": ["half", "float8_e4m3fn"],
+    },
+    {"function": ["F", "m.*Norm"], "module": "mlp"},
+    {"unit": ["rope_{q}", "on"]},
+]
+POLICIES: list[dict[str, object]] = [
+    *({"rules": [{"do": "save", **rule}]} for rule in RULES),
+    *({"name": name, "models": [name], "rules": [{"id": name, "ops": "a", "do": "save"}]} for name in TRICKY),
+    *({"default": "save", "sets": {name: ["aten.mm", "matmul"]}} for name in ("on", "no", "null", "true", "010")),
+    {"default": "offload", "regions": {"blocks": ["model.layers.*", "{a,b}"], "layers": {"block": 3}}},
+]
 
 
-@st.composite
-def policies(draw: st.DrawFn) -> Policy:
-    rules: list[Rule] = []
-    for rule in draw(st.lists(op_rules | module_rules | unit_rules, max_size=4)):
-        if not any(takes_all_of(earlier, rule) for earlier in rules):
-            rules.append(rule)
-    ids = draw(st.lists(texts, unique=True, min_size=len(rules), max_size=len(rules)))
-    named = tuple(replace(rule, id=one) for rule, one in zip(rules, ids, strict=True))
-    return Policy(
-        name=draw(texts),
-        rules=named,
-        default=draw(st.sampled_from(Decision)),
-        models=tuple(draw(st.lists(texts, max_size=2))),
-        sets=draw(
-            st.dictionaries(set_names, st.lists(op_names, min_size=1, max_size=2, unique=True).map(tuple), max_size=2)
-        ),
-        blocks=tuple(draw(st.lists(patterns, max_size=2))),
-        layers=draw(layers),
-    )
-
-
-@given(policies())
-def test_what_is_dumped_loads_to_an_equal_policy(tmp_path_factory: pytest.TempPathFactory, policy: Policy) -> None:
+@pytest.mark.parametrize("written", POLICIES, ids=str)
+def test_what_is_dumped_loads_to_an_equal_policy(tmp_path: Path, written: dict[str, object]) -> None:
     """Also by another YAML reader: a training config is read by its own, and the policy comes as a mapping."""
-    path = tmp_path_factory.mktemp("dump") / "p.yaml"
+    policy = load_policy(written)
+    path = tmp_path / "p.yaml"
     path.write_text(dump_policy(policy), encoding="utf-8")
     assert load_policy(path) == policy
     assert load_policy(yaml.safe_load(dump_policy(policy))) == policy
@@ -139,3 +91,59 @@ def test_a_dump_of_a_child_stands_alone(tmp_path: Path) -> None:
     alone = load_policy(tmp_path / "alone.yaml")
     assert alone == child
     assert alone.extends == ()
+
+
+# -- Whatever a file or mapping holds, reading it gives a policy or one error
+
+SIGNS = [*"[]{}'\"!\n>", "&x ", "*x", "\n  ", "\n- ", "!!str ", "<<: ", "? ", ": ", ", ", "| ", "---\n", "%YAML 1.1\n"]
+WORDS = ["schema: sac/v1\n", "rules:\n  - ", "ops: x", "do: save", "layers: ", "1:8", "~", "-1", "1e99", ".nan", "0x1f"]
+TRAPS = ["\\u", "\\Uffffffff", "\x00", "\u2028", "\ufeff", "\t", "\r", "#", "\U0001f600"]
+yamlish = st.lists(st.sampled_from(SIGNS + WORDS + TRAPS), max_size=25).map("".join)
+WRITTEN = b"schema: sac/v1\nname: fuzz\nrules:\n- {id: a, ops: [matmul], layers: [0-7], do: save}\ndefault: recompute\n"
+places = st.integers(0, len(WRITTEN))
+changed = st.builds(lambda start, text, end: WRITTEN[:start] + text.encode() + WRITTEN[end:], places, yamlish, places)
+contents = st.one_of(
+    yamlish.map(str.encode), st.binary(max_size=80), st.text(max_size=80).map(lambda t: t.encode()), changed
+)
+
+
+def assert_policy_or_told(source: object) -> None:
+    """Hold that `source` is a policy that can be written and read again, or that one error says why it is none."""
+    try:
+        policy = load_policy(source)  # type: ignore[arg-type]
+    except PolicyError as error:
+        str(error).encode()  # it can be printed, whatever was in the source
+    else:
+        assert dump_policy(load_policy(yaml.safe_load(dump_policy(policy)))) == dump_policy(policy)
+
+
+@settings(max_examples=300)
+@given(contents)
+@example(WRITTEN)
+@example(b'"\\ud800": 1')
+def test_any_bytes_are_a_policy_or_one_error(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = Path(tmp_path_factory.getbasetemp()) / "fuzz.yaml"
+    path.write_bytes(content)
+    assert_policy_or_told(path)
+
+
+words = st.sampled_from(
+    [*RULE_KEYS, *POLICY_KEYS, *DO_WORDS, *DTYPES[:3], "first", "every", "index", "*", "{a", "0-7", "1KiB"]
+)
+scalars = st.one_of(
+    words, st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=3)
+)
+keys = st.one_of(words, st.text(max_size=3), st.integers(0, 3), st.none(), st.booleans())
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=4), max_leaves=12
+)
+
+
+@settings(max_examples=300)
+@given(
+    st.dictionaries(st.sampled_from(POLICY_KEYS), values, max_size=4),
+    st.lists(st.dictionaries(st.sampled_from(RULE_KEYS), values, max_size=5) | values, max_size=3),
+)
+@example({}, [{"id": "a", "ops": ["matmul"], "layers": ["0-7"], "optional": True, "do": "save"}])
+def test_any_mapping_is_a_policy_or_one_error(policy: dict[str, object], rules: list[object]) -> None:
+    assert_policy_or_told(policy | {"rules": rules})

@@ -9,6 +9,7 @@ import pytest
 
 from sac.errors import PolicyError
 from sac.policy.load import load_policy
+from sac.policy.model import Policy
 
 FILES = [
     ("a: &a {do: save}\nschema: sac/v1\nrules: [{<<: *a, ops: a}]\n", ':3:10: merge keys ("<<") are not supported'),
@@ -46,6 +47,7 @@ RULES = [
     ("ops: a", "this rule says nothing to do"),
     ("opps: a, do: save", 'unknown key "opps" in a rule'),
     ("do: save, layers: all", "this rule has neither ops nor module"),
+    ("ops: a, function: F, do: save", "this rule has both ops and function"),
     ("ops: , do: save", "ops is empty"),
     ('ops: "aten.mm, aten.bmm", do: save', 'ops is "aten.mm, aten.bmm"'),
     ("ops: a, module: a/b, do: save", 'module is "a/b": module paths are written with dots, not wit'),
@@ -136,3 +138,70 @@ def test_files_that_would_take_all_memory_are_refused(text: str, found: str) -> 
 )
 def test_a_key_of_an_earlier_version_or_of_another_form(written: str, fix: str) -> None:
     assert fix in message(f"schema: sac/v1\n{written}\n")
+
+
+# -- Two rules of which one can never fire, and pairs that look like it but can
+
+
+def load(*rules: str) -> Policy:
+    """Load a file with these rules; what each does matters to none of the tests."""
+    lines = "".join(f"  - {{{rule}, do: save}}\n" for rule in rules)
+    Path("p.yaml").write_text(f"schema: sac/v1\nrules:\n{lines}")
+    return load_policy("p.yaml")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("ops: matmul", "ops: matmul, module: mlp"),
+        ("ops: [matmul, attention]", "ops: attention"),
+        ('ops: "*"', "ops: [attention, aten.mm]"),
+        ("ops: aten.mm", "ops: aten.mm.default"),
+        ("ops: aten::mm", "ops: aten.mm"),
+        ('ops: "aten.*"', "ops: aten.mm"),
+        ("ops: a, module: mlp", "ops: a, module: mlp, dtype: half"),
+        ('ops: a, module: "**"', "ops: a, module: mlp"),
+        ("ops: a, layers: all", "ops: a, layers: {first: 2}"),
+        ("ops: a, dtype: [half, float]", "ops: a, dtype: float16, shape: [_, 8]"),
+        ("ops: a, call: {index: 0}", "ops: a, call: {index: 0}, module: x"),
+        ("module: mlp", "module: mlp"),
+        ('function: "m.*"', "function: m.Fn"),
+        ("ops: a, blocks: [enc.*, dec.*]", "ops: a, blocks: enc.*, module: mlp"),
+        ('ops: a, blocks: "**"', "ops: a"),
+    ],
+)
+def test_a_rule_that_can_never_fire(first: str, second: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        load(first, second)
+    assert str(caught.value) == (
+        'p.yaml:4:5: the rule "p.2" can never fire: "p.1" at p.yaml:3:5 matches all it matches\n'
+        '    fix: put "p.2" before "p.1", or remove it'
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("ops: attention", "ops: [attention, matmul]"),
+        ("ops: aten.mm.default", "ops: aten.mm"),
+        ("ops: aten.m", "ops: aten.mm"),
+        ('ops: "a*"', "ops: attention"),
+        ('ops: "aten.m*"', 'ops: "aten.*"'),
+        ("ops: a, module: mlp", "ops: a"),
+        ("ops: a, layers: {first: 2}", "ops: a, layers: {last: 2}"),
+        ("ops: a, call: {index: 0}", "ops: a, call: {index: 1}"),
+        ("ops: a, shape: [_, 8]", "ops: a"),
+        ("ops: a, dtype: half", "ops: a, dtype: [half, float]"),
+        ("module: mlp", "ops: a, module: mlp"),
+        ("ops: a, blocks: enc.*", "ops: a, blocks: [enc.*, dec.*]"),
+        ('ops: "*", module: mlp', "module: mlp"),
+    ],
+)
+def test_rules_that_can_both_fire(first: str, second: str) -> None:
+    assert len(load(first, second).rules) == 2
+
+
+def test_a_childs_rule_may_cover_its_parents() -> None:
+    Path("parent.yaml").write_text("schema: sac/v1\nrules: [{ops: attention, module: a, do: save}]\n")
+    Path("child.yaml").write_text('schema: sac/v1\nextends: parent.yaml\nrules: [{ops: "*", do: save}]\n')
+    assert len(load_policy("child.yaml").rules) == 2

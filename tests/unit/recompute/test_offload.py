@@ -168,15 +168,6 @@ def test_what_others_hold_stays(device, engine):
     assert figures(model) == [(0, 0, {"held elsewhere too": 256})]
 
 
-def test_small_storages_stay(device, monkeypatch):
-    monkeypatch.setattr(transfers, "LIMITS", TransferLimits(smallest=4096, in_flight=0))
-    model = sac.apply(built(llama_stack), PRODUCTS)
-    model(*tokens())
-    for moved, _, held in figures(model):
-        assert moved + sum(held.values()) == PRODUCTS_BYTES
-        assert moved == 2 * 4096 or held == {"small": PRODUCTS_BYTES - moved}
-
-
 @ON_EACH_ENGINE
 def test_last_regions_are_spared(device, monkeypatch, engine):
     monkeypatch.setattr(transfers, "LIMITS", TransferLimits(smallest=1, in_flight=20000))

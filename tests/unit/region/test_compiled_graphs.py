@@ -16,7 +16,7 @@ import sac
 from sac.blocks.install import regions_of
 from sac.full import FullConfig, RngTracker
 from tests.support.blocks import FULL, llama_stack, tokens, with_dropout
-from tests.support.compiling import Compiled, count
+from tests.support.compiling import Compiled
 from tests.support.training import assert_same, built, train
 
 TRACKER = RngTracker()
@@ -105,21 +105,3 @@ OPTIONS: dict[str, tuple[dict[str, Any], bool]] = {
 def test_a_region_inside_a_compiled_function(options: dict[str, Any], in_one_graph: bool) -> None:
     ours = built(lambda: Mixed(sac.checkpoint, **options))
     assert_compiled_same(lambda: Mixed(plainly), ours, fullgraph=in_one_graph)
-
-
-def test_routing_is_not_run_again() -> None:
-    linear = nn.Linear(8, 8)
-
-    def routed(x: Tensor) -> Tensor:
-        weights, chosen = linear(x).softmax(-1).topk(2)
-        return x.gather(1, chosen) * weights
-
-    def gradients(function: Callable[..., Any]) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(function(x).square().sum(), [x, *linear.parameters()])
-
-    torch._dynamo.reset()
-    log, x = Compiled(), torch.randn(4, 8, requires_grad=True)
-    run = torch.compile(lambda x: sac.checkpoint(routed, x), backend=log.backend, fullgraph=True)
-    assert all(map(torch.equal, gradients(run), gradients(routed)))
-    assert count(log.backward[0], torch.ops.aten.topk.default) == 0
-    assert log.products()[0] > 2  # and the product before it is

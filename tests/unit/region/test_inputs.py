@@ -14,9 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import sac
 from sac.errors import RegionError
-from sac.full import FullConfig
 from tests.support.cases import WIDTH, Run, Seen, hidden, layer, loss_of
-from tests.support.runs import Noted
 from tests.support.stored_regions import wrong
 
 both_modes = pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
@@ -118,45 +116,3 @@ def test_an_optimizer_that_steps_inside_backward(reentrant: bool) -> None:
 
 
 # -- One tensor that is passed several times is one tensor again in recomputation: functions ask whether it is
-
-
-@both_modes
-def test_the_same_tensor_inside_containers_and_keywords(reentrant: bool) -> None:
-    ways = Noted()
-
-    def function(a: Tensor, pair: list[Tensor], *, mask: Tensor, last: dict[str, Tensor]) -> Tensor:
-        ways.append((a is pair[0], a is pair[1], a is last["a"], mask is last["mask"]))
-        return (a * pair[0] * pair[1]).masked_fill(mask, 0.0)
-
-    x, mask = torch.randn(4, requires_grad=True), torch.tensor([True, False, False, True])
-    other = torch.randn(4, requires_grad=True)
-    out = sac.checkpoint(function, x, [x, other], mask=mask, last={"a": x, "mask": mask}, use_reentrant=reentrant)
-    out.sum().backward()
-    assert ways == [(True, False, True, True)] * 2
-    expected = torch.autograd.grad((x * x * other).masked_fill(mask, 0.0).sum(), [x, other])
-    assert torch.equal(x.grad, expected[0])
-    assert torch.equal(other.grad, expected[1])
-
-
-STORES = {
-    "on the device": FullConfig(),
-    "host": FullConfig(store="host"),
-    "contiguous, all": FullConfig(store="contiguous", num_checkpoints=3, keep="all"),
-    "contiguous, the second": FullConfig(store="contiguous", num_checkpoints=3, keep=lambda place, tensor: place == 1),
-}
-
-
-@pytest.mark.parametrize("store", STORES.values(), ids=STORES)
-def test_a_write_through_one_argument_is_seen_through_the_other(store: FullConfig) -> None:
-    def function(a: Tensor, b: Tensor, w: Tensor) -> Tensor:
-        a.mul_(2.0)
-        return (b * w).sin()
-
-    def program(run: Run) -> Seen:
-        x, w = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
-        h = x * 3.0
-        out = run(function, h, h, w)
-        out.sum().backward()
-        return {"out": out.detach(), "w": w.grad, "h": h.detach(), "x": x.grad}
-
-    assert wrong(program, partial(sac.checkpoint, config=store)) == []

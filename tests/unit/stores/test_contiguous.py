@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import sac
 from sac.errors import RegionError
@@ -116,34 +115,3 @@ def test_retained_graph_keeps_its_slot() -> None:
         out.backward()
         sac.checkpoint(torch.sin, x, config=config).sum().backward()
     assert torch.equal(x.grad, x.cos() + x.cos() + x.cos())
-
-
-def test_threads_share_a_buffer() -> None:
-    """Each thread has at most two regions pending at a time; slots go from one to the other."""
-    config, wrong = slots(8), []
-
-    def work(number: int) -> None:
-        generator, model = torch.Generator().manual_seed(number), nn.Linear(WIDTH, WIDTH)
-        for turn in range(40):
-            x = torch.randn(4, WIDTH, generator=generator)
-            expected = torch.autograd.grad(model(model(x).sin()).sum(), model.parameters())
-            h = sac.checkpoint(lambda x: model(x).sin(), x, config=config)
-            out = sac.checkpoint(model, h, config=config)
-            if turn % 3:  # else the graph is dropped without backward
-                found = torch.autograd.grad(out.sum(), model.parameters())
-                if not all(map(torch.equal, expected, found)):
-                    wrong.append(f"thread {number} turn {turn}")
-            del h, out
-
-    def guarded(number: int) -> None:
-        try:
-            work(number)
-        except Exception as error:
-            wrong.append(repr(error))
-
-    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []

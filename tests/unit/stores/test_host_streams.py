@@ -1,4 +1,4 @@
-"""Copies to the host and into slots, on simulated streams: equal results, and no access that is not ordered."""
+"""Copies to the host and into slots, on simulated streams and a GPU: the same results, and every access is ordered."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import sac
 from sac.errors import RegionError
+from sac.full import FullConfig
 from sac.stores.contiguous import ContiguousBuffer
 from sac.stores.host import OnHost, StoredOnHost
-from tests.support.cases import CASES, WIDTH, Run, Seen, hidden, layer, written_after, written_inside
+from tests.support.cases import CASES, WIDTH, Run, Seen, hidden, layer, loss_of, written_after, written_inside
 from tests.support.pairs import in_pairs
 from tests.support.ranks import run_ranks
 from tests.support.simulated_streams import Simulation, simulated_streams
-from tests.support.stored_regions import MODES, as_region, compare, does_not_fit, wrong
+from tests.support.stored_regions import MODES, as_region, compare, does_not_fit, plainly, wrong
+from tests.support.training import deterministic
 
 STORES = ("host", "contiguous", "contiguous+host")
 
@@ -27,6 +30,17 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulation]:
     with simulated_streams(monkeypatch) as one:
         yield one
     assert one.races == []
+
+
+def test_copy_of_an_input_on_a_device_is_on_the_host(monkeypatch):
+    with simulated_streams(monkeypatch) as simulation:
+        x = torch.randn(4)
+        placed = OnHost().put(x, lambda: "args[0]")
+        assert placed.bytes() == (0, 16)
+        assert [memory.home for memory in simulation.memory.values()] == ["main", "host"]
+        first, second = placed.fetch(), placed.fetch()
+        assert torch.equal(first.zero_(), torch.zeros(4))  # what is fetched may be written to
+        assert torch.equal(second, x)
 
 
 @in_pairs(mode=MODES.keys(), store=STORES, name=CASES.keys(), unless=does_not_fit)
@@ -115,3 +129,49 @@ def test_write_that_nobody_saw_coming_does_not_hurt_a_copy_that_is_done(store: s
         return {"x": x.grad}
 
     assert wrong(program, as_region(store)) == []
+
+
+# -- On a GPU, whose copies take their time
+
+CYCLES = 50_000_000  # of a GPU's clock: some tens of milliseconds
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("store", STORES)
+def test_late_copies_on_a_gpu(monkeypatch, store):
+    """The caller overwrites his inputs; slots, pinned memory and what was fetched go round from step to step."""
+    plain = Tensor.copy_
+
+    def late(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if non_blocking:
+            torch.cuda._sleep(CYCLES)
+        return plain(target, source, non_blocking=non_blocking)
+
+    def program(run: Run) -> Seen:
+        models, (_, h) = [layer(dropout=0.2).cuda() for _ in range(6)], hidden(64, WIDTH)
+        h = h.cuda()
+        for model in models:
+            given = h.clone()
+            h = run(model, given)
+            if run is not plainly:
+                given.detach().fill_(float("nan"))
+            del given
+        loss_of([h.cpu()]).backward()
+        return {f"{i} {j}": one.grad for i, model in enumerate(models) for j, one in enumerate(model.parameters())}
+
+    with deterministic("cuda"):
+        monkeypatch.setattr(Tensor, "copy_", late)
+        assert wrong(program, as_region(store)) == []
+
+
+@pytest.mark.gpu
+def test_device_holds_nothing_of_the_input():
+    x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+    config = FullConfig(store="host")
+    for _ in range(2):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        out = sac.checkpoint(lambda h: h.exp().sin().sum(), x.exp().add(1), config=config)
+        assert torch.cuda.memory_allocated() - before <= x.nbytes + 4096  # of exp, outside; the sum goes to the region
+        out.backward()
+        x.grad = None

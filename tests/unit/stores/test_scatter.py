@@ -12,17 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import sac
 from sac.stores.scatter import StoredShare
-from tests.support.blocks import LlamaLikeBlock, Stack, alternate, policy, save
 from tests.support.cases import Run, Seen, hidden, layer, seen
 from tests.support.ranks import run_ranks
 from tests.support.recording import Recorder, without_collector
 from tests.support.runs import Noted
-from tests.support.stored_regions import as_region, plainly, wrong
-from tests.support.training import assert_same, built, train
+from tests.support.stored_regions import OVER_RANKS, as_region, plainly, wrong
 
 WIDTH, ROWS = 5, 7  # an input has 35 elements, which neither 2 nor 4 divide
 FLOAT = 4
@@ -158,45 +157,45 @@ def test_a_share_is_kept_of_each_input_and_nothing_after_backward(more, size, wa
     assert run_ranks(size, kept_by_regions, more, warm) == [(3 * share, [True] * 3, 0, False)] * size
 
 
-BLOCKS = 3
-TOKENS = (2, 7, 32)
-MODES = {
-    "full": {"mode": "full"},
-    "selective": {"mode": "selective"},
-    "save some products": {"mode": "selective", "policy": policy(alternate("matmul"), save("attention"))},
-}
+# -- Groups: of one rank, and a mesh of DTensors; models on ranks are in tests/stacks
 
 
-def tokens_for(device: str) -> tuple[Tensor, ...]:
-    return (torch.randn(TOKENS),)
+def two_calls(run: Run) -> Seen:
+    model, (x, h) = layer(WIDTH), hidden(ROWS, WIDTH)
+    return seen(run(model, run(model, h)), x, model)
 
 
-def kept_by_blocks(mode: str, scatters: bool) -> tuple[int, list[bool], list[int], dict[str, Tensor]]:
-    """Bytes kept by a model, which of its blocks' inputs are gone, bytes of inputs in the report, and a training."""
-    model = built(lambda: Stack(*[LlamaLikeBlock() for _ in range(BLOCKS)]))
-    value = MODES[mode] | {"blocks": ["blocks.*"], "preserve_rng_state": False}
-    sac.apply(model, value | {"distribute_saved_activations": scatters}, tp_group=dist.group.WORLD)
-    trained = train(model, make_input=tokens_for, steps=2)
-    passed: list[StorageWeakRef] = []
-    for block in model.blocks:
-        block.register_forward_pre_hook(lambda _, args: passed.append(StorageWeakRef(args[0].untyped_storage())))
-    (x,) = tokens_for("cpu")
-    with without_collector():
-        recorder = Recorder()
-        with recorder:
-            out = model(x.requires_grad_())
-        kept, gone = bytes_held(recorder, out), [one.expired() for one in passed[1:]]
-    return kept, gone, [kind["input_bytes"] for kind in sac.report(model).to_dict()["kinds"]], trained
+def group_of_one() -> list[list[str]]:
+    own = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
+    return [wrong(two_calls, as_region(store, group=own)) for store in OVER_RANKS]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_blocks_of_a_model_in_every_mode(mode):
-    whole = torch.Size(TOKENS).numel() * FLOAT
-    without, with_scatter = (run_ranks(2, kept_by_blocks, mode, scatters) for scatters in (False, True))
-    for plain, ours in zip(without, with_scatter, strict=True):
-        assert plain[1] == [False] * (BLOCKS - 1)
-        assert ours[1] == [True] * (BLOCKS - 1)
-        # The first block's input is the test's own. What else is kept is the same.
-        assert plain[0] - ours[0] == (BLOCKS - 1) * whole - BLOCKS * whole // 2
-        assert (plain[2], ours[2]) == ([whole], [whole // 2])
-        assert_same(plain[3], ours[3])
+def test_a_group_of_one_rank_has_nothing_to_scatter():
+    assert run_ranks(2, group_of_one) == [[[], [], []]] * 2
+
+
+def distributed_tensors(placements: list[Any], reentrant: bool) -> tuple[list[str], int]:
+    """A DTensor on a mesh of (dp, tp): what differs, and the shares that are kept of it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    kept = []
+
+    def program(run: Run) -> Seen:
+        x = distribute_tensor(torch.randn(4, 6), mesh, placements).requires_grad_()
+        weight = distribute_tensor(torch.randn(6, 6), mesh, [Replicate(), Replicate()]).requires_grad_()
+        result = run(lambda h: torch.tanh(h @ weight), x * 2)
+        if run is not plainly:
+            kept.append(sum(isinstance(one, StoredShare) for one in gc.get_objects()))
+        result.full_tensor().square().sum().backward()
+        return {"input": x.grad.full_tensor(), "weight": weight.grad.full_tensor(), "result": result.full_tensor()}
+
+    return wrong(program, as_region("scattered", reentrant, mesh["tp"])), kept[-1]
+
+
+@pytest.mark.parametrize(
+    ("placements", "shares"),
+    [([Replicate(), Replicate()], 1), ([Shard(0), Replicate()], 1), ([Replicate(), Shard(0)], 0)],
+)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_distributed_tensors(placements, shares, reentrant):
+    """Over a mesh of one dimension; what is split over it already is not scattered."""
+    assert run_ranks(4, distributed_tensors, placements, reentrant) == [([], shares)] * 4

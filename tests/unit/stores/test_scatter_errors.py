@@ -16,12 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 import sac
+from sac.blocks.install import regions_of
 from sac.config import COMPARED_BY_CALLS
 from sac.errors import ConfigError, RegionError, SacError
-from sac.stores.contiguous import ContiguousBuffer
-from sac.stores.host import OnHost
 from sac.stores.scatter import Scattered
-from sac.stores.store import InputStoring, OnDevice
+from sac.stores.store import OnDevice
 from tests.support.cases import layer
 from tests.support.ranks import run_ranks
 from tests.support.stored_regions import as_region
@@ -155,27 +154,21 @@ def test_modules_of_one_class_are_compared_each_for_itself():
 # -- Copies and pickles are over the same group
 
 
-def copies() -> tuple[list[bool], list[list[Tensor]]]:
-    """Whether copies of placements are the same, and the gradients of copies of a model, those of the model first."""
-    same = []
+def gradients_of_copies() -> list[list[Tensor]]:
+    """The gradients of a model and of copies of it, whose inputs are scattered over a group of their own."""
     ours = dist.new_group([0, 1])
-    for group in (dist.group.WORLD, ours):
-        for one in (OnDevice(), OnHost(), ContiguousBuffer(3)):
-            keeping = InputStoring(Scattered(group, one, set()), "all")
-            for again in (copy.deepcopy(keeping), pickle.loads(pickle.dumps(keeping))):
-                kept = again.store
-                same.append(kept.group is group and type(kept.inner) is type(one) and again.which == "all")
     model = sac.apply(nn.Sequential(layer(5), layer(5)), {"mode": "full", "store": "scattered"}, tp_group=ours)
     grads = []
-    for one in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        model.zero_grad()
         one(torch.ones(2, 5)).sum().backward()
-        grads.insert(0, [parameter.grad for parameter in one.parameters()])
-    return same, grads
+        grads.append([parameter.grad for parameter in one.parameters()])
+        assert all(block.applied.settings.input_storing.store.group is ours for block in regions_of(one))
+    return grads
 
 
 def test_copies_and_pickles_are_over_the_same_group():
-    for same, (model, *again) in run_ranks(2, copies):
-        assert same == [True] * 12
+    for model, *again in run_ranks(2, gradients_of_copies):
         assert all(torch.equal(left, right) for one in again for left, right in zip(one, model, strict=True))
 
 

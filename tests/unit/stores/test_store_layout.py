@@ -10,14 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.two_tensor import TwoTensor
 
-import sac
 from sac.stores.layout import Layout
-from tests.support.blocks import FunctionBlock, Stack, policy, save, selective
-from tests.support.layouts import SIDE, VIEWS, Reading
-from tests.support.training import built
 
 DTYPES = (
     torch.float32,
@@ -113,28 +108,3 @@ def test_what_fits():
     for x in (torch.ones(2, 2).to_sparse(), torch.nn.Parameter(torch.ones(2)), jagged, wrapped):
         assert not Layout.fits(x)
     assert not Layout.fits(filled(10).unfold(0, 4, 2))  # windows that overlap
-
-
-def test_a_fake_tensor_has_the_layout_of_the_real_one():
-    real = torch.randn(8, 24)
-    with FakeTensorMode():
-        fake = torch.randn(8, 24)
-        for view in (lambda x: x[1:], lambda x: x[2:4], lambda x: x[:, 3:5], lambda x: x.flatten()[5:9]):
-            layout, _ = Layout.of(view(fake))
-            with unset_fake_temporarily():
-                assert layout == Layout.of(view(real))[0]
-
-
-@pytest.mark.parametrize("engine", ["replay", "rerun"])
-@pytest.mark.parametrize(
-    ("name", "elements"), [("columns", 3 * SIDE), ("repeated", SIDE), ("rows", 2 * SIDE), ("overlapping", SIDE)]
-)
-def test_of_a_saved_part_of_a_result_a_region_keeps_the_elements_only(name: str, elements: int, engine: str) -> None:
-    def body(block: FunctionBlock, x: Tensor) -> Tensor:
-        return x + Reading.apply(VIEWS[name](x @ block.a), []).sum().real  # type: ignore[no-untyped-call]
-
-    value = selective(policy(save("matmul")), engine=engine)
-    model = sac.apply(built(lambda: Stack(FunctionBlock(body, SIDE), FunctionBlock(body, SIDE))), value)
-    model(torch.randn(SIDE, SIDE, requires_grad=True)).sum().backward()
-    kind = sac.report(model).kinds[0]
-    assert kind.saved_bytes - kind.dead_bytes <= elements * 4 + SIDE * SIDE * 4, kind

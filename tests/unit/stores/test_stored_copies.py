@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import sac
 from sac.errors import SacWarning
 from sac.full import FullConfig
+from tests.dangers.test_04_versions_and_views import VIEWS
 from tests.support.blocks import FULL, FunctionBlock, Stack, alternate, llama_stack, policy, save, selective, tokens
 from tests.support.cases import Run, Seen, seen
 from tests.support.recording import Recorder, without_collector
@@ -149,23 +150,7 @@ def test_copy_of_a_model_with_a_pending_backward(again, store):
         assert torch.equal(mine.grad, other.grad)
 
 
-# -- Inputs that share memory, or begin in the middle of it
-
-VIEWS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
-    "the same twice": lambda h: (h, h),
-    "one and a part of it": lambda h: (h, h[1:]),
-    "a part and the whole": lambda h: (h[1:], h),
-    "two parts": lambda h: (h[:2], h[2:]),
-    "two views": lambda h: (h.t().contiguous().t(), h.view(2, 10)[1].view(2, 5)),
-    "windows": lambda h: (h.view(20).unfold(0, 5, 3), h),
-    "every second": lambda h: (h[::2], h[:, ::2].repeat(1, 2)[:, 1:]),
-}
-
-
-def of_both(linear: nn.Module, a: Tensor, b: Tensor) -> Tensor:
-    rows = min(len(a), len(b))
-    out = linear(linear(a.relu())).sigmoid() * linear(a.contiguous())
-    return out[:rows] * linear(b[:rows].relu()) + b[:rows].exp()
+# -- Inputs that share memory
 
 
 @pytest.mark.parametrize("keep", ["first", "all"])
@@ -173,8 +158,9 @@ def of_both(linear: nn.Module, a: Tensor, b: Tensor) -> Tensor:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_views_of_one_tensor(reentrant, name, keep):
     def program(run: Run) -> Seen:
-        linear, x = nn.Linear(5, 5), torch.randn(4, 5, requires_grad=True)
-        return seen(run(partial(of_both, linear), *VIEWS[name](x * 2)), x, linear)
+        linear, x = nn.Linear(8, 8), torch.randn(8, 8, requires_grad=True)
+        views = VIEWS[name](x * 2)
+        return seen(run(lambda a, b: linear(linear(a.relu())).sigmoid() * linear(b) + b.exp(), *views), x, linear)
 
     assert wrong(program, as_region("host", reentrant, keep=keep)) == []
 

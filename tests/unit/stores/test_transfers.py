@@ -44,40 +44,34 @@ def zeros(size: int) -> torch.Tensor:
 
 
 class Read(torch.autograd.Function):
-    """A region whose backward takes its input, if that is on the host, then reads its copies and takes a second."""
+    """A region whose backward reads its copies and takes a second."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, stored: Any, copies: list[Any], simulation: Simulation) -> torch.Tensor:
-        ctx.stored, ctx.copies, ctx.simulation = stored, copies, simulation
+    def forward(ctx: Any, x: torch.Tensor, copies: list[Any], simulation: Simulation) -> torch.Tensor:
+        ctx.copies, ctx.simulation = copies, simulation
         return x * 1
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if ctx.stored is not None:
-            ctx.stored.transfers.take(ctx.stored)
-            ctx.stored.transfers.look_ahead(ctx.stored.call)
         for copy in ctx.copies:
             copy.transfers.look(copy).add(1)
-        ctx.stored, ctx.copies = None, []
+        ctx.copies = []
         ctx.simulation.work(2.0)
-        return grad * 1, None, None, None
+        return grad * 1, None, None
 
 
-def chain(simulation: Simulation, transfers: Transfers, *sizes: int, inputs: bool = False) -> torch.Tensor:
-    """A forward of regions that take a second each, and of which each has one storage on the host, and its input."""
+def chain(simulation: Simulation, transfers: Transfers, *sizes: int) -> torch.Tensor:
+    """A forward of regions that take a second each, and of which each has one storage on the host."""
     x = torch.ones(1, requires_grad=True)
     for size in sizes:
-        call, stored = CallNode(), None
+        call = CallNode()
         call.follow(x)
-        if inputs:
-            stored = transfers.put_one(zeros(size + 1), call)
-            transfers.settle(stored)
         source = zeros(size)
         simulation.work(1.0)
         copies = transfers.put([source], call)
         del source
-        x = Read.apply(x, stored, copies, simulation)
-        del stored, copies
+        x = Read.apply(x, copies, simulation)
+        del copies
         call.mark([x])
     return x
 
@@ -112,29 +106,7 @@ def test_without_room_ahead_nothing_is_brought_up_early(simulation: Simulation) 
     assert [line for line, _ in itertools.groupby(turns)] == ["side 2 copies", "main waits"] * 3
 
 
-def test_what_a_region_needs_comes_up_before_what_the_next_ones_need(simulation: Simulation) -> None:
-    """Its input and its values together, and once; as in Note [The clock of transfers]."""
-    transfers = Transfers(CPU, simulation, TransferLimits(in_flight=0, ahead=1 << 20))
-    x = chain(simulation, transfers, 300, 200, 100, inputs=True)
-    came: list[int] = []
-    plain = transfers._bring_up
-    transfers._bring_up = lambda copies, task: came.extend(copy.size for copy in copies) or plain(copies, task)
-    x.backward()
-    assert came[:2] == [101, 100]
-    assert sorted(came) == [100, 101, 200, 201, 300, 301]
-
-
 # -- Host memory
-
-
-def test_a_training_leaves_no_references_behind(simulation: Simulation) -> None:
-    """What is below the limits is not freed by `put`, but dies with its graph."""
-    transfers = Transfers(CPU, simulation, TransferLimits(host=1 << 30))
-    for _ in range(50):
-        alive = transfers.put([zeros(64) for _ in range(3)])
-    assert len(transfers._flying) == len(alive)
-    del alive
-    assert is_idle(transfers)
 
 
 def test_buffers_are_given_back_after_an_error_for_want_of_room(simulation: Simulation) -> None:

@@ -1,21 +1,25 @@
-"""Random states of CUDA devices: what the tests next to this one claim on the CPU, and what the CPU does not have."""
+"""The state of the forward on a GPU: what the tests next to this one claim on the CPU, and what a GPU has besides."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sac
 from sac.errors import RegionError
 from sac.full import RngTracker
+from tests.support.blocks import FULL, Stack
 from tests.support.trackers import DeepSpeedLike, bytes_of, filled
+from tests.support.training import assert_same_training
 
 pytestmark = pytest.mark.gpu
 
@@ -58,9 +62,9 @@ def test_streams_are_put_back_in_a_region_inside_a_fork(maker):
     for region in (False, True):
         torch.manual_seed(0)
         tracker = filled(maker)
-        call: Callable[..., Tensor] = functools.partial(body, tracker)
+        call: Callable[..., Tensor] = partial(body, tracker)
         if region:
-            call = functools.partial(sac.checkpoint, call, get_rng_state_tracker=lambda tracker=tracker: tracker)
+            call = partial(sac.checkpoint, call, get_rng_state_tracker=lambda tracker=tracker: tracker)
         x = torch.randn(32, 32, device="cuda", requires_grad=True)
         for _ in range(3):
             with tracker.fork():
@@ -88,3 +92,42 @@ def test_a_graph_that_is_captured_is_told_of():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), pytest.raises(RegionError, match="while a CUDA graph is captured"):
         sac.checkpoint(torch.sin, x)
+
+
+# -- Autocast, attention kernels, TF32, and statistics that live on the GPU
+
+SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "bf16": partial(torch.autocast, "cuda", torch.bfloat16),
+    "math": partial(sdpa_kernel, SDPBackend.MATH),
+    "order": partial(sdpa_kernel, [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True),
+    "cudnn off": partial(torch.backends.cudnn.flags, enabled=False),
+    "device": partial(torch.device, "cuda"),
+}
+
+
+class Block(nn.Module):
+    """Attention in half precision, a convolution, statistics, a counter; a tensor made where the surroundings say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.norm = nn.Linear(64, 192), nn.BatchNorm1d(64)
+        self.convolution = nn.Conv1d(64, 64, 3, padding=1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        self.calls += torch.ones(()).to(self.calls)
+        q, k, v = self.project(x_BTD).to(torch.bfloat16).unflatten(-1, (3, 1, 64)).unbind(2)
+        mixed = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+        h_BDT = self.convolution(mixed.squeeze(1).to(x_BTD.dtype).transpose(1, 2))
+        return F.dropout(self.norm(h_BDT).transpose(1, 2).float().sin(), 0.2) * x_BTD
+
+
+@pytest.mark.parametrize("surrounding", SURROUNDINGS.values(), ids=SURROUNDINGS.keys())
+def test_recomputation_on_a_gpu_meets_the_state_of_forward(
+    surrounding: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    def inputs(device: str) -> tuple[Tensor, ...]:
+        return (torch.randn(4, 32, 64, device=device),)
+
+    training: dict[str, Any] = {"make_input": inputs, "steps": 3, "around_forward": surrounding}
+    assert_same_training(lambda: Stack(Block()), FULL, device="cuda", **training)
