@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.fuzz.functions import FUNCTIONS
 from tests.support import custom_ops
 
 WIDTH = 8
@@ -21,10 +22,6 @@ Instruction = Callable[..., Tensor]
 
 def drawn_by_generator(block: Any, at: int, knob: int, x: Tensor) -> Tensor:
     return x * torch.rand(WIDTH, WIDTH, generator=block.generator, device=x.device)
-
-
-def filled_by_generator(block: Any, at: int, knob: int, x: Tensor) -> Tensor:
-    return x + torch.empty_like(x).uniform_(generator=block.generator)
 
 
 def shuffled_by_generator(block: Any, at: int, knob: int, x: Tensor) -> Tensor:
@@ -50,14 +47,6 @@ def noisy_attention(block: Any, at: int, knob: int, x: Tensor, y: Tensor) -> Ten
     return custom_ops.noisy_attention(x, y.to(x.dtype).tanh(), x, 0.4)[0]
 
 
-def through_heads(block: Any, at: int, knob: int, x: Tensor, y: Tensor) -> Tensor:
-    return (heads(x).transpose(1, 2).reshape(WIDTH, WIDTH).t() + y).unsqueeze(0).squeeze(0)
-
-
-def one_row(block: Any, at: int, knob: int, x: Tensor, y: Tensor) -> Tensor:
-    return (x.sin() * 2)[knob % WIDTH : knob % WIDTH + 1] * y
-
-
 def one_column(block: Any, at: int, knob: int, x: Tensor, y: Tensor) -> Tensor:
     return (x @ block.weights[0]).select(1, knob % WIDTH).unsqueeze(1).expand(-1, WIDTH) + y
 
@@ -67,17 +56,8 @@ def halves(block: Any, at: int, knob: int, x: Tensor) -> Tensor:
     return torch.cat((right.sin(), left), knob % 2)
 
 
-def parts(block: Any, at: int, knob: int, x: Tensor) -> Tensor:
-    first, second, third = x.split([1, 4, 3], dim=1)
-    return torch.cat((third * 2, second.cos(), first), 1)
-
-
 def rows(block: Any, at: int, knob: int, x: Tensor) -> Tensor:
     return torch.stack([row.sin() if index % 2 else row for index, row in enumerate(x.unbind(0))][::-1])
-
-
-def relu_in_place(block: Any, at: int, knob: int, x: Tensor) -> Tensor:
-    return (x @ block.weights[knob % 3]).relu_()
 
 
 def add_in_place(block: Any, at: int, knob: int, x: Tensor, y: Tensor) -> Tensor:
@@ -96,10 +76,6 @@ def assigned_rows(block: Any, at: int, knob: int, x: Tensor, y: Tensor) -> Tenso
     fresh = (x * 1.5).clone()
     fresh[: 1 + knob % WIDTH] = y[: 1 + knob % WIDTH].to(fresh.dtype)
     return fresh
-
-
-def masked_in_place(block: Any, at: int, knob: int, x: Tensor, y: Tensor) -> Tensor:
-    return (x + 1).masked_fill_(y > 0, 0.25 * knob)
 
 
 def accumulated(block: Any, at: int, knob: int, x: Tensor, y: Tensor) -> Tensor:
@@ -200,16 +176,13 @@ ONE: dict[str, Instruction] = {
     "permuted": lambda block, at, knob, x: x[torch.randperm(WIDTH, device=x.device)],
     "sampled": sampled,
     "drawn by generator": drawn_by_generator,
-    "filled by generator": filled_by_generator,
     "shuffled by generator": shuffled_by_generator,
     "transposed": lambda block, at, knob, x: x.t(),
     "reshaped": lambda block, at, knob, x: x.reshape(2, 4, WIDTH).transpose(0, 1).reshape(WIDTH, WIDTH),
     "flipped": lambda block, at, knob, x: x.flip(knob % 2),
     "detached": lambda block, at, knob, x: x.detach(),
     "halves": halves,
-    "parts": parts,
     "rows": rows,
-    "relu in place": relu_in_place,
     "in lower precision": in_lower_precision,
     "logged": logged,
     "tanh by raw kernel": lambda block, at, knob, x: custom_ops.TanhByRawKernel.apply(x),
@@ -217,6 +190,7 @@ ONE: dict[str, Instruction] = {
     "tanh by out-variant": lambda block, at, knob, x: custom_ops.TanhByOutVariant.apply(x),
     "noisy scale": lambda block, at, knob, x: custom_ops.noisy_scale(x, 0.4)[0],
     "scaled": lambda block, at, knob, x: custom_ops.scale_by(x, 0.5 + knob),
+    **FUNCTIONS,
 }
 TWO: dict[str, Instruction] = {
     "matmul": lambda block, at, knob, x, y: 0.3 * (x @ y.to(x.dtype)),
@@ -227,13 +201,10 @@ TWO: dict[str, Instruction] = {
     "chosen": lambda block, at, knob, x, y: torch.where(x > 0, x, y.to(x.dtype)),
     "attention": attention,
     "noisy attention": noisy_attention,
-    "through heads": through_heads,
-    "one row": one_row,
     "one column": one_column,
     "add in place": add_in_place,
     "add through view": add_through_view,
     "assigned rows": assigned_rows,
-    "masked in place": masked_in_place,
     "accumulated": accumulated,
     "written without grad": written_without_grad,
     "largest": largest,

@@ -9,6 +9,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import sac
+from sac.errors import PolicyError
 from tests.fuzz.instructions import INSTRUCTIONS, READ_TWICE, WIDTH, batch_norm, operands_of
 from tests.support.blocks import FULL, Stack, policy, selective
 
@@ -88,22 +90,11 @@ def programs(draw: st.DrawFn, entry: str) -> Program:
     return Program(written, outputs, needs, gives_indices=draw(st.booleans()), autocast=draw(st.integers(0, 4)) == 4)
 
 
-# what a rule may name: the words, and the other words that are no wider
-SELECTORS: dict[str, tuple[str, ...]] = {
-    "*": ("aten.*", "sactest::*"),
-    "aten.*": ("matmul", "attention", "random", "nondeterministic", "aten.*norm*", "aten.*dropout*", "aten.sin"),
-    "matmul": ("aten.mm", "aten.addmm", "aten.bmm"),
-    "random": ("aten.rand_like", "aten.bernoulli", "aten.native_dropout"),
-    "nondeterministic": ("aten.topk", "aten.sort", "aten.multinomial"),
-    "aten.*norm*": ("aten.native_layer_norm",),
-    "aten.*dropout*": ("aten.native_dropout",),
-    "sactest::*": ("sactest::noisy_scale", "sactest::noisy_attention", "sactest::scale_by"),
-    **dict.fromkeys(("attention", "aten.mm", "aten.addmm", "aten.bmm", "aten.sin", "aten.mul", "aten.add"), ()),
-    **dict.fromkeys(("aten.rand_like", "aten.bernoulli", "aten.native_dropout", "aten.topk", "aten.sort"), ()),
-    **dict.fromkeys(("aten.multinomial", "aten.max.dim", "aten.var_mean", "aten._softmax", "aten.cat"), ()),
-    **dict.fromkeys(("aten.native_layer_norm", "aten.clone", "aten.gather"), ()),
-    **dict.fromkeys(("sactest::noisy_scale", "sactest::noisy_attention", "sactest::scale_by"), ()),
-}
+GROUPS = ("*", "aten.*", "sactest::*", "matmul", "attention", "random", "nondeterministic", "*norm*", "*dropout*")
+OPS = ("mm", "addmm", "bmm", "sin", "mul", "add", "rand_like", "bernoulli", "native_dropout", "topk", "sort")
+MORE_OPS = ("multinomial", "max.dim", "var_mean", "_softmax", "cat", "native_layer_norm", "clone", "gather")
+CUSTOM_OPS = ("noisy_scale", "noisy_attention", "scale_by")
+SELECTORS = [*GROUPS, *(f"aten.{op}" for op in OPS + MORE_OPS), *(f"sactest::{op}" for op in CUSTOM_OPS)]
 MATCHERS = st.sampled_from(
     [
         *({},) * 5,
@@ -117,39 +108,25 @@ MATCHERS = st.sampled_from(
         {"dtype": ["bfloat16", "int64"]},
     ]
 )
-
-
-def narrower(selector: str) -> frozenset[str]:
-    """The selector and all that it covers."""
-    if selector == "aten.*":
-        return frozenset(name for name in SELECTORS if not name.startswith(("sactest", "*")))
-    if selector == "*":
-        return frozenset(SELECTORS)
-    return frozenset({selector}).union(*(narrower(name) for name in SELECTORS[selector]))
+CALLS = st.sampled_from([None, None, None, {"unit": "*"}, {"function": ["Dirty*", "Masked", "Tanh*"]}])
 
 
 @st.composite
 def policies(draw: st.DrawFn) -> dict[str, Any]:
-    """Policies of up to five rules, none of which a rule before it makes unreachable."""
-    rules: list[dict[str, Any]] = []
-    taken: list[tuple[frozenset[str], frozenset[str]]] = []  # of each rule: what it names, by which matchers
+    """Policies of up to six rules, none of which a rule before it makes unreachable."""
+    named = draw(CALLS)
+    rules: list[dict[str, Any]] = [{**named, "do": "save", "optional": True}] if named else []
     for _ in range(draw(st.integers(0, 5))):
-        wanted = draw(st.lists(st.sampled_from(sorted(SELECTORS)), min_size=1, max_size=3, unique=True))
-        matchers = draw(MATCHERS)
-        wider = [names for names, by in taken if by <= frozenset(matchers)]
-        names = [name for name in wanted if not any(name in covered for covered in wider)]
-        if not names:
-            continue
+        names = draw(st.lists(st.sampled_from(SELECTORS), min_size=1, max_size=3, unique=True))
+        do = draw(st.sampled_from(["save", "save", "recompute", "alternate"]))
         # an optional rule may match nothing, as most of these do
-        rules.append(
-            {
-                "ops": names[0] if len(names) == 1 else names,
-                **matchers,
-                "do": draw(st.sampled_from(["save", "save", "recompute", "alternate"])),
-                "optional": True,
-            }
-        )
-        taken.append((frozenset().union(*(narrower(name) for name in names)), frozenset(matchers)))
+        rules.append({"ops": names, **draw(MATCHERS), "do": do, "optional": True})
+        try:
+            sac.load_policy(policy(*rules))
+        except PolicyError as error:
+            if "can never fire" not in str(error):
+                raise
+            rules.pop()
     return policy(*rules, default=draw(st.sampled_from(["recompute", "recompute", "save"])))
 
 

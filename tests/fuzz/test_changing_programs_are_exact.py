@@ -9,12 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fuzz.changing.instructions import ALONE, CHANGES, CHANGING, CONDITIONS
+from tests.fuzz.changing.instructions import CHANGES, CHANGING, CONDITIONS
 from tests.fuzz.changing.programs import (
     INSIDE,
     KINDS,
-    PASSING,
-    RETURNS,
     STATES,
     STEPS,
     Item,
@@ -44,7 +42,7 @@ from tests.fuzz.changing.runs import (
 OTHERS = tuple(way for way in (*ENGINES, *MODES) if way not in ("replay", "full"))
 REFUSES = {  # what a region cannot put back
     ("lazy linear", "context_fn"),
-    *(("tensor written by loop", way) for way in ("full", "rerun", "checkpoint")),
+    *(("tensor written by loop", way) for way in MODES),
 }
 LIMITS = {"transforms", "optimizer in backward", "weights written between passes"}
 
@@ -59,19 +57,15 @@ def program(name: str, knob: int) -> Program:
     if name in CHANGES:
         return replace(of("in place", "dropout layer", "counted", "pure", knob=knob), changes=(Item(name, knob),))
     if name in KINDS:
-        state = of("embedding", "memory", "large tensors", "counted", "dropout layer", "if own switch", knob=knob)
+        state = of("embedding", "memory", "large tensors", "counted", "dropout layer", "if counter", knob=knob)
         return replace(state, kinds=(name,) * STEPS)
-    fields = of("field rebound", "field written", "field counted", "pure", knob=knob)
-    if name in ("dict", "UserDict", "UserDict subclass"):  # a rerun refuses a write to an entry
-        fields = of("field rebound", "field counted", "pure", knob=knob)
     if name in STATES:
-        return replace(fields, state=name, kinds=("backward twice",) * STEPS)
-    if name in PASSING:
-        return replace(fields, passing=name)
-    if name in RETURNS:
-        return replace(fields, returns=name)
+        fields = ["field rebound", "field counted", "pure"]
+        if name != "dict":  # a rerun refuses a write to a tensor in an entry
+            fields.insert(1, "field written")
+        return replace(of(*fields, knob=knob), state=name, kinds=("backward twice",) * STEPS)
     if name == INSIDE:
-        inner = [Item(each, knob) for each in ("counted", "kept values", "memory", "python number", "numpy numbers")]
+        inner = [Item(each, knob) for each in ("counted", "kept values", "memory", "number of Python or NumPy")]
         return replace(of(), blocks=((Item("linear", 1), Item(INSIDE, knob, tuple(inner)), Item("pure", 2)),))
     if name == "gradient after a write":
         return of("normalized weight", "gradient inside", "pure", knob=knob)
@@ -80,13 +74,10 @@ def program(name: str, knob: int) -> Program:
 
 NAMES = (
     *CHANGING,
-    *ALONE,
     *CONDITIONS,
     *CHANGES,
     *KINDS,
     *STATES,
-    *PASSING,
-    *RETURNS,
     INSIDE,
     "gradient after a write",
 )
@@ -114,7 +105,7 @@ def test_each_change_is_exact(name: str) -> None:
         found = replace(one, program=replace(one.program, seed=at))  # which policy the way has
         result = outcome(found, way)
         allowed = {EQUAL}
-        if (OUTSIDE & found.features or found.hidden) and runs_python_twice(found, way):
+        if OUTSIDE & found.features and runs_python_twice(found, way):
             allowed |= {REFUSED, UNSEEN}
         if (name, way) in REFUSES:
             allowed |= {REFUSED}
@@ -144,18 +135,11 @@ def test_ways_that_run_python_twice_are_exact_or_refuse(first: int) -> None:
             assert result.kind in (EQUAL, LIMIT, REFUSED, UNSEEN), told(seed, way, result)
 
 
-FOUND_WRONG = {
-    502900: "replay",  # to the end, in two parts: it drew again what the policy had saved
-    507139: "replay",
-    703096: "replay",  # a NumPy write in the forward, before a gradient inside the region
-    303788: "modules",  # a module in a list, a counter in a closure
-}
-
-
-@pytest.mark.parametrize(("seed", "way"), FOUND_WRONG.items())
-def test_programs_that_were_wrong_once(seed: int, way: str) -> None:
-    result = outcome(program_of(seed), way)
-    assert result.kind == EQUAL, told(seed, way, result)
+@pytest.mark.parametrize("first", [200, pytest.param(210, marks=pytest.mark.slow)])
+def test_a_budget_changes_nothing_but_memory(first: int) -> None:
+    for seed in range(first, first + 10):
+        result = outcome(program_of(seed), "budget")
+        assert result.kind in (EQUAL, LIMIT, REFUSED, UNSEEN), told(seed, "budget", result)
 
 
 def told(seed: int, way: str, result: Outcome) -> str:
@@ -171,5 +155,4 @@ def test_a_wrong_result_is_found_and_shrunk() -> None:
 
 def test_a_wrong_result_where_state_cannot_be_seen_is_counted_by_itself() -> None:
     found = prepare(of("normalized weight by data", knob=1))
-    assert found.hidden == {"a write by .data"}
-    assert outcome(found, "torch").kind in (UNSEEN, REFUSED)
+    assert outcome(found, "torch").kind == UNSEEN

@@ -20,17 +20,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-import sac
 from sac.engine.region import RegionGroup
 from sac.engine.tape import CannotReplayError, Tape
 from sac.engine.taped import TapedFrame
 from sac.errors import SacWarning
 from tests.fuzz.instructions import INSTRUCTIONS, READ_TWICE, operands_of
-from tests.fuzz.programs import Line, Program, policies, programs, values
+from tests.fuzz.programs import Line, Program, programs, values
 from tests.support.blocks import APPLY, install, policy, selective
 from tests.support.pairs import in_pairs
 from tests.support.recording import Recorder, without_collector
-from tests.support.training import Backward, assert_same, built, deterministic, summed, train
+from tests.support.training import Backward, assert_same, built, deterministic, plain_backward, summed, train
 
 Entries = tuple[str, ...]  # under each of which one program is run, and compared with one run without us
 BOTH_ENGINES: list[Entries] = [APPLY]
@@ -46,11 +45,6 @@ CALM = settings(
 )
 
 
-def backward_once(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Any]:
-    loss.backward()
-    return []
-
-
 def backward_twice(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Any]:
     loss.backward(retain_graph=True)
     loss.backward()
@@ -63,7 +57,7 @@ def inputs_then_weights(loss: Tensor, inputs: list[Tensor], parameters: list[nn.
     return [*first, *torch.autograd.grad(loss, parameters, allow_unused=True)]
 
 
-BACKWARDS = (backward_once, backward_once, backward_twice, inputs_then_weights)
+BACKWARDS = (plain_backward, plain_backward, backward_twice, inputs_then_weights)
 
 
 def casting(program: Program, device: str) -> Callable[[], AbstractContextManager[Any]]:
@@ -205,36 +199,19 @@ EACH_VALUE = {
 def test_each_instruction_alone_between_dropouts(name: str, value: Any, entries: Entries) -> None:
     """Every instruction, with a random op before and after it, and as the last op of the region."""
     lines = [Line("matmul by weight", 0, (0,)), Line("dropout", 0, (1,)), Line(name, 1, (2, 0)[: operands_of(name)])]
-    assert_exact_and_free(Program(tuple(lines), (0, 1), (True,)), value, entries, backward_once)
+    assert_exact_and_free(Program(tuple(lines), (0, 1), (True,)), value, entries, plain_backward)
     lines += [Line("native dropout", 0, (3,)), Line("bounded product", 0, (4, 1)), Line("matmul by weight", 1, (5,))]
     assert_exact_and_free(Program(tuple(lines), (0, 2), (True,)), value, entries, backward_twice)
 
 
-NOTHING_SAVED = selective(policy())
 ONCE_WRONG = {
     # zeros that an op reads as they are, then zeros that a kernel fills which no dispatcher sees: both of one op
-    "constants and no constants": (
-        Program((Line("largest", 0, (0, 0)), Line("square by accumulation", 0, (0,))), (0,), (True,)),
-        NOTHING_SAVED,
-        backward_once,
-    ),
+    "constants and no constants": (Line("largest", 0, (0, 0)), Line("square by accumulation", 0, (0,))),
     # the last op writes to what autograd has saved, which no op had written to before: not free of a mode
-    "a last op that fills": (Program((Line("randomized relu", 0, (0,)),), (0,), (True,)), NOTHING_SAVED, backward_once),
+    "a last op that fills": (Line("randomized relu", 0, (0,)),),
 }
 
 
-@pytest.mark.parametrize(("program", "value", "backward"), ONCE_WRONG.values(), ids=ONCE_WRONG.keys())
-def test_programs_that_once_came_out_wrong_under_replay(program: Program, value: Any, backward: Backward) -> None:
-    assert_exact_and_free(program, value, APPLY, backward)
-
-
-def test_policies_that_are_drawn_can_be_loaded() -> None:
-    """The strategy writes no rule that an earlier one makes unreachable, and no op that cannot be saved."""
-
-    @settings(CALM, max_examples=100, derandomize=True)
-    @given(written=policies())
-    def check(written: dict[str, Any]) -> None:
-        read = sac.load_policy(written)
-        assert [rule.do for rule in read.rules] == [rule["do"] for rule in written.get("rules", [])]
-
-    check()
+@pytest.mark.parametrize("lines", ONCE_WRONG.values(), ids=ONCE_WRONG.keys())
+def test_programs_that_once_came_out_wrong_under_replay(lines: tuple[Line, ...]) -> None:
+    assert_exact_and_free(Program(lines, (0,), (True,)), EACH_VALUE["nothing"], APPLY, plain_backward)

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.policies import plain_families
-from tests.policies.plain_families import DiT, Llama3Model, VisionTransformer
 from tests.support.model_zoo import RECIPES, VOCAB, Recipe, build
+from tests.support.plain_zoo import plain
 
 Built = tuple[nn.Module, dict[str, Any]]
 
@@ -255,11 +254,15 @@ _ZOO: dict[str, dict[str, str]] = {
     "mamba": {name: name for name in ("mamba", "mamba2", "jamba", "zamba", "bamba", "falcon_h1", "qwen3_next")},
 }
 
-_PLAIN: dict[type[nn.Module], str] = {Llama3Model: "llama", VisionTransformer: "vit", DiT: "vit"}
+_PLAIN = {"Llama3Model": "llama", "VisionTransformer": "vit", "DiT": "vit"}
 
 
 def _from_recipe(recipe: Recipe, dropout: float) -> Built:
     return build(recipe, dropout=dropout)
+
+
+def _from_plain(name: str, dropout: float) -> Built:
+    return plain(name, dropout=dropout)
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -273,7 +276,7 @@ FAMILIES: tuple[Family, ...] = (
         for policy, recipes in _MORE.items()
         for name, recipe in recipes.items()
     ),
-    *(Family(policy, kind.__name__, partial(plain_families.build, kind)) for kind, policy in _PLAIN.items()),
+    *(Family(policy, name, partial(_from_plain, name)) for name, policy in _PLAIN.items()),
 )
 
 # What falls to `general`: a family of no policy, and a model that is no one's.

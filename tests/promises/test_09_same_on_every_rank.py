@@ -9,7 +9,7 @@ import pytest
 from tests.stacks.composition import Outcome, differences
 from tests.support.rank_programs import BODIES, told_of_a_difference, trained
 from tests.support.ranks import run_ranks
-from tests.support.replay_programs import POLICIES
+from tests.support.ways import POLICIES
 
 STEPS = 4  # those of `outcome`: two that are compared, one for memory, one for FLOPs and collectives
 REGIONS = 2

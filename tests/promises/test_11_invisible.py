@@ -30,12 +30,12 @@ from tests.support.blocks import (
     square,
     tokens,
     under_each_engine,
+    whole,
     with_dropout,
 )
 from tests.support.recording import backward_ops
 from tests.support.runs import runs_of
 from tests.support.training import assert_same, assert_same_training, built, train
-from tests.support.whole_module_blocks import whole
 
 ATTENTION_AND_ALTERNATING = selective(policy(save("attention"), alternate("matmul")))
 VALUES = under_each_engine(

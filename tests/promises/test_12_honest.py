@@ -22,12 +22,12 @@ from tests.support.blocks import (
     selective,
     square,
     tokens,
+    whole,
 )
 from tests.support.model_zoo import tiny
 from tests.support.recording import kept_bytes
 from tests.support.simulated_streams import simulated_streams
 from tests.support.training import built
-from tests.support.whole_module_blocks import whole
 
 ATTENTION_AND_ALTERNATING = selective(policy(save("attention"), alternate("matmul")))
 

@@ -96,10 +96,10 @@ def test_what_is_turned_on_by_hand(turn_on: Callable[[Any], None], found: str, s
 
 
 def test_a_flag_that_is_set_by_hand_on_what_calls_the_blocks() -> None:
-    model, inputs = plain("timm")
+    model, inputs = plain("VisionTransformer")
     sac.apply(model, "full")
     model.grad_checkpointing = True
-    found = "grad_checkpointing is on in TimmStyle, which calls this block"
+    found = "grad_checkpointing is on in VisionTransformer, which calls this block"
     with pytest.raises(RegionError, match=FOUND.format("blocks.0", found)):
         model(**inputs)
 

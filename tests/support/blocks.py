@@ -36,6 +36,11 @@ def alternate(ops: str | list[str], **matchers: Any) -> dict[str, Any]:
     return {"ops": ops, **matchers, "do": "alternate"}
 
 
+def whole(module: str, do: str = "save", **matchers: Any) -> dict[str, Any]:
+    """A rule on whole modules."""
+    return {"module": module, **matchers, "do": do}
+
+
 def selective(written: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """The config value for a policy on the blocks of a `Stack`."""
     return {"mode": "selective", "policy": dict(written), "blocks": ["blocks.*"], **more}

@@ -90,32 +90,17 @@ def nested(run: Run) -> Seen:
 
 
 @case
-def keyword_arguments(run: Run) -> Seen:
-    model, (x, h), (y, g) = layer(), hidden(4, WIDTH), hidden(4, WIDTH)
-
-    def body(h: Tensor, *, scale: float, other: Tensor, flag: bool) -> Tensor:
-        return model(h * scale + other if flag else h)
-
-    return seen(run(body, h, scale=3.0, other=g, flag=True), x, y, model)
-
-
-@case
-def none_and_plain_values(run: Run) -> Seen:
-    model, (x, h) = layer(), hidden(4, WIDTH)
+def arguments_of_every_kind(run: Run) -> Seen:
+    model, (x, h), (y, g), (z, other) = layer(), hidden(4, WIDTH), hidden(4, WIDTH), hidden(4, WIDTH)
     mask = torch.rand(4, WIDTH) > 0.5
 
-    def body(nothing: None, h: Tensor, two: int, flag: bool, text: str, mask: Tensor, scale: float | None) -> Tensor:
-        assert (nothing, two, flag, text, scale) == (None, 2, True, "text", None)
-        return model(h.masked_fill(mask, two))
+    def body(nothing: None, two: int, text: str, mask: Tensor, nested: dict[str, Any], *, other: Tensor) -> Tensor:
+        assert (nothing, two, text) == (None, 2, "text")
+        (first, (second, _)), size = nested["pair"], nested["size"]
+        return model((first * second * size + other).masked_fill(mask, two))
 
-    return seen(run(body, None, h, 2, True, "text", mask, None), x, model)
-
-
-@case
-def nested_structures(run: Run) -> Seen:
-    model, (x, h), (y, g) = layer(), hidden(4, WIDTH), hidden(4, WIDTH)
-    structure = {"pair": [h, (g, None)], "size": 3}
-    return seen(run(lambda s: model(s["pair"][0] * s["pair"][1][0] * s["size"]), structure), x, y, model)
+    nested = {"pair": [h, (g, None)], "size": 3}
+    return seen(run(body, None, 2, "text", mask, nested, other=other), x, y, z, model)
 
 
 @case
@@ -148,12 +133,6 @@ def sizes_that_do_not_divide(run: Run) -> Seen:
 def shared_input(run: Run) -> Seen:
     query, key, (x, h) = layer(), layer(), hidden(4, WIDTH)
     return seen(run(query, h) @ run(key, h).t(), x, query, key)
-
-
-@case
-def one_tensor_twice(run: Run) -> Seen:
-    model, (x, h) = layer(), hidden(4, WIDTH)
-    return seen(run(lambda a, b: model(a) * b, h, h), x, model)
 
 
 @case

@@ -126,11 +126,12 @@ def fill_tanh(x: Tensor, out: Tensor) -> None:
     out.copy_(x.tanh())
 
 
-def _numpy(x: Tensor) -> np.ndarray[Any, Any]:
+def numpy_of(x: Tensor) -> np.ndarray[Any, Any]:
+    """The values as an array: the tensor's memory itself if it is of float32 and on the CPU."""
     return x.detach().float().cpu().numpy()
 
 
-def _write(buffer: Tensor, values: np.ndarray[Any, Any]) -> None:
+def write_unseen(buffer: Tensor, values: np.ndarray[Any, Any]) -> None:
     """Write behind the dispatcher's back where the device allows it, as a raw kernel does."""
     if buffer.device.type == "cpu" and buffer.dtype is torch.float32:
         np.copyto(buffer.detach().numpy(), values)
@@ -164,7 +165,7 @@ class TanhByRawKernel(Tanh):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        _write(out, np.tanh(_numpy(x)))
+        write_unseen(out, np.tanh(numpy_of(x)))
         ctx.save_for_backward(out)
         return out
 
@@ -176,7 +177,7 @@ class SquareByAccumulation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         total = torch.zeros_like(x)
         for _ in range(2):
-            _write(total, _numpy(total) + 0.5 * _numpy(x))
+            write_unseen(total, numpy_of(total) + 0.5 * numpy_of(x))
         ctx.save_for_backward(total)
         return total * total
 

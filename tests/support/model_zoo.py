@@ -131,7 +131,7 @@ _SEQ2SEQ: dict[str, Any] = {
     **_ENDS,
 }
 _MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_GEMMA3N_TEXT: dict[str, Any] = {
+_GEMMA_TEXT: dict[str, Any] = {
     **_HEAD8,
     "num_hidden_layers": 4,
     "num_kv_shared_layers": 2,
@@ -139,19 +139,9 @@ _GEMMA3N_TEXT: dict[str, Any] = {
     "sliding_window": 8,
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCAB,
-    "laurel_rank": 4,
-    "activation_sparsity_pattern": [0.0] * 4,
 }
-_GEMMA4_TEXT: dict[str, Any] = {
-    **_HEAD8,
-    "global_head_dim": 8,
-    "num_hidden_layers": 4,
-    "num_kv_shared_layers": 2,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "sliding_window": 8,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": VOCAB,
-}
+_GEMMA3N_TEXT: dict[str, Any] = {**_GEMMA_TEXT, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4}
+_GEMMA4_TEXT: dict[str, Any] = {**_GEMMA_TEXT, "global_head_dim": 8}
 
 RECIPES: dict[str, Recipe] = {
     "llama": Recipe("LlamaConfig", "LlamaForCausalLM", _GQA, _next_token),

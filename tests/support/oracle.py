@@ -15,15 +15,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
 from tests.support.blocks import Stack
 from tests.support.programs import Program
-from tests.support.training import assert_same, descend, state_after, summed
+from tests.support.training import Backward, assert_same, backward_shows, descend, outputs_of, plain_backward
 from tests.support.ways import NONE, POLICIES, UNVERIFIED, WAYS, Way
-
-Backward = Callable[[Tensor, list[Tensor], list[nn.Parameter]], Sequence[Tensor | None]]
 
 
 def train_program(
@@ -33,7 +30,7 @@ def train_program(
     *,
     steps: int = 3,
     blocks: int = 2,
-    backward: Backward | None = None,
+    backward: Backward = plain_backward,
     seed: int = 0,
 ) -> dict[str, Tensor]:
     """Train a new model of the program; return all that must not depend on the way, by name."""
@@ -53,23 +50,14 @@ def built_model(program: Program, way: Way = NONE, policy: str = "nothing", *, b
     return model
 
 
-def train_step(program: Program, model: Stack, step: int, backward: Backward | None = None) -> dict[str, Tensor]:
+def train_step(program: Program, model: Stack, step: int, backward: Backward = plain_backward) -> dict[str, Tensor]:
     """Run one step; return what it shows, by name."""
     inputs = [x.requires_grad_() for x in program.inputs(step)]
     with program.around() if program.around else contextlib.nullcontext():
-        outputs = [leaf for leaf in tree_leaves(model(*inputs)) if isinstance(leaf, Tensor)]
-    loss = summed(outputs)
+        outputs = outputs_of(model, inputs)
     if program.between:
         program.between(model, step)
-    if backward is None:
-        loss.backward()
-        extra: Sequence[Tensor | None] = ()
-    else:
-        extra = backward(loss, inputs, list(model.parameters()))
-    seen = {f"step {step} output {i}": x.detach().clone() for i, x in enumerate(outputs)}
-    seen |= {f"step {step} gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}
-    seen |= {f"step {step} gradient {i} of backward": g.detach() for i, g in enumerate(extra) if g is not None}
-    seen |= state_after(step, model, loss.detach(), "cpu")
+    seen = backward_shows(step, model, inputs, outputs, backward, "cpu")
     seen[f"step {step} random numbers of Python"] = torch.tensor(random.getstate()[1])
     seen[f"step {step} random numbers of NumPy"] = torch.from_numpy(numpy.random.get_state()[1].astype(numpy.int64))
     seen[f"step {step} counters"] = torch.tensor([getattr(block, "calls", 0) for block in model.blocks])

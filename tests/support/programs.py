@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.blocks import MAX_TOKENS, GatedMLP, LlamaLikeBlock, Stack, rotate
+from tests.support.blocks import MAX_TOKENS, LlamaLikeBlock, Stack, rotate
 from tests.support.custom_ops import SquareByAccumulation, TanhByOutVariant, noisy_attention, noisy_scale, scale_by
 from tests.support.replay_kernels import FromOutside, TanhInPlace, tanh_into, twice_in_place
 from tests.support.runs import note_run, runs_of
@@ -114,11 +114,6 @@ def llama_block(block: Block, x: Tensor) -> Tensor:
     raise AssertionError("the block has a forward of its own")
 
 
-@program("plain", children={"mlp": lambda: GatedMLP(WIDTH, 2 * WIDTH), "norm": lambda: nn.LayerNorm(WIDTH)})
-def residual_mlp(block: Block, x: Tensor) -> Tensor:
-    return x + block.mlp(block.norm(x))
-
-
 @program("plain")
 def attention_with_rotation(block: Block, x: Tensor) -> Tensor:
     angles = torch.outer(torch.arange(MAX_TOKENS)[: len(x)], torch.tensor([1.0, 0.1])).repeat(1, 2)
@@ -135,12 +130,6 @@ def rows_that_grow(block: Block, x: Tensor) -> Tensor:
 @program("plain", children={"norm": lambda: nn.RMSNorm(WIDTH)})
 def fused_norm(block: Block, x: Tensor) -> Tensor:
     return block.down(F.dropout(block.norm(block.up(x)), 0.3, True))
-
-
-@program("plain", "results")
-def two_results(block: Block, x: Tensor) -> Tensor:
-    h = block.up(x).sin()
-    return torch.add(*(h, block.down(h).cos()))
 
 
 @program("plain", children={"conv": lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1)})
@@ -169,12 +158,6 @@ def a_part_and_its_conjugate(block: Block, x: Tensor) -> Tensor:
     return block.down(torch.view_as_real(part * part.conj().sin()).reshape(x.shape)) + part.conj().imag.sum()
 
 
-@program("plain")
-def low_precision_inside(block: Block, x: Tensor) -> Tensor:
-    h = block.up(x).bfloat16()
-    return block.down((h * h.sigmoid()).float())
-
-
 # -- Writes
 
 
@@ -195,15 +178,6 @@ def write_through_a_view(block: Block, x: Tensor) -> Tensor:
     h = block.up(x)
     h.view(-1)[::3].mul_(0.5)
     return block.down(h).sin()
-
-
-@program("write")
-def write_by_an_out_variant(block: Block, x: Tensor) -> Tensor:
-    h = block.up(x)
-    with torch.no_grad():
-        scaled = h.detach().clone()
-        torch.mul(scaled, 2.0, out=scaled)
-    return block.down(h * scaled)
 
 
 @program("write")
@@ -228,29 +202,11 @@ def writes_with_a_read_between(block: Block, x: Tensor) -> Tensor:
     return block.down(between + h)
 
 
-@program("write")
-def rotation_in_place(block: Block, x: Tensor) -> Tensor:
-    """Rotary embedding as a kernel does it: it overwrites the projection that it reads."""
-    q = block.up(x)
-    low, high = q.chunk(2, -1)
-    rotated = torch.cat((low - high, low + high), -1)
-    q.copy_(rotated)
-    return block.down(q * q.sigmoid())
-
-
 @program("write", "results")
 def write_to_a_part_of_several_results(block: Block, x: Tensor) -> Tensor:
     first, second = block.up(x).chunk(2, -1)
     values, _ = second.sin().sort(-1)
     return block.down(torch.cat([first.sigmoid(), values], -1).add_(x))
-
-
-@program("write")
-def accumulator_filled_by_parts(block: Block, x: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
-    for rows in range(0, len(x), 2):
-        out[rows : rows + 2] = block.up(x[rows : rows + 2]).tanh()
-    return block.down(out)
 
 
 @program("write", "random")
@@ -266,13 +222,6 @@ def workspace_overwritten_first(block: Block, x: Tensor) -> Tensor:
         block.workspace = torch.empty(WIDTH, WIDTH)
     block.workspace.copy_(x.detach().sin())
     return block.down(block.up(x) * block.workspace.clone())
-
-
-@program("write", "outside", not_under=("reentrant",))
-def write_to_the_input(block: Block, x: Tensor) -> Tensor:
-    h = x * 1.5
-    h.mul_(2).add_(1)
-    return block.down(block.up(h).sin() + h)
 
 
 @program("write")
@@ -316,12 +265,6 @@ def sparse_products(block: Block, x: Tensor) -> Tensor:
 def small_view_of_a_large_product(block: Block, x: Tensor) -> Tensor:
     row = block.up(x.repeat(4, 1))[1]
     return block.down(x) * row.sin()
-
-
-@program("view")
-def strided_and_expanded(block: Block, x: Tensor) -> Tensor:
-    h = block.up(x.t()).t()[:, ::2]
-    return block.down(h.repeat(1, 2) * x[:1].expand(*x.shape).sin())
 
 
 @program("view")
@@ -369,15 +312,9 @@ def sampled_indices(block: Block, x: Tensor) -> Tensor:
 
 @program("random", "generator", not_under=("reentrant",))
 def generator_of_a_module(block: Block, x: Tensor) -> Tensor:
-    h = block.up(x) * torch.rand(x.shape, generator=block.generator)
-    kept = torch.empty(x.shape).bernoulli_(0.7, generator=block.generator)
+    h = block.up(x) * torch.rand(x.shape, generator=block.generator).to(x.device)
+    kept = torch.empty(x.shape).bernoulli_(0.7, generator=block.generator).to(x.device)
     return F.dropout(block.down(h).sin() * kept, 0.3, True) * h
-
-
-@program("random")
-def rrelu_at_the_end(block: Block, x: Tensor) -> Tensor:
-    """It fills the noise that backward reads after it has saved it."""
-    return F.rrelu(block.up(x), training=True)
 
 
 @program("random")
@@ -390,14 +327,6 @@ def custom_ops_that_draw(block: Block, x: Tensor) -> Tensor:
 @program("random", "host random")
 def python_and_numpy_draws(block: Block, x: Tensor) -> Tensor:
     return block.down(block.up(x * random.random()).sin() * float(numpy.random.rand()))
-
-
-@program("random")
-def state_put_back_inside(block: Block, x: Tensor) -> Tensor:
-    state = torch.get_rng_state()
-    h = F.dropout(block.up(x), 0.3)
-    torch.set_rng_state(state)
-    return F.dropout(h.sin(), 0.3) * h
 
 
 @program("random")
@@ -498,6 +427,18 @@ def _toggle_training(model: nn.Module, step: int) -> None:
 @program("attribute", children={"drop": lambda: nn.Dropout(0.4)}, between=_toggle_training)
 def eval_between_forward_and_backward(block: Block, x: Tensor) -> Tensor:
     return block.down(block.drop(block.up(x)))
+
+
+def _toggle_frozen(model: nn.Module, step: int) -> None:
+    """As GANs freeze a part between forward and backward, and thaw it in the next step."""
+    for part in (model.get_submodule("blocks.0"), model.get_submodule("blocks.1.up")):
+        assert {one.requires_grad for one in part.parameters()} == {step % 2 == 0}
+        part.requires_grad_(step % 2 == 1)
+
+
+@program("attribute", children={"norm": lambda: nn.LayerNorm(WIDTH)}, between=_toggle_frozen)
+def frozen_between_forward_and_backward(block: Block, x: Tensor) -> Tensor:
+    return x + block.down(block.norm(block.up(x)).sin()).cos()
 
 
 def _draw(model: nn.Module, step: int) -> None:
@@ -631,8 +572,3 @@ def result_read_before_and_after(block: Block, x: Tensor) -> Tensor:
 @program("kernel")
 def result_written_by_ops_and_kernels(block: Block, x: Tensor) -> Tensor:
     return block.down(twice_in_place(twice_in_place(block.up(x).add_(1)).mul_(0.5)).add_(1).sin())
-
-
-@program("kernel")
-def saved_result_of_a_kernel_in_place(block: Block, x: Tensor) -> Tensor:
-    return block.down(TanhInPlace.apply(block.up(x).add_(1)))  # type: ignore[no-untyped-call]

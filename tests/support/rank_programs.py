@@ -19,8 +19,8 @@ from sac.errors import RegionError
 from tests.stacks.composition import Outcome, forward_done, outcome
 from tests.support.blocks import FunctionBlock, Stack, selective
 from tests.support.custom_ops import Wobble, wobble
-from tests.support.replay_programs import replay
 from tests.support.training import built
+from tests.support.ways import POLICIES
 
 Body = Callable[[FunctionBlock, Tensor], Tensor]
 
@@ -188,8 +188,8 @@ def trained(name: str, engine: str, chosen: dict[str, Any]) -> tuple[Outcome, in
     """Steps under an engine ("none": without us), how often Python ran the bodies in all of them, and warnings."""
     model = built(lambda: stack_of(name))
     if engine != "none":
-        value = replay(chosen, "never") if engine == "replay" else selective(chosen, engine=engine)
-        model = sac.apply(model, value)
+        verify = {"verify": "never"} if engine == "replay" else {}  # nothing hides what the tape gets wrong
+        model = sac.apply(model, selective(chosen, engine=engine, **verify))
 
     def step() -> Tensor:
         torch.manual_seed(dist.get_rank())
@@ -223,9 +223,7 @@ def told_of_a_difference(inside: bool) -> str:
     body = wobbling_inside if inside else wobbling
     model = Stack(FunctionBlock(body))
     model.blocks[0].mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    nothing = {"ops": "*", "call": {"index": 99}, "do": "save", "id": "none", "optional": True}
-    chosen = {"schema": "sac/v1", "name": "test", "default": "recompute", "rules": [nothing]}
-    sac.apply(model, replay(chosen, "first"))
+    sac.apply(model, selective(POLICIES["nothing"], engine="replay", verify="first"))
     loss = model(torch.randn(8, 8)).sum()
     if dist.get_rank() == 0:
         Wobble.sign = -1e5

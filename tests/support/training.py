@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.support.blocks import Stack, install, tokens
 
-Backward = Callable[[Tensor, list[Tensor], list[nn.Parameter]], list[Tensor | None]]
+Backward = Callable[[Tensor, list[Tensor], list[nn.Parameter]], Sequence[Tensor | None]]
 
 
 def plain_backward(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor | None]:
@@ -53,15 +53,27 @@ def train(
         for x, needs in zip(inputs, input_needs_grad or [True] * len(inputs), strict=True):
             x.requires_grad_(needs)
         with around_forward():
-            outputs = [leaf for leaf in tree_leaves(model(*inputs)) if isinstance(leaf, Tensor)]
-        loss = summed(outputs)
-        extra = backward(loss, inputs, list(model.parameters()))
-        seen |= {f"step {step} output {i}": x.detach().clone() for i, x in enumerate(outputs)}
-        seen |= {f"step {step} gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}
-        seen |= {f"step {step} gradient {i} of backward": g.detach() for i, g in enumerate(extra) if g is not None}
-        seen |= state_after(step, model, loss.detach(), device)
+            outputs = outputs_of(model, inputs)
+        seen |= backward_shows(step, model, inputs, outputs, backward, device)
         descend(model, rate)
     return seen
+
+
+def outputs_of(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
+    """The tensors that a forward returns."""
+    return [leaf for leaf in tree_leaves(model(*inputs)) if isinstance(leaf, Tensor)]
+
+
+def backward_shows(
+    step: int, model: nn.Module, inputs: list[Tensor], outputs: list[Tensor], backward: Backward, device: str
+) -> dict[str, Tensor]:
+    """Run a step's backward; return all that it and the forward have shown, by name."""
+    loss = summed(outputs)
+    extra = backward(loss, inputs, list(model.parameters()))
+    seen = {f"step {step} output {i}": x.detach().clone() for i, x in enumerate(outputs)}
+    seen |= {f"step {step} gradient of input {i}": x.grad for i, x in enumerate(inputs) if x.grad is not None}
+    seen |= {f"step {step} gradient {i} of backward": g.detach() for i, g in enumerate(extra) if g is not None}
+    return seen | state_after(step, model, loss.detach(), device)
 
 
 def state_after(step: int, model: nn.Module, loss: Tensor, device: str) -> dict[str, Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import array
-import collections
 import pickle
 import random
 import types
@@ -22,28 +20,17 @@ def shown(value, seen=()):
         return repr(value)
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
-    if isinstance(value, (numpy.ndarray, array.array)):
-        return value.tobytes()
-    if isinstance(value, bytearray):
-        return bytes(value)
-    if isinstance(value, torch.nn.Module):
-        return {name: bits(tensor) for name, tensor in [*value.named_parameters(), *value.named_buffers()]}
     if isinstance(value, torch.Generator):
         return bits(value.get_state())
-    if isinstance(value, random.Random):
-        return hash(value.getstate())
-    if isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
-        return pickle.dumps(value.bit_generator.state if hasattr(value, "bit_generator") else value.get_state())
     if any(value is one for one in seen):
         return "..."
     seen = (*seen, value)
-    if isinstance(value, (list, tuple, collections.deque)):
+    if isinstance(value, (list, tuple)):
         return [shown(one, seen) for one in value]
-    if isinstance(value, (dict, collections.UserDict)):
+    if isinstance(value, dict):
         return {str(key): shown(one, seen) for key, one in value.items()}
-    if isinstance(value, types.SimpleNamespace) or type(value).__module__ == "changing_program":
-        names = getattr(type(value), "__slots__", None) or vars(value)
-        return {name: shown(getattr(value, name), seen) for name in names}
+    if isinstance(value, types.SimpleNamespace) or type(value).__name__ == "Record":
+        return shown(vars(value), seen)
     return "..."
 
 

@@ -4,16 +4,13 @@ r"""The instructions of a changing program, in the language of `writer.py`.
 another one. The words are:
 
     attr NAME = VALUE, buffer NAME = VALUE       of the module; `$NAME` is the name that it gets
-    name NAME                                    a name that nothing else in the program has
     let NAME = TEXT                              for `$NAME` below
-    top, init TEXT                               a line of the program, of `__init__`
     before, extra, between, last, after TEXT     of a training step, in which `me` is each module of the class in turn
     if EXPRESSION                                what a condition asks
-    hides WHAT                                   state that cannot be seen from a region's modules and arguments
 
-`<<a || b>>` is one of both, `<<0.3 ? a || b>>` is a with that probability, `<<@k a || b>>` the alternative that the
-first `@k` took, `<<steps>>` three of the six steps (`<<steps 2>>`: two), `<<block>>` the index of a block, `<<rows>>` a
-size for each step, `$state.load` a field of the argument `state`, `\n` a line break.
+`<<a || b>>` is one of both, `<<0.3 ? a || b>>` is a with that probability, `<<steps>>` three of the six steps
+(`<<steps 2>>`: two), `<<block>>` the index of a block, `<<rows>>` a size for each step, `$state.load` a field of the
+argument `state`, `\n` a line break.
 """
 
 from __future__ import annotations
@@ -88,36 +85,16 @@ attr generator = torch.Generator().manual_seed(3)
     h = <<h * torch.rand(h.shape, generator=self.$generator) || h[torch.randperm(len(h), generator=self.$generator)] ||
     h + torch.empty_like(h).normal_(generator=self.$generator)>>
 
-= drawn by generator in list
-attr generators = {"a": [torch.Generator().manual_seed(3)]}
-    h = h * torch.rand(h.shape, generator=self.$generators["a"][0])
-
-= drawn by global generator
-name GENERATOR
-top $GENERATOR = torch.Generator().manual_seed(3)
-    h = h * torch.rand(h.shape, generator=$GENERATOR)
-
-= python number
-    h = <<h * random.random() || h + random.gauss(0, 1) || torch.roll(h, random.randint(0, 3), 1)>>
-
-= numpy numbers
-    h = <<h * float(numpy.random.rand()) || h + torch.from_numpy(numpy.random.rand(4)).to(h.dtype) ||
-    h[torch.as_tensor(numpy.random.permutation(len(h)))]>>
-
-= own python number
-attr generator = <<@k random.Random(3) || numpy.random.default_rng(3) || numpy.random.RandomState(3)>>
-    h = h * (0.5 + self.$generator.<<@k random || random || rand>>())
+= number of Python or NumPy
+    h = <<h * random.random() || torch.roll(h, random.randint(0, 3), 1) || h * float(numpy.random.rand()) ||
+    h + torch.from_numpy(numpy.random.rand(4)).to(h.dtype) || h[torch.as_tensor(numpy.random.permutation(len(h)))]>>
 
 = value read
     h = <<h * (1 + math.tanh(h.mean().item())) || h + torch.tensor(h.detach().tolist()[0]) ||
     h + torch.full((4,), math.tanh(float(h.detach().sum()))) ||
     h[torch.tensor(sorted(range(len(h)), key=h.detach().sum(1).tolist().__getitem__))] ||
-    h * (0.5 if h.detach().max() > 1 else 0.25) || h + h[h[:, 0] > 0].sum(0) || h + len(h[h > 0].nonzero()) * 0.1>>
-
-= value read by numpy
-    <<h = h + torch.from_numpy(numpy.sin(h.detach().float().numpy())) ||
-    h = h * float(numpy.tanh(h.detach().float().numpy().sum())) ||
-    z = torch.zeros(len(h), 4)\nz.numpy()[:] = numpy.cos(h.detach().float().numpy())\nh = h + z>>
+    h * (0.5 if h.detach().max() > 1 else 0.25) || h + h[h[:, 0] > 0].sum(0) || h + len(h[h > 0].nonzero()) * 0.1 ||
+    h + torch.from_numpy(numpy.sin(h.detach().float().numpy()))>>
 
 = loop by value
     <<while h.detach().abs().sum().item() > 4:\n    h = h * 0.5 ||
@@ -138,32 +115,11 @@ attr calls = 0
     h = self.$layers[<<self.$calls % 3 || random.randrange(3) || int(torch.randint(3, ())) ||
     int(h.detach().abs().sum() * 3) % 3>>](h)
 
-= ordered layers
-attr layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-    for index in <<random.sample(range(3), 2) || torch.randperm(3).tolist()[:2] || numpy.random.permutation(3)[:2]>>:
-        h = torch.tanh(self.$layers[index](h))
-
 = chosen scalar
 attr factor = 1.0
 <<self.$factor *= 0.9 || before me.$factor = 1.0 - 0.1 * step || between me.$factor = 1.0 - 0.1 * step ||
     self.$factor = 0.5 + math.tanh(h.detach().sum().item())>>
     h = torch.tanh(h) * self.$factor
-
-= chosen op
-attr act = torch.sin
-let others = (torch.sin, torch.cos, torch.tanh)
-<<self.$act = random.choice($others) || before me.$act = $others[step % 3] || between me.$act = $others[step % 3]>>
-    h = self.$act(h * 1.5)
-
-= chosen order of operands
-attr fc = nn.Linear(4, 4)
-    z = self.$fc(h)
-    h = h - z if random.random() < 0.5 else z - h
-
-= chosen window
-attr start = 0
-    self.$start = (self.$start + 1) % 3
-    h = h + h[:, self.$start : self.$start + 2].sum(1, keepdim=True)
 
 = adapters
 attr adapters = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
@@ -183,43 +139,22 @@ attr experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
         z = z.index_add(0, row, (expert(h[row]) * score[row, place, None]).to(z.dtype))
     h = h + z
 
-= routed with load
-attr router = nn.Linear(4, 3)
-attr load = None
-    score, chosen = self.$router(h).softmax(-1).topk(2, dim=1)
-    with torch.no_grad():
-        counts = torch.bincount(chosen.flatten(), minlength=3)
-        self.$load = counts if self.$load is None else self.$load.add_(counts)
-    h = h * score.sum(1, keepdim=True)
-
 = normalized weight
 attr weight = nn.Parameter(torch.randn(4, 4))
+attr calls = 0
 let write = <<self.$weight.copy_(self.$weight / self.$weight.norm(dim=1, keepdim=True)) ||
     self.$weight.div_(self.$weight.norm()) || self.$weight.mul_(0.9) || self.$weight.clamp_(-0.5, 0.5) ||
     self.$weight[0] += 0.25>>
-    if <<True || self.training>>:
+    self.$calls += 1
+    if <<True || self.training || self.$calls % 3 == 0>>:
         with torch.no_grad():
             $write
     h = F.linear(h, self.$weight)
 
 = normalized weight by data
 attr weight = nn.Parameter(torch.randn(4, 4))
-hides a write by .data
     self.$weight.data.<<mul_(0.9) || clamp_(-0.5, 0.5) || add_(0.1)>>
     h = F.linear(h, self.$weight)
-
-= written bias
-attr bias = nn.Parameter(torch.randn(4))
-    with torch.no_grad():
-        self.$bias.<<mul_(0.9) || clamp_(-0.5, 0.5) || add_(0.1)>>
-    h = h + self.$bias
-
-= written weight of layer
-attr fc = nn.Linear(4, 4)
-    with torch.no_grad():
-        for p in self.$fc.parameters():
-            p.<<mul_(0.95) || clamp_(-0.4, 0.4)>>
-    h = self.$fc(h)
 
 = written parameter after use
 attr bias = nn.Parameter(torch.randn(4))
@@ -231,32 +166,15 @@ attr bias = nn.Parameter(torch.randn(4))
 attr emb = nn.Embedding(7, 4, <<max_norm=0.5 || max_norm=0.5 || scale_grad_by_freq=True>>)
     h = h + self.$emb((h.detach()[:, 0] * 5).long() % 7)
 
-= rebound parameter
-attr fc = nn.Linear(4, 4)
-before if step in <<steps>>:\n    me.$fc.weight = nn.Parameter(torch.randn(4, 4) / 2)
-    h = self.$fc(h)
-
-= parameter made by forward
-attr weight = None
-    if self.$weight is None:
-        self.$weight = torch.eye(4) * 0.5
-    h = h @ self.$weight.to(h.dtype)
-
 = lazy linear
 attr fc = nn.LazyLinear(4)
     h = self.$fc(h)
 
-= exchanged layer
+= exchanged layer or parameter
 attr fc = nn.Linear(4, 4)
-let other = <<nn.Linear(4, 4) || nn.Tanh() || nn.Sequential(nn.Linear(4, 4), nn.Tanh())>>
-before if step in <<steps>>:\n    me.$fc = $other
+before if step in <<steps>>:\n    me.$fc<< = nn.Linear(4, 4) || = nn.Sequential(nn.Linear(4, 4), nn.Tanh()) ||
+    .weight = nn.Parameter(torch.randn(4, 4) / 2)>>
     h = self.$fc(h)
-
-= grown list of layers
-attr layers = nn.ModuleList([nn.Linear(4, 4)])
-before if step in <<steps>>:\n    me.$layers.append(nn.Linear(4, 4))
-    for layer in self.$layers:
-        h = torch.tanh(layer(h))
 
 = computed weight
 attr weight = nn.Parameter(torch.randn(4, 4) / 2)
@@ -279,57 +197,15 @@ buffer mean = torch.zeros(4)
     torch.add(self.$mean * 0.9, h.float().mean(0), alpha=0.1, out=self.$mean)>>
     <<h = h - self.$mean || h = torch.tanh(h - self.$mean) || pass>>
 
-= statistics after use
-buffer mean = torch.zeros(4)
-    h = h - self.$mean
-    with torch.no_grad():
-        self.$mean.lerp_(h.float().mean(0), 0.1)
-
 = power iteration
 attr fc = <<0.3 ? torch.nn.utils.spectral_norm || nn.utils.parametrizations.spectral_norm>>(nn.Linear(4, 4))
     h = self.$fc(h)
-
-= weight norm
-attr fc = <<nn.utils.parametrizations.weight_norm || nn.utils.weight_norm>>(nn.Linear(4, 4))
-    h = self.$fc(h)
-
-= cyclic buffer
-buffer ring = torch.zeros(3, 4)
-attr place = 0
-    self.$ring[self.$place] = h.detach().float().mean(0)
-    self.$place = (self.$place + 1) % 3
-    h = h + self.$ring.mean(0)
 
 = load
 attr load = torch.zeros(4)
     <<self.$load += h.detach().float().mean(0) || with torch.no_grad():\n    self.$load += h.float().mean(0) ||
     self.$load.add_(h.detach().float().mean(0)) || self.$load[0] += 1>>
     <<h = h - torch.tanh(self.$load) || pass>>
-
-= load written by numpy
-attr load = torch.zeros(4)
-hides a write by numpy
-    self.$load.numpy()[0] += 1
-    h = h - torch.tanh(self.$load)
-
-= load in container
-attr loads = {"a": [torch.zeros(4)]}
-    <<self.$loads["a"][0].add_(h.detach().float().mean(0)) || self.$loads["a"][0] += h.detach().float().mean(0) ||
-    self.$loads["a"][0] = self.$loads["a"][0] * 0.5 + h.detach().float().mean(0) ||
-    self.$loads["a"].append(h.detach().float().mean(0))>>
-    h = h - torch.tanh(self.$loads["a"][-1])
-
-= load of global
-name LOAD
-top $LOAD = torch.zeros(4)
-    $LOAD.add_(h.detach().float().mean(0))
-    <<h = h - torch.tanh($LOAD) || pass>>
-
-= global tensor
-name TABLE
-top $TABLE = torch.linspace(-1, 1, 4)
-<<before || between>> if step in <<steps>>:\n    $TABLE.mul_(-0.5)
-    h = h + torch.sin($TABLE)
 
 = tensor rebound by loop
 attr mask = torch.ones(4)
@@ -347,12 +223,6 @@ let value = <<h.detach().mean(0) || h.mean(0).detach() || h.detach().float().sum
     <<0.5 ? old, self.$memory = self.$memory, $value\nif old is not None:\n    h = h * torch.sigmoid(old)\nold = None ||
     if self.$memory is not None:\n    h = h * torch.sigmoid(self.$memory)\nself.$memory = $value>>
 
-= memory of rows
-attr memory = None
-    if self.$memory is not None and self.$memory.shape == h.shape:
-        h = h + torch.tanh(self.$memory)
-    self.$memory = h.detach()<< || .clone()>>
-
 = memory with graph
 attr memory = None
 before me.$memory = None
@@ -366,12 +236,6 @@ attr cache = None
         self.$cache = torch.outer(torch.arange(len(h)) + 1.0, torch.ones(4)).<<cos || sin>>()
     h = h * self.$cache[: len(h)]
 
-= cache by shape
-attr cache = {}
-    if len(h) not in self.$cache:
-        self.$cache[len(h)] = <<torch.rand(len(h), 4) || torch.linspace(0, 1, len(h))[:, None].cos()>>
-    h = h * self.$cache[len(h)]
-
 = kept values
 attr kept = []
     self.$kept.append(<<h.detach().mean(0) || h.detach().sum().item()>>)
@@ -379,32 +243,22 @@ attr kept = []
         h = h + torch.tanh(torch.as_tensor(self.$kept[-2]))
     <<0.5 ? del self.$kept[:-2] || pass>>
 
-= kept in deque
-attr kept = collections.deque(maxlen=2)
-    self.$kept.append(h.detach().float().mean(0))
-    h = h + torch.tanh(self.$kept[0])
-
 = counted
 attr calls = 0
     self.$calls += 1
     <<h = h * (1 + 1 / self.$calls) || h = torch.tanh(h + self.$calls % 3) || pass>>
 
-= running average
-attr average = 0.0
-    self.$average = 0.9 * self.$average + 0.1 * h.detach().float().mean().item()
-    h = h - self.$average
+= state outside of the contract
+attr held = {"a": [torch.zeros(4)]}
+    <<type(self).calls = getattr(type(self), "calls", 0) + 1\nh = h * (1 + 1 / type(self).calls) ||
+    CALLS.append(0)\nh = h * (1 + 1 / len(CALLS)) ||
+    self.$held["a"][0].add_(h.detach().float().mean(0))\nh = h - torch.tanh(self.$held["a"][0])>>
 
 = auxiliary loss
 attr aux = None
     self.$aux = <<h.square().mean() || h.softmax(-1).mean(0).max() || h.exp().sum().log()>>
 before me.$aux = None
 extra if me.$aux is not None:\n    loss = loss + me.$aux
-
-= auxiliary losses
-attr aux = []
-    self.$aux.append(h.square().mean())
-before me.$aux.clear()
-extra if me.$aux:\n    loss = loss + me.$aux[-1]
 
 = field rebound
 attr fc = nn.Linear(4, 4)
@@ -425,11 +279,9 @@ attr fc = nn.Linear(4, 4)
 
 = gradient inside
 attr fc = nn.Linear(4, 4)
-let graph = <<@graph || , create_graph=True>>
-let leaf = h.detach().requires_grad_()
-    z = <<@graph $leaf || <<0.5 ? h if h.requires_grad else $leaf || $leaf>>>>
+    z = <<h if h.requires_grad else || >> h.detach().requires_grad_()
     with torch.enable_grad():
-        (slope,) = torch.autograd.grad(self.$fc(z).sin().sum(), z$graph)
+        (slope,) = torch.autograd.grad(self.$fc(z).sin().sum(), z, create_graph=<<True || z is h>>)
     h = h + slope
 
 = lower precision inside
@@ -448,33 +300,11 @@ before me.$factor = 0.5 + 0.25 * step
         z.register_hook(lambda gradient: gradient * self.$factor)
     h = h + z
 
-= gradient statistics
-attr calls = 0
-    z = torch.sin(h)
-    if z.requires_grad:
-        z.register_hook(lambda gradient: setattr(self, "$calls", self.$calls + 1))
-    h = h + z
-
 = stopped
 attr stop = False
 before me.$stop = step in <<steps 2>>
     if self.$stop:
         raise Stop
-
-= caught inside
-attr calls = 0
-    self.$calls += 1
-    try:
-        if self.$calls % 2:
-            raise Stop
-        h = torch.sin(h)
-    except Stop:
-        h = torch.cos(h)
-
-= function with state
-attr factor = 1.0
-    self.$factor *= 0.9
-    h = Scaled.apply(h, self.$factor)
 
 = forward hook
 attr fc = nn.Linear(4, 4)
@@ -484,26 +314,6 @@ before if step == $turns[0]:\n    me.$_handle = me.$fc.register_forward_hook(lam
 before if step == $turns[1]:\n    me.$_handle.remove()
     h = torch.tanh(self.$fc(h))
 
-= number in depths
-attr below = <<@k SimpleNamespace(inner=[SimpleNamespace(count=0)]) || {"a": [{"b": 0}]} ||
-    collections.defaultdict(int) || [0, [0]] || Slotted() || Plain(inner=Plain(count=0)) || numpy.zeros(3) ||
-    bytearray(3) || array.array("d", [0, 0])>>
-let place = self.$below<<@k .inner[0].count || ["a"][0]["b"] || ["a"] || [1][0] || .count || .inner.count ||
-    [1] || [1] || [1]>>
-    $place += 1
-    h = h * (1 + 1 / (1 + float($place)))
-
-= tensor in depths
-attr below = <<@k SimpleNamespace(inner=[torch.zeros(4)]) || Plain(inner=Plain(load=torch.zeros(4))) ||
-    collections.OrderedDict(a=torch.zeros(4)) || collections.deque([torch.zeros(4)])>>
-let place = self.$below<<@k .inner[0] || .inner.load || ["a"] || [0]>>
-    <<$place.add_(h.detach().float().mean(0)) || $place = $place * 0.5 + h.detach().float().mean(0)>>
-    h = h - torch.tanh($place)
-
-= layer outside of modules
-attr others = [nn.BatchNorm1d(4, affine=False)]
-    h = self.$others[0](h)
-
 = view of buffer
 buffer table = torch.zeros(2, 4)
 attr row = self.$table[0]
@@ -511,31 +321,14 @@ attr row = self.$table[0]
     h = h - torch.tanh(self.$table).sum(0)
 
 = buffer made late
-name late
-    if not hasattr(self, "$late"):
-        self.register_buffer("$late", h.detach().float().mean(0))
-    h = h - self.$late
+    if not hasattr(self, "late"):
+        self.register_buffer("late", h.detach().float().mean(0))
+    h = h - self.late
 
 = attribute made and deleted
-name inner
-    self.$inner = torch.sin(h)
-    h = h + self.$inner
-    del self.$inner
-
-= attribute by name
-attr calls = 0
-    self.$calls += 1
-    setattr(self, f"$calls_{self.$calls}", h.detach().float().mean().item())
-
-= text
-attr text = "a"
-    self.$text = {"a": "b", "b": "c", "c": "a"}[self.$text]
-    h = torch.tanh(h) if self.$text == "b" else torch.sin(h)
-
-= mutable default
-name counted
-top def $counted(h, calls=[]):\n    calls.append(0)\n    return h * (1 + 1 / len(calls))
-    h = $counted(h)
+    self.inner = torch.sin(h)
+    h = h + self.inner
+    del self.inner
 
 = inner gradient
 attr inner = None
@@ -583,27 +376,11 @@ attr fc = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.2))
 = full backward hook
 attr fc = nn.Linear(4, 4)
 attr calls = 0
-init self.$fc.register_full_backward_hook(lambda layer, given, out: setattr(self, "$calls", self.$calls + 1))
+attr _handle = self.$fc.register_full_backward_hook(lambda layer, given, out: setattr(self, "$calls", self.$calls + 1))
     h = torch.tanh(self.$fc(h))
 
 = option
     h = <<torch.tanh(h) * (1 + 0.1 * option) || torch.tanh(h) if option % 2 else torch.sin(h)>>
-
-= mask
-    if option % 3:
-        h = h * torch.full((4,), 0.5 + 0.1 * option)
-"""
-
-# Of which no program is drawn: what a seed draws stays the same.
-_ALONE = r"""
-= weight written late
-attr fc = nn.Linear(4, 4)
-attr count = [0]
-    self.$count[0] += 1
-    if self.$count[0] % 3 == 0:
-        with torch.no_grad():
-            self.$fc.weight.copy_(F.normalize(self.$fc.weight) * 1.7)
-    h = h + self.$fc(h)
 
 = large tensors
 attr load = torch.zeros(300)
@@ -615,48 +392,6 @@ attr mean = None
         self.$mean = h.mean(0) if self.$mean is None else self.$mean * 0.9 + h.mean(0)
     h = h * self.$held["sum"].sigmoid() * self.$load.mean().cos() * self.$mean.cos()
 
-= iterators of layers
-attr fc = nn.Linear(4, 4)
-attr layers = [iter([self.$fc] * 99)]
-attr pairs = zip(range(99), map(float, reversed(range(99))), strict=True)
-    first, second = next(self.$pairs)
-    h = torch.tanh(next(self.$layers[0])(h) + first) * second
-
-= modules that are no children
-attr calls = 0
-attr others = [nn.BatchNorm1d(4, affine=False), SimpleNamespace(layer=nn.Dropout(0.5))]
-attr named = {"norm": nn.BatchNorm1d(4)}
-attr parents = [nn.Sequential(self)]
-    self.$calls += 1
-    if self.$calls % 2 == 0:
-        h = self.$others[1].layer(self.$others[0](h))
-        self.$others[1].layer.training = not self.$others[1].layer.training
-        self.$named["norm"].register_buffer("seen", h.detach().mean())
-    h = self.$named["norm"](h)
-
-= hook made inside
-attr fc = nn.Linear(4, 4)
-attr calls = 0
-attr _handle = None
-    self.$calls += 1
-    if self.$calls == 2:
-        self.$_handle = self.$fc.register_forward_hook(lambda layer, given, out: out * 1.5)
-    if self.$calls == 4:
-        self.$_handle.remove()
-    h = torch.tanh(self.$fc(h))
-
-= hooks for the forward
-attr fc = nn.Linear(4, 4)
-attr _handles = []
-before me.$_handles.append(me.$fc.register_forward_hook(lambda layer, given, out: out * 1.5))
-before me.$_handles.append(me.$fc.register_forward_pre_hook(lambda layer, given: (given[0] * 0.5,)))
-before me.$_handles.append(me.$fc.register_full_backward_hook(lambda layer, given, out: (given[0] * 3,)))
-between for handle in me.$_handles:\n    handle.remove()
-between me.$_handles[:] = [me.$fc.register_forward_hook(lambda layer, given, out: out + 1)]
-after for handle in me.$_handles:\n    handle.remove()
-after me.$_handles.clear()
-    h = torch.tanh(self.$fc(h))
-
 = state with a graph, given up before backward
 attr state = None
 attr fc = nn.Linear(4, 4)
@@ -666,48 +401,20 @@ between me.$state = None
 """
 
 _CONDITIONS = r"""
-= if torch.rand
-if torch.rand(()).item() < <<0.3 || 0.5 || 0.7>>
+= if drawn
+if <<torch.rand(()).item() < 0.5 || torch.randint(3, ()) == 0 || bool(torch.empty(1).bernoulli_(0.5)) ||
+    random.random() < 0.5 || numpy.random.rand() < 0.5>>
 
-= if torch.randint
-if torch.randint(3, ()) == 0
+= if input
+if <<h.sum().item() > 0 || h[0, 0] > 0 || h.detach().tolist()[0][1] > 0 || len(h) > 3 || h.requires_grad>>
 
-= if bernoulli
-if bool(torch.empty(1).bernoulli_(0.5))
-
-= if random.random
-if random.random() < <<0.3 || 0.5 || 0.7>>
-
-= if numpy.random
-if numpy.random.rand() < 0.5
-
-= if input's value
-if <<h.sum().item() > 0 || h[0, 0] > 0 || bool((h.detach().mean() > 0)) || h.detach().tolist()[0][1] > 0>>
-
-= if input's shape
-if len(h) > 3
-
-= if input needs grad
-if h.requires_grad
-
-= if training
-if self.training
-
-= if autocast
-if torch.is_autocast_enabled("cpu")
-
-= if grad mode
-if torch.is_grad_enabled()
+= if mode
+if <<self.training || torch.is_grad_enabled() || torch.is_autocast_enabled("cpu")>>
 
 = if counter
 attr calls = 0
     self.$calls += 1
 if self.$calls % <<2 || 3>> == 0
-
-= if own switch
-attr flag = <<0.5 ? True || False>>
-    self.$flag = not self.$flag
-if self.$flag
 
 = if setting
 attr flag = True
@@ -720,35 +427,8 @@ attr flag = True
 between if step in <<steps>>:\n    me.$flag = not me.$flag
 if self.$flag
 
-= if global setting
-name FLAG
-top $FLAG = [True]
-before $FLAG[0] = step in <<steps>>
-if $FLAG[0]
-
-= if global setting between passes
-name FLAG
-top $FLAG = [True]
-between if step in <<steps>>:\n    $FLAG[0] = not $FLAG[0]
-if $FLAG[0]
-
-= if global counter
-name CALLS
-top $CALLS = [0]
-    $CALLS[0] += 1
-if $CALLS[0] % 2 == 0
-
-= if closure counter
-attr count = counter()
-if self.$count() % 2 == 0
-
-= if class counter
-name calls
-    type(self).$calls = getattr(type(self), "$calls", 0) + 1
-if type(self).$calls % 2 == 0
-
 = if iterator
-attr turns = itertools.cycle([True, False, False])
+attr turns = <<itertools.cycle([True, False, False]) || map(round, iter(random.Random(3).random, None))>>
 if next(self.$turns)
 
 = if length of list
@@ -764,10 +444,9 @@ if self.$book["count"] % 2 == 0
 
 = if entry of set
 attr shapes = set()
-name new
-    $new = len(h) not in self.$shapes
+    new = len(h) not in self.$shapes
     self.$shapes.add(len(h))
-if $new
+if new
 
 = if field of object
 attr config = SimpleNamespace(count=0)
@@ -788,30 +467,14 @@ attr scale = nn.Parameter(torch.randn(4) * 0.05)
     h = h + self.$scale
 if self.$scale.sum().item() > 0
 
-= if tensor attribute's value
-attr load = torch.zeros(4)
-    self.$load += h.detach().float().mean(0)
-if self.$load.sum().item() > 0
-
 = if own generator
 attr generator = torch.Generator().manual_seed(3)
 if torch.rand((), generator=self.$generator).item() < 0.5
-
-= if own random.Random
-attr generator = random.Random(3)
-if self.$generator.random() < 0.5
-
-= if own numpy generator
-attr generator = numpy.random.default_rng(3)
-if self.$generator.random() < 0.5
 """
 
 _CHANGES = r"""
 = rows
-before x = torch.randn(<<rows>>[step], 4)
-
-= rows that grow
-before x = torch.randn(2 + step // <<1 || 2>>, 4)
+before x = torch.randn(<<<<rows>>[step] || 2 + step>>, 4)
 
 = same input
 before x = torch.linspace(-1, 1, 12).view(3, 4)
@@ -824,10 +487,7 @@ before if step in <<steps>>:\n    x = $other
 before x.requires_grad_(step in <<steps>>)
 
 = evaluation mode
-before model.train(step not in <<steps>>)
-
-= evaluation mode of block
-before model.blocks[<<block>>].train(step not in <<steps>>)
+before model<< || .blocks[<<block>>]>>.train(step not in <<steps>>)
 
 = evaluation mode between passes
 before model.train()
@@ -840,17 +500,11 @@ let some = list(model.parameters())[<<0 || 1>> :: <<1 || 2 || 3>>]
 let thawed = "$where" == "before" or "double backward" not in KINDS or p.requires_grad
 $where for p in $some:\n    p.requires_grad_(($thawed) and step not in <<steps>>)
 
-= frozen block
-before model.blocks[<<block>>].requires_grad_(step not in <<steps>>)
-
 = double precision
 before if step >= <<2 || 4>>:\n    model.double()\n    x = x.double()
 
 = order of blocks
 before model.order = random.sample(model.order, len(model.order))
-
-= skipped blocks
-before model.order = [at for at in ORDER if at != step % (len(model.blocks) + 1)]
 
 = draws between passes
 between torch.rand(2), random.random(), numpy.random.rand()
@@ -909,5 +563,5 @@ def _read(text: str) -> dict[str, list[str]]:
     return found
 
 
-PLAIN, CHANGING, ALONE, CONDITIONS, CHANGES = map(_read, (_PLAIN, _CHANGING, _ALONE, _CONDITIONS, _CHANGES))
-INSTRUCTIONS = PLAIN | CHANGING | ALONE
+PLAIN, CHANGING, CONDITIONS, CHANGES = map(_read, (_PLAIN, _CHANGING, _CONDITIONS, _CHANGES))
+INSTRUCTIONS = PLAIN | CHANGING

@@ -16,26 +16,7 @@ INSIDE = "module inside"
 STATES = {  # what the argument `state` is: how it is made, and how a field of it is written
     "namespace": ("SimpleNamespace({0})", "state.{0}"),
     "dataclass": ("Record({0})", "state.{0}"),
-    "object": ("Plain({0})", "state.{0}"),
-    "UserDict": ("collections.UserDict({0})", 'state["{0}"]'),
-    "dict subclass": ("Book({0})", 'state["{0}"]'),
     "dict": ("dict({0})", 'state["{0}"]'),
-    "nested": ("SimpleNamespace(inner=[dict({0})])", 'state.inner[0]["{0}"]'),
-    "slots": ("Slots({0})", "state.{0}"),
-    "UserDict subclass": ("Shelf({0})", 'state["{0}"]'),
-}
-_DRAWN_STATES = sorted(STATES.keys() - {"slots", "UserDict subclass"})  # what a seed draws stays the same
-PASSING = {  # how a block is called
-    "by position": "call(self.blocks[at], {0})",
-    "by keyword": "call(self.blocks[at], {1})",
-    "in a list": "call(self.blocks[at], [{0}])",
-}
-RETURNS = {  # what a block returns, and how it is taken apart
-    "a tensor": ("h", "out"),
-    "a tuple": ("(h, h.sin().mean(0))", "out[0] + out[1]"),
-    "a dict": ('{"h": h, "extra": [h.sin().mean(0), len(h)]}', 'out["h"] + out["extra"][0]'),
-    "an object": ("SimpleNamespace(h=h, extra=h.sin().mean(0))", "out.h + out.extra"),
-    "a dataclass": ("Record(h, h.sin().mean(0), [], 0)", "out.h + out.load"),
 }
 
 
@@ -61,8 +42,6 @@ class Program:
     kinds: tuple[str, ...]  # one of KINDS for each step
     state: str = "namespace"
     keeps_state: bool = False  # the argument `state` lives as long as the model
-    passing: str = "by position"  # one of PASSING
-    returns: str = "a tensor"  # one of RETURNS
     autocast: tuple[bool, ...] = (False,) * STEPS
 
 
@@ -76,14 +55,6 @@ KINDS = {
     "two batches, last first": (
         "first, second = forward(model, state, x, step), forward(model, state, x + 1, step)\n"
         "between(model, step)\nbackward(second)\nbackward(first)"
-    ),
-    "two batches, one backward": (
-        "loss = forward(model, state, x, step) + forward(model, state, x + 1, step)\n"
-        "between(model, step)\nbackward(loss)"
-    ),
-    "one batch after the other": (
-        "loss = forward(model, state, x, step)\nbackward(loss)\nloss = forward(model, state, x + 1, step)\n"
-        "between(model, step)\nbackward(loss)"
     ),
     "backward twice": (
         "loss = forward(model, state, x, step)\nbackward(loss, retain_graph=True)\nbetween(model, step)\nbackward(loss)"
@@ -99,10 +70,6 @@ KINDS = {
         "backward(loss if slope is None else loss + slope.square().sum())"
     ),
     "dropped": "loss = forward(model, state, x, step)\nbetween(model, step)",
-    "evaluation first": (
-        "with torch.no_grad():\n    seen.append(forward(model, state, x, step))\n"
-        "loss = forward(model, state, x, step)\nbetween(model, step)\nbackward(loss)"
-    ),
     "evaluation between passes": (
         "loss = forward(model, state, x, step)\n"
         "with torch.no_grad():\n    seen.append(forward(model, state, x + 1, step))\n"
@@ -113,19 +80,10 @@ KINDS = {
         "hooks = [p.register_hook(stop) for p in list(model.parameters())[:1] if p.requires_grad]\n"
         "try:\n    backward(loss)\nexcept Stop:\n    model.zero_grad()\nfor hook in hooks:\n    hook.remove()"
     ),
-    "tried again": (
-        "try:\n    loss = forward(model, state, x, step)\nexcept Stop:\n    loss = forward(model, state, x + 1, step)\n"
-        "between(model, step)\nbackward(loss)"
-    ),
     "backward for some": (
         "loss = forward(model, state, x, step)\nbetween(model, step)\n"
         "wanted = [p for p in model.parameters() if p.requires_grad][::2]\n"
         "backward(loss, inputs=wanted, retain_graph=True)\nbackward(loss)"
-    ),
-    "gradients only of some": (
-        "loss = forward(model, state, x, step)\nbetween(model, step)\n"
-        "wanted = [p for p in model.parameters() if p.requires_grad][::2]\n"
-        "if loss.requires_grad and wanted:\n    seen += torch.autograd.grad(loss, wanted, allow_unused=True)"
     ),
 }
 
@@ -155,13 +113,9 @@ def draw_program(seed: int, attempt: int = 0) -> Program:
     autocast = (False,) * STEPS
     if pick.random() < 0.15:
         autocast = tuple(pick.random() < 0.5 for _ in range(STEPS))
-    state = pick.choice(_DRAWN_STATES)
+    state = pick.choice(sorted(STATES))
     keeps_state = pick.random() < 0.3
-    passing = "by position" if pick.random() < 0.7 else pick.choice(sorted(PASSING))
-    returns = "a tensor" if pick.random() < 0.7 else pick.choice(sorted(RETURNS))
-    return Program(
-        seed, blocks, tuple(classes), tuple(order), changes, kinds, state, keeps_state, passing, returns, autocast
-    )
+    return Program(seed, blocks, tuple(classes), tuple(order), changes, kinds, state, keeps_state, autocast)
 
 
 def _items(pick: Random, count: int, depth: int, share: float) -> tuple[Item, ...]:
@@ -185,8 +139,8 @@ def _item(pick: Random, depth: int, share: float) -> Item:
 # -- writing
 
 
-def write_program(program: Program) -> tuple[str, frozenset[str], frozenset[str]]:
-    """The source of a program, the names of its features, and the state that cannot be seen from its regions."""
+def write_program(program: Program) -> tuple[str, frozenset[str]]:
+    """The source of a program, and the names of its features."""
     whole = Whole(item_of=STATES[program.state][1])
     writers = []
     for at, items in enumerate(program.blocks):
@@ -194,11 +148,7 @@ def write_program(program: Program) -> tuple[str, frozenset[str], frozenset[str]
         _write_items(writer, items)
         writers.append(writer)
     signature = ", ".join(["h"] + [f"{name}=None" for name in whole.arguments.split(", ")[1:]])
-    entrance = _entrance(program, whole)
-    classes = [
-        writer.module(f"Block{at}", signature, *(("run", entrance) if entrance else ()))
-        for at, writer in enumerate(writers)
-    ]
+    classes = [writer.module(f"Block{at}", signature) for at, writer in enumerate(writers)]
     # A block that runs twice would find its weights cast as they were in the first run, whatever it has written to them
     # since, and where recomputation casts them anew it would not.
     cache = "" if len(set(program.order)) == len(program.order) else ", cache_enabled=False"
@@ -210,18 +160,6 @@ def write_program(program: Program) -> tuple[str, frozenset[str], frozenset[str]
     for part, lines in loop.whole.loop.items():
         whole.loop[part] = lines + whole.loop[part]
     whole.features |= {kind for kind in program.kinds if kind != "plain"}
-    if whole.uses_state:
-        whole.features.add(f"state: {program.state}{', kept' if program.keeps_state else ''}")
-    if program.passing != "by position":
-        whole.features.add(f"called {program.passing}")
-    if program.returns != "a tensor":
-        whole.features.add(f"returns {program.returns}")
-    if any(program.autocast):
-        whole.features.add("autocast")
-    if len(program.order) > len(program.classes):
-        whole.features.add("block called twice")
-    if len(program.classes) > len(program.blocks):
-        whole.features.add("several blocks of a class")
     around += whole.loop.pop("around")
     parts = {part: indent("\n".join(lines) or "pass", "    ") for part, lines in whole.loop.items()}
     given = STATES[program.state][0].format("h=torch.zeros(4), load=torch.zeros(4), seen=[], count=0")
@@ -236,10 +174,7 @@ def write_program(program: Program) -> tuple[str, frozenset[str], frozenset[str]
         classes="\n\n".join(text.rstrip() for text in classes),
         blocks=", ".join(f"Block{at}()" for at in program.classes),
         order=list(program.order),
-        arguments=PASSING[program.passing].format(
-            whole.arguments, ", ".join(f"{name}={name}" for name in whole.arguments.split(", "))
-        ),
-        out=RETURNS[program.returns][1],
+        arguments=whole.arguments,
         state=given if whole.uses_state else "None",
         fresh_state="" if program.keeps_state or not whole.uses_state else f"state = {given}",
         kinds=program.kinds,
@@ -249,18 +184,7 @@ def write_program(program: Program) -> tuple[str, frozenset[str], frozenset[str]
         steps=len(program.kinds),
         **{part: indent(text, "    " * (part not in ("extra", "between"))) for part, text in parts.items()},
     )
-    return source, frozenset(whole.features), frozenset(whole.hidden)
-
-
-def _entrance(program: Program, whole: Whole) -> str:
-    """The `forward` of a block that takes its arguments apart or returns more than a tensor; else nothing."""
-    if program.passing != "in a list" and program.returns == "a tensor":
-        return ""
-    given = (
-        "given" if program.passing == "in a list" else ", ".join(f"{name}=None" for name in whole.arguments.split(", "))
-    )
-    run = "*given" if program.passing == "in a list" else whole.arguments
-    return f"def forward(self, {given}):\n    h = self.run({run})\n    return {RETURNS[program.returns][0]}\n"
+    return source, frozenset(whole.features)
 
 
 def _write_items(w: Writer, items: tuple[Item, ...]) -> None:
@@ -299,38 +223,21 @@ def _write_items(w: Writer, items: tuple[Item, ...]) -> None:
 
 def smaller(program: Program) -> Iterator[Program]:
     """Programs that lack one thing of this one, large things first."""
-    for at in range(len(program.classes)):
-        if len(program.classes) > 1:
-            left = tuple(place - (place > at) for place in program.order if place != at)
-            classes = program.classes[:at] + program.classes[at + 1 :]
-            if left and len(set(classes)) == len(program.blocks):
-                yield replace(program, classes=classes, order=left)
-            elif left:
-                gone = program.classes[at]
-                blocks = program.blocks[:gone] + program.blocks[gone + 1 :]
-                yield replace(program, blocks=blocks, classes=tuple(one - (one > gone) for one in classes), order=left)
-    if len(program.order) > len(program.classes):
-        yield replace(program, order=program.order[: len(program.classes)])
+    steps = len(program.kinds)
+    for at in range(len(program.order) if len(program.order) > 1 else 0):
+        yield replace(program, order=program.order[:at] + program.order[at + 1 :])
     for at in range(len(program.changes)):
         yield replace(program, changes=program.changes[:at] + program.changes[at + 1 :])
-    if any(kind != "plain" for kind in program.kinds):
-        yield replace(program, kinds=("plain",) * len(program.kinds))
-    if any(program.autocast):
-        yield replace(program, autocast=(False,) * len(program.autocast))
-    for count in (2, 3, len(program.kinds) - 1):
-        if 0 < count < len(program.kinds):
+    for count in (2, 3, steps - 1):
+        if 0 < count < steps:
             yield replace(program, kinds=program.kinds[:count])
+    simplest = {"kinds": ("plain",) * steps, "autocast": (False,) * STEPS, "state": "namespace", "keeps_state": False}
+    for name, value in simplest.items():
+        if getattr(program, name) != value:
+            yield replace(program, **{name: value})
     for at, items in enumerate(program.blocks):
-        for fewer in _fewer(items):
+        for fewer in ((), *_fewer(items)) if items else ():
             yield replace(program, blocks=(*program.blocks[:at], fewer, *program.blocks[at + 1 :]))
-    if program.passing != "by position":
-        yield replace(program, passing="by position")
-    if program.returns != "a tensor":
-        yield replace(program, returns="a tensor")
-    if program.state != "namespace":
-        yield replace(program, state="namespace")
-    if program.keeps_state:
-        yield replace(program, keeps_state=False)
     for at, kind in enumerate(program.kinds):
         if kind != "plain":
             yield replace(program, kinds=(*program.kinds[:at], "plain", *program.kinds[at + 1 :]))
@@ -350,7 +257,6 @@ def _fewer(items: tuple[Item, ...]) -> Iterator[tuple[Item, ...]]:
 
 TEMPLATE = '''"""Changing program {seed}: {features}."""
 
-import array
 import collections
 import contextlib
 import copy
@@ -370,58 +276,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 class Stop(Exception):
     pass
-
-
-class Plain:
-    def __init__(self, **fields):
-        vars(self).update(fields)
-
-
-class Slotted:
-    __slots__ = ("count",)
-
-    def __init__(self):
-        self.count = 0
-
-
-class Slots:
-    __slots__ = ("count", "h", "load", "seen")
-
-    def __init__(self, **fields):
-        for name, value in fields.items():
-            setattr(self, name, value)
-
-
-class Book(dict):
-    pass
-
-
-class Shelf(collections.UserDict):
-    pass
-
-
-def counter():
-    calls = 0
-
-    def count():
-        nonlocal calls
-        calls += 1
-        return calls
-
-    return count
-
-
-class Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        ctx.save_for_backward(x.sin())
-        return x * factor
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (sine,) = ctx.saved_tensors
-        return gradient * ctx.factor + 0.1 * sine, None
 
 
 @dataclass
@@ -450,11 +304,11 @@ class Model(nn.Module):
 
     def forward(self, h, state, option):
         for at in self.order:
-            out = {arguments}
-            h = {out}
+            h = call(self.blocks[at], {arguments})
         return h
 
 
+CALLS = []
 STEPS = {steps}
 ORDER = {order}
 KINDS = {kinds}

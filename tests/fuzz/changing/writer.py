@@ -17,7 +17,6 @@ class Whole:
     top: list[str] = field(default_factory=list)  # classes, functions and globals of the program
     loop: dict[str, list[str]] = field(default_factory=lambda: {part: [] for part in PARTS})
     features: set[str] = field(default_factory=set)
-    hidden: set[str] = field(default_factory=set)  # state that cannot be seen from a region's modules and arguments
     names: int = 0
     item_of: str = "state.{0}"  # how a field of the argument `state` is written
     uses_state: bool = False
@@ -61,19 +60,12 @@ class Writer:
             key, _, value = rest.partition(" = ")
             if word == "let":
                 names[key] = value
-            elif word in ("attr", "buffer", "name"):
+            elif word in ("attr", "buffer"):
                 name = names[key] = self.name(key.rstrip("0123456789"))
-                if word != "name":
-                    made = f"self.{name} = {value}" if word == "attr" else f'self.register_buffer("{name}", {value})'
-                    self.inits.append(made)
+                made = f"self.{name} = {value}" if word == "attr" else f'self.register_buffer("{name}", {value})'
+                self.inits.append(made)
             elif word in PARTS:
                 self.whole.loop[word] += [re.sub(r"\bme\.", f"{path}.", rest) for path in self.paths]
-            elif word == "top":
-                self.whole.top.append(rest)
-            elif word == "init":
-                self.inits.append(rest)
-            elif word == "hides":
-                self.whole.hidden.add(rest)
             elif word == "if":
                 asked = rest
             else:
@@ -91,7 +83,7 @@ class Writer:
                 end = min(at for at in (rest.find("<<", end), rest.find(">>", end)) if at >= 0)
                 depth += 1 if rest[end] == "<" else -1
                 end += 2
-            chosen = self._chosen(rest[: end - 2], pick, names)
+            chosen = self._chosen(rest[: end - 2], pick)
             return (
                 self._drawn(begin, pick, names)
                 + self._drawn(chosen, pick, names)
@@ -99,9 +91,9 @@ class Writer:
             )
         self.whole.uses_state |= "$state." in template
         text = re.sub(r"\$state\.(\w+)", lambda match: self.whole.item_of.format(match[1]), template)
-        return re.sub(r"\$(\w+?)(?=\b|_\{)", lambda match: names[match[1]], text).replace(r"\n", "\n")
+        return re.sub(r"\$(\w+)", lambda match: names[match[1]], text).replace(r"\n", "\n")
 
-    def _chosen(self, text: str, pick: Random, names: dict[str, str]) -> str:
+    def _chosen(self, text: str, pick: Random) -> str:
         """One of the alternatives."""
         word, _, count = text.partition(" ")
         if word == "steps":
@@ -111,18 +103,14 @@ class Writer:
         if word == "rows":
             return str(tuple(pick.choice([2, 3, 3, 5, 8]) for _ in range(6)))
         chance = re.match(r"([\d.]+) \? ", text)
-        key = word if word.startswith("@") else ""
-        text = text[chance.end() :] if chance else text.removeprefix(key)
+        text = text[chance.end() :] if chance else text
         alternatives = [one.strip() for one in re.split(r"\|\|(?![^<]*>>)", text)]
         if chance:
             return alternatives[pick.random() >= float(chance[1])]
-        at = names.get(key) or str(pick.choice(range(len(alternatives))))
-        if key:
-            names[key] = at
-        return alternatives[int(at)]
+        return pick.choice(alternatives)
 
-    def module(self, name: str, signature: str, method: str = "forward", more: str = "") -> str:
-        """The source of the class: the lines are those of `method`, and `more` is another one."""
+    def module(self, name: str, signature: str) -> str:
+        """The source of the class."""
         return "\n".join(
             [
                 f"class {name}(nn.Module):",
@@ -130,10 +118,8 @@ class Writer:
                 "        super().__init__()",
                 *(indent(text, "        ") for text in self.inits),
                 "",
-                f"    def {method}(self, {signature}):",
+                f"    def forward(self, {signature}):",
                 *(indent(text, "        ") for text in self.lines),
                 "        return h",
-                "",
-                indent(more, "    "),
             ]
         )

@@ -25,11 +25,43 @@ from sac.errors import ConfigError, ModelError, PolicyError, RegionError
 from sac.memory_timeline import mark, measure_memory
 from sac.policy.model import Layers
 from tests.promises.test_11_invisible import flat
-from tests.support.blocks import LlamaLikeBlock, policy, save, tokens
-from tests.support.chains import Between, Chain, chain, dropping_chain, full, paths
+from tests.support.blocks import LlamaLikeBlock, policy, save, tokens, with_dropout
 from tests.support.model_zoo import tiny
 from tests.support.recording import backward_ops, step, without_collector
 from tests.support.training import assert_same, built, train
+
+
+class Chain(nn.Sequential):
+    """A subclass that leaves forward alone."""
+
+
+def chain(layers: int = 5, d: int = 32) -> nn.Sequential:
+    return Chain(*(LlamaLikeBlock(d) for _ in range(layers)))
+
+
+def dropping_chain(layers: int = 5) -> nn.Module:
+    return with_dropout(chain(layers), 0.2)
+
+
+class Between(nn.Module):
+    """A model whose layers stand in a Sequential, with an embedding and a head around it."""
+
+    def __init__(self, layers: int = 5) -> None:
+        super().__init__()
+        self.embed = nn.Linear(32, 32)
+        self.layers = nn.Sequential(*(LlamaLikeBlock() for _ in range(layers)))
+        self.head = nn.Linear(32, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(x)))
+
+
+def full(layers: Any, **more: Any) -> dict[str, Any]:
+    return {"mode": "full", "layers": layers, **more}
+
+
+def paths(model: nn.Module) -> list[str]:
+    return [one.region.path for one in regions_of(model)]
 
 
 @pytest.mark.parametrize("layers", ["sqrt", {"uniform": 2}, {"uniform": 9}], ids=str)

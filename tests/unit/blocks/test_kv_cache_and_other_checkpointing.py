@@ -115,8 +115,8 @@ OWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"on in layer\.1 \(BertLayer\) \(set gradient_checkpointing=False\)",
     ),
     "timm": (
-        lambda: with_values(plain("timm")[0], "", grad_checkpointing=True),
-        r"\(TimmStyle\) \(turn it off with model.set_grad_checkpointing\(False\)\)",
+        lambda: with_values(plain("VisionTransformer")[0], "", grad_checkpointing=True),
+        r"\(VisionTransformer\) \(turn it off with model.set_grad_checkpointing\(False\)\)",
     ),
     "a wrapped block": (lambda: wrapped("layers.1"), r"checkpoint_wrapper is around layers\.1 \(Block\)"),
     "wrapped parts": (

@@ -12,12 +12,13 @@ from torch.nn.utils.parametrizations import weight_norm
 import sac
 from sac.blocks.find import Block, divided, find_blocks, submodules
 from sac.policy.patterns import PathPattern
-from tests.support.plain_zoo import DIM, PLAIN, Attention, Experts, SwiGLU, TitanStyle, plain
+from tests.support.plain_zoo import DIM, Attention, Experts, Llama3Model, SwiGLU, plain
 from tests.support.plain_zoo import Block as PlainBlock
 
 EXPECTED = {
     "titan": ["layers.0", "layers.1", "layers.2"],
-    "timm": ["blocks.0", "blocks.1"],
+    "VisionTransformer": ["blocks.0", "blocks.1"],
+    "DiT": ["blocks.0", "blocks.1"],
     "staged": ["stages.0.blocks.0", "stages.1.blocks.0", "stages.1.blocks.1"],
     "sequential": ["0", "1", "2"],
     "experts": ["0", "1"],
@@ -31,7 +32,7 @@ def paths(blocks: tuple[Block, ...]) -> list[str]:
     return [block.path for block in blocks]
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", EXPECTED)
 def test_blocks_of_plain_models_are_called_one_after_the_other(name: str) -> None:
     model, inputs = plain(name)
     blocks = find_blocks(model)
@@ -105,7 +106,7 @@ def declared() -> nn.Module:
 
 
 def with_heads() -> nn.Module:
-    model = TitanStyle()
+    model = Llama3Model()
     model.heads = nn.ModuleList(mlps(3))
     return model
 
@@ -113,7 +114,7 @@ def with_heads() -> nn.Module:
 FOUND: dict[str, tuple[Callable[[], nn.Module], list[tuple[str, int, int]]]] = {
     # name: (the model, the path, the number of the layer and the size of its stack for each block)
     "a pipeline stage": (
-        lambda: TitanStyle(range(2, 4), n_layers=6),
+        lambda: Llama3Model(range(2, 4), n_layers=6),
         [("layers.2", 2, 6), ("layers.3", 3, 6)],
     ),
     "placeholders": (
@@ -229,8 +230,8 @@ def titan() -> nn.Module:
 
 REFUSED: dict[str, tuple[Callable[[], Any], list[str], str]] = {
     # name: (the model, the patterns, what is told)
-    "nearly": (titan, ["layers.*", "layer.*"], r'"layer\.\*" matches no module of TitanStyle\n.*mean: "layers\.\*"'),
-    "nothing alike": (titan, ["decoder.blocks.*"], r"legal: tok_embeddings, layers, layers\.\*, .* … \(7 more\)"),
+    "nearly": (titan, ["layers.*", "layer.*"], r'"layer\.\*" matches no module of Llama3Model\n.*mean: "layers\.\*"'),
+    "nothing alike": (titan, ["decoder.blocks.*"], r"legal: tok_embeddings, layers, layers\.\*, .* … \(9 more\)"),
     "no prefix": (lambda: nn.ModuleDict({"model": titan()}), ["layers.*"], r'did you mean: "model\.layers\.\*"'),
     "a list": (titan, ["layers"], r'ModuleDict, which is not called itself\n.*write "layers\.\*" for its children'),
     "no blocks": (without_blocks, [], r'taps \(ModuleList of 2 Linear, 1 Tanh\)(.*\n)*.*blocks: \["taps\.\*"\]'),

@@ -26,11 +26,11 @@ from tests.support.blocks import (
     selective,
     square,
     tokens,
+    whole,
 )
 from tests.support.recording import kept_bytes
 from tests.support.runs import Noted
 from tests.support.training import assert_same, assert_same_training, built, train
-from tests.support.whole_module_blocks import whole
 
 WIDTH = 8
 SQUARE = WIDTH * WIDTH * 4  # bytes of one matrix
