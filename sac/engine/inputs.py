@@ -17,6 +17,7 @@ from sac.outer_hooks import fetch
 from sac.stores.backward_order import CallNode
 from sac.stores.store import InputStoring, StoredInput
 from sac.tensors import (
+    cloned,
     describe,
     is_plain,
     storage_address,
@@ -77,6 +78,11 @@ class Inputs:
         """The inputs that are in a store, by index."""
         return self._stored
 
+    @property
+    def watched(self) -> Mapping[int, Any]:
+        """What shares the version counter of the inputs that hooks have packed, by index."""
+        return self._watched
+
     def store(self, storing: InputStoring, where: str, call: CallNode) -> None:
         """Copy the chosen inputs to their store before the forward."""
         leaves = [*self.leaves]
@@ -134,6 +140,7 @@ class Inputs:
                 again = fetch(tensor)
                 if type(tensor) is StoredInput:
                     tensor.prefetch()  # what other regions will need
+                    again = cloned(again) if written else again  # a store may return what it holds
                 leaves[index] = again = again.detach().requires_grad_(requires_grad)
                 if written and requires_grad and not is_leaf:
                     leaves[index] = not_leaf(again)

@@ -112,7 +112,8 @@ def _changed(tape: Tape, schedule: Schedule) -> list[int]:
         if leaf.tensor is None:  # let go of, since the schedule of the forward did not need it
             changed.append(value)
         is_copied = value in schedule.copied or tape.is_small(value)
-        if isinstance(leaf.tensor, Tensor) and version_of(leaf.tensor) != leaf.version and not is_copied:
+        watched = leaf.tensor if leaf.watched is None else leaf.watched
+        if isinstance(watched, Tensor) and version_of(watched) != leaf.version and not is_copied:
             changed.append(value)
     return [*changed, *(value for value in schedule.kept if tape.is_written_since(value))]
 

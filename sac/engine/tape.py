@@ -49,12 +49,16 @@ class DiffersError(CannotReplayError):
 
 @dataclass(slots=True, eq=False)
 class Leaf:
-    """A tensor from outside. ``version``: at the end of the forward. ``is_parameter``: its storage identifies it."""
+    """A tensor from outside. ``version``: at the end of the forward. ``is_parameter``: its storage identifies it.
+
+    ``watched``: what has its version counter, if hooks around the region have packed it.
+    """
 
     tensor: Any  # may be packed by hooks around the region; None if no recomputation needs it
     version: int
     shape: torch.Size
     is_parameter: bool
+    watched: Any = None
 
 
 class Tape:

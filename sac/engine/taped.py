@@ -347,6 +347,7 @@ class TapedFrame(Frame):
         self.inputs.end(packed)
         for index, value in self._input_leaves.items():
             self.tape.leaves[value].tensor = self.inputs.leaves[index]
+            self.tape.leaves[value].watched = self.inputs.watched.get(index)
         if self._outer is None:
             return
         for value, tensor in self.tape.kept.items():

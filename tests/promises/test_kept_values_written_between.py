@@ -1,6 +1,8 @@
-"""A kept value that is a result of the region, written to between forward and backward, is computed again."""
+"""What a replay starts from, written to between forward and backward, is computed again."""
 
 from __future__ import annotations
+
+import contextlib
 
 import pytest
 import torch
@@ -45,3 +47,33 @@ def test_a_write_to_a_result_that_is_kept_is_not_seen_by_backward(op: str, engin
     plain, ours = gradients(op), gradients(op, engine=engine, verify=verify)
     assert len(plain) == len(ours) == 3
     assert all(map(torch.equal, plain, ours))
+
+
+class Loaded(nn.Module):
+    """Adds to a tensor that the blocks share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor, load: Tensor) -> Tensor:
+        load.add_(x.detach().mean(0))
+        return torch.tanh(x - torch.tanh(load)) @ self.weight
+
+
+@pytest.mark.parametrize("verify", ["first", "never"])
+@pytest.mark.parametrize("packs", [False, True])
+def test_an_input_that_later_blocks_write_to(packs: bool, verify: str) -> None:
+    """Also if hooks around the regions have packed it: those of torch leave tensors on the CPU where they are."""
+    found = []
+    for value in ("none", {"mode": "selective", "policy": "general", "engine": "replay", "verify": verify}):
+        torch.manual_seed(0)
+        model = nn.ModuleList(Loaded() for _ in range(3))
+        sac.apply(model, {"mode": value} if value == "none" else {**value, "blocks": ["*"]})
+        x, load = torch.randn(3, 4), torch.zeros(4)
+        with torch.autograd.graph.save_on_cpu() if packs else contextlib.nullcontext():
+            for block in model:
+                x = block(x, load)
+        x.square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))

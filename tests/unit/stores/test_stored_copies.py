@@ -74,6 +74,20 @@ def test_the_callers_tensor_is_his_own(store):
 
 
 @every_store
+def test_two_backwards_of_a_region_that_writes_to_its_input(store):
+    """The first recomputation leaves the kept copy as it was."""
+    found = []
+    for value in ("none", {**FULL, **STORES[store]}):
+        leaf = torch.linspace(-1, 1, 8, requires_grad=True)
+        model = sac.apply(Stack(FunctionBlock(lambda block, x: x.mul_(0.5).sin())), value)
+        out = model(leaf * 1.5).square().sum()
+        out.backward(retain_graph=True)
+        out.backward()
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+
+
+@every_store
 def test_every_kept_byte_is_counted_and_goes(store):
     value = FullConfig(**STORES[store])
     block, leaf = FunctionBlock(product), torch.randn(8, 8, requires_grad=True)
