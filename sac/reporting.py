@@ -137,12 +137,13 @@ class RuleUse:
     """One rule in one region group: the calls of ops that it matched in one forward of one region, and the bytes held.
 
     ``rule`` is ``must-save`` for nondeterministic routing ops, which are saved in every mode, and ``default`` for a
-    policy whose default saves.
+    policy whose default saves. ``recomputes``: whether the rule recomputes what it matches.
     """
 
     rule: str
     hits: int
     saved_bytes: int
+    recomputes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +219,7 @@ class Report:
     """The result of ``sac.report``; ``str`` formats it for people, ``to_dict`` returns it as plain values.
 
     ``kept_inputs``: which inputs are kept elsewhere than in the caller's tensors, and where; empty if none are.
+    ``policy``: the name of the policy in mode selective, which may have been chosen by the model's family.
     """
 
     mode: str
@@ -225,6 +227,7 @@ class Report:
     kinds: tuple[KindReport, ...]
     zero_hit_rules: tuple[str, ...]
     notes: tuple[str, ...]
+    policy: str = ""
 
     @property
     def kept_bytes(self) -> int:
@@ -251,7 +254,8 @@ class Report:
 
     def __str__(self) -> str:
         count = sum(kind.count for kind in self.kinds)
-        lines = [f"activation checkpointing: {self.mode}, {count} regions" + ("" if count else " on this model")]
+        policy = f", policy {self.policy}" if self.policy else "" if count else " on this model"
+        lines = [f"activation checkpointing: {self.mode}, {count} regions{policy}"]
         if self.kinds and not any(kind.has_run for kind in self.kinds):
             lines.append("no forward with grad has run yet")
         if self.kept_inputs:
@@ -303,6 +307,7 @@ def report(model: nn.Module) -> Report:
         kinds,
         tuple(sorted(rules - hit)) if any(group.calls or group.traced for group in kinds) else (),
         applied.notes,
+        forwards[0].region.group.table.policy.name if applied.mode == "selective" else "",
     )
 
 
@@ -401,7 +406,8 @@ def _traced(group: RegionGroup) -> TracedCalls | None:
 def _rule_uses(group: RegionGroup, stats: RegionStats) -> Iterable[RuleUse]:
     sizes, calls = stats.by_rule, stats.saved.hits
     for resolved in group.table.rules:
-        yield RuleUse(resolved.rule.id, calls.get(resolved.index, 0), sizes.get(resolved.index, 0))
+        use = calls.get(resolved.index, 0), sizes.get(resolved.index, 0)
+        yield RuleUse(resolved.rule.id, *use, recomputes=not resolved.saves)
     hits = sum(row.decision != "recompute" and not row.rule for row in group.op_trace)
     if NO_RULE in sizes and (hits or sizes[NO_RULE]):  # it is not a rule that the user wrote, and could have no call
         yield RuleUse("default" if group.table.default.keeps else "must-save", hits, sizes[NO_RULE])
@@ -466,7 +472,8 @@ def _eager_lines(kind: KindReport, never: Sequence[str]) -> Iterable[str]:
     )
     for use in kind.rules:
         if use.hits:
-            yield f"  rule {use.rule}: {count_text(use.hits, 'call')}, {bytes_text(use.saved_bytes)} saved"
+            what = "recomputed" if use.recomputes else f"{bytes_text(use.saved_bytes)} saved"
+            yield f"  rule {use.rule}: {count_text(use.hits, 'call')}, {what}"
     yield from (f"  {line}" for line in _rule_lines(kind.offloads))
     if kind.has_run:
         idle = [use.rule for use in kind.rules if not use.hits and use.rule not in never]

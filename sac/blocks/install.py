@@ -156,16 +156,19 @@ def _of_no_place(blocks: Sequence[Block], rule: Rule) -> Problem:
         patterns = ", ".join(f'"{pattern.text}"' for pattern in rule.blocks)
         key, place = "blocks", f"blocks at {patterns}, a path that"
     elif rule.module is None:
-        key, place = "layers", f"layers{' in its blocks' if rule.blocks else ''} that"
+        sizes = ", ".join(str(size) for size in sorted({block.stack_size for block in blocks}))
+        key, place = "layers", f"layers{' in its blocks' if rule.blocks else ''} (the model has stacks of {sizes}) that"
     else:
         within = " and ".join(key for key, given in (("blocks", rule.blocks), ("layers", rule.layers)) if given)
         key, place = "module", f'module "{rule.module.text}"{f" in its {within}" if within else ""}, which'
-    return _idle(rule.where(key), "module", found=f'rule "{rule.id}" names {place} no region has')
+    paths = {path for block in blocks for path, _ in parts_of(block.module)} if key == "module" else set()
+    near = nearest(rule.module.text, sorted(paths)) if rule.module is not None else ""
+    return _idle(rule.where(key), "module", found=f'rule "{rule.id}" names {place} no region has', near=near)
 
 
-def _idle(where: str, what: str, *, found: str) -> Problem:
+def _idle(where: str, what: str, *, found: str, near: str = "") -> Problem:
     """Return the problem of a rule without effect; ``what`` is there none of: op, module."""
-    return Problem(where, found, fix=f"`sac trace` lists the {what}s there are; {_OPTIONAL}")
+    return Problem(where, found, nearest=near, fix=f"`sac trace` lists the {what}s there are; {_OPTIONAL}")
 
 
 # -- Instance-level forwards: installing and removing regions

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from sac.blocks.install import Applied
@@ -232,7 +233,9 @@ class Controller(BudgetRegions):
             super().use(which)
 
     def _may_plan(self) -> bool:
-        return self.fitted is None or (self._plans < _MOST_PLANS and not meshes_of(self.model))
+        if self.fitted is not None:
+            return self._plans < _MOST_PLANS and not meshes_of(self.model)
+        return not any(map(is_lazy, self.model.parameters()))  # this pass makes them
 
     def _has_trained(self) -> bool:
         """Return whether the pass that is over was one of a training, not one to learn the shapes of results."""

@@ -158,7 +158,7 @@ def read_bool(node: Node, what: str, findings: Findings) -> bool | None:
     """Return ``true`` or ``false``; ``yes``, ``on``, 1 and quoted words are findings."""
     if node.kind == "bool" and node.text.lower() in ("true", "false"):
         return node.text.lower() == "true"
-    findings.refuse(node, what, "true, false", fix="write one of these, without quotes")
+    findings.refuse(node, what, "true, false")
     return None
 
 

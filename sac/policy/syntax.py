@@ -212,6 +212,9 @@ _SYNTAX_FIXES = {  # by a part of what PyYAML says
     "block scalar": 'quote text that starts with a sign, as in ">=4096"',
     "cannot start any token": 'quote text that starts with a sign, as in ">=4096"',
     "quoted scalar": "close the quote",
+    "got '{'": 'quote patterns with braces, as in "mlp.{gate,up}"',
+    "found '?'": "indent all keys of a rule alike, under its first one",
+    "mapping values": "indent all keys of a mapping alike, or quote text with a colon",
 }
 
 

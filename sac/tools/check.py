@@ -11,7 +11,7 @@ import torch
 from sac.engine.table import resolve_policy
 from sac.policy.load import load_policy
 from sac.policy.model import Policy, Rule, limits_of
-from sac.tables import Table, screen_width
+from sac.tables import Table, count_text, screen_width
 
 COLUMNS = ("rule", "do", "ops", "names here", "only where", "of policy", "place")
 
@@ -53,7 +53,7 @@ def _print_missing(rules: tuple[CheckedRule, ...], *, verbose: bool) -> None:
         return
     if not verbose:
         count = len({name for names in missing.values() for name in names})
-        print(f"{count} names are not in this build of torch ({torch.__version__}): --verbose lists them")
+        print(f"{count_text(count, 'name')} not in this build of torch ({torch.__version__}): --verbose lists them")
         return
     print(f"\nnot in this build of torch ({torch.__version__}):")
     for rule_id, names in missing.items():

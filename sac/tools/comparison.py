@@ -23,7 +23,16 @@ from sac.ops.flops import added_formulas
 from sac.planner.applying import apply
 from sac.policy.read import bytes_text
 from sac.reporting import Report, report
-from sac.tables import Table, flops_text, parameters_text, percent_text, screen_width, time_text, wrapped_text
+from sac.tables import (
+    Table,
+    count_text,
+    flops_text,
+    parameters_text,
+    percent_text,
+    screen_width,
+    time_text,
+    wrapped_text,
+)
 from sac.tools.models import BuiltModel, Inputs
 from sac.torch_private import tree_map_only
 
@@ -192,7 +201,7 @@ class Training:
         """Refuse settings that cannot run; raises ``ConfigError``."""
         problems = []
         if self.steps < 2:
-            found = f"{self.steps} steps cannot be timed: the first one warms up"
+            found = f"{count_text(self.steps, 'step')} cannot be timed: the first one warms up"
             problems.append(Problem("--steps", found, "2, 3, 4, …"))
         if self.optimizer not in OPTIMIZERS:
             found = f"unknown optimizer '{self.optimizer}'"

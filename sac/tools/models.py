@@ -279,8 +279,7 @@ def load_model(spec: str, scale: Scale, *, text_path: str | None = None, build: 
     if isinstance(found, str):
         with_data: Build = build or (lambda make, dtype: make().to(dtype))
         return _from_config(found, scale, text_path=text_path, build=with_data)
-    accepted = inspect.signature(found).parameters
-    built = found(**{name: value for name, value in asdict(scale).items() if name in accepted and value is not None})
+    built = found(**_arguments(spec, found, scale))
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(model, nn.Module) or not isinstance(inputs, (tuple, Mapping)):
         legal = "(model, inputs), where inputs is a tuple for model(*inputs) or a dict for model(**inputs)"
@@ -293,6 +292,27 @@ def check_spec(spec: str, scale: Scale, *, text_path: str | None = None) -> None
     found = _parsed(spec)
     if isinstance(found, str):
         check_batches(*class_and_config(found, scale), scale, text_path=text_path)
+    else:
+        _arguments(spec, found, scale)
+
+
+def _arguments(spec: str, function: Callable[..., Any], scale: Scale) -> dict[str, Any]:
+    """Return what of ``scale`` a function takes; raises ``ConfigError`` if it needs more, or ignores what was said."""
+    signature, usual = inspect.signature(function), asdict(Scale())
+    given = {name: value for name, value in asdict(scale).items() if value is not None}
+    for name in given.keys() - signature.parameters.keys():
+        if given.pop(name) != usual[name]:
+            problem = f"{spec} takes no argument `{name}`, so this has no effect"
+            raise ConfigError(
+                Problem(f"--{name}", problem, fix=f"leave it out, or give the function a parameter {name}")
+            )
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        raise ConfigError(
+            Problem(_TOP, f"{spec} cannot be called: {error}", fix="give its arguments defaults")
+        ) from error
+    return given
 
 
 def _parsed(spec: str) -> str | Callable[..., Any]:

@@ -103,7 +103,12 @@ def _parsers(
     check.add_argument("--verbose", action="store_true", help="also list ops that this build of torch lacks")
     trace = found.add_parser("trace", help="show the decision for each op of a model, and by which rule")
     _add_model_options(trace)
-    trace.add_argument("--policy", default="selective", metavar="VALUE", help="config value (default: %(default)s)")
+    trace.add_argument(
+        "--policy",
+        default="selective",
+        metavar="VALUE",
+        help="a mode, a policy's name, or a path to one (default: %(default)s)",
+    )
     compare = found.add_parser("compare", help="train copies of a model under several modes and measure them")
     _add_model_options(compare)
     _add_training_options(compare)

@@ -56,6 +56,8 @@ def command(name: str, *more: str, model: str = LLAMA) -> list[str]:
 
 # The commands; what they are given (`*`: the folder of the test); how the error begins (` / ` begins a line of it).
 TABLE = f"""
+all           | --model {TOY} --dtype bfloat16 | --dtype: {TOY} takes no argument `dtype`, so this has no effect
+all           | --model inspect:signature | --model: inspect:signature cannot be called: missing a required
 all           | --layers 0 | --layers: 0 {SIZE}
 all           | --seq=-1 | --seq: -1 {SIZE}
 all           | --batch 0 | --batch: 0 {SIZE}
@@ -72,7 +74,7 @@ compare       | --modes lama | --modes{UNKNOWN}
 trace         | --policy */mine.yaml | */mine.yaml:4:
 compare       | --modes */mine.yaml | */mine.yaml:4:
 compare       | --text examples/text.txt --model hf:*/vit.json | --text: ViTForImageClassification reads 'pixel
-compare       | --steps 1 | --steps: 1 steps cannot be timed: the first one warms up / legal: 2, 3, 4, …
+compare       | --steps 1 | --steps: 1 step cannot be timed: the first one warms up / legal: 2, 3, 4, …
 compare       | --optimizer adam | --optimizer: unknown optimizer 'adam' / did you mean: adamw
 compare       | --text nowhere | --text: cannot read nowhere: No such file or directory / legal: a text file
 compare       | --text examples/text.txt --vocab 200 | --vocab: 200 tokens cannot hold the bytes of a text

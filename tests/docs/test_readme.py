@@ -75,11 +75,11 @@ def trained_in(names: dict[str, Any]) -> list[str]:
 
 ON = "activation checkpointing:"
 EXPECTED = {
-    "README.md": [f"0: model, {ON} selective, 3 regions"],
+    "README.md": [f"0: model, {ON} selective, 3 regions, policy general"],
     PAGE: [
         *("0: out", f"0: model, {ON} full, 3 regions"),
         *("1: out", "2: out", "3: out", "4: out", "5: out", "5: projected", "6: out"),
-        *(f"7: other_model, {ON} full, 3 regions", f"8: third_model, {ON} selective, 3 regions"),
+        *(f"7: other_model, {ON} full, 3 regions", f"8: third_model, {ON} selective, 3 regions, policy general"),
     ],
 }
 

@@ -92,7 +92,7 @@ def test_bytes_of_a_rule_are_those_of_the_copied_view() -> None:
     assert [use.saved_bytes for use in kind.rules] == [64]
 
 
-SHOWN = """activation checkpointing: selective, 2 regions
+SHOWN = """activation checkpointing: selective, 2 regions, policy test
 blocks.0-1 (x2): keeps 12.2 KiB per region (10.2 KiB saved, 2.0 KiB of inputs)
   rule rule-0: 1 call, 2.2 KiB saved
   rule rule-1: 7 calls, 8.0 KiB saved
@@ -126,7 +126,7 @@ def test_before_the_first_forward() -> None:
     assert report.zero_hit_rules == ()
     assert [(kind.count, kind.calls, kind.saved_bytes, kind.unmatched) for kind in report.kinds] == [(2, 0, 0, ())]
     assert str(report) == (
-        "activation checkpointing: selective, 2 regions\n"
+        "activation checkpointing: selective, 2 regions, policy test\n"
         "no forward with grad has run yet\n"
         "blocks.0-1 (x2): keeps 0 B per region (0 B saved, 0 B of inputs)"
     )
@@ -148,7 +148,7 @@ def test_plain_values() -> None:
     assert plain["mode"] == "selective"
     assert plain["kept_bytes"] == report.kept_bytes
     assert plain["kinds"][0]["kept_bytes"] == report.kinds[0].kept_bytes
-    assert plain["kinds"][0]["rules"][0] == {"rule": "rule-0", "hits": 1, "saved_bytes": 2304}
+    assert plain["kinds"][0]["rules"][0] == {"rule": "rule-0", "hits": 1, "saved_bytes": 2304, "recomputes": False}
     assert plain["kinds"][0]["unmatched"][0]["op"] == "aten.mul.Tensor"
 
 

@@ -70,7 +70,9 @@ def test_callback(model_init: bool, plain: Outcome, tmp_path: Path, caplog: pyte
         ours = train(tmp_path, untouched, callbacks=[SacCallback("selective")], model_init=model_init)
     assert_as(ours, train(tmp_path, untouched, model_init=True) if model_init else plain)
     (told,) = [record.getMessage() for record in caplog.records if record.name == LOGGER]
-    assert told.startswith("activation checkpointing: selective, 2 regions\nmodel.layers.0-1 (x2): keeps ")
+    assert told.startswith(
+        "activation checkpointing: selective, 2 regions, policy llama\nmodel.layers.0-1 (x2): keeps "
+    )
 
 
 def test_callback_beside_the_trainers_own_switch(tmp_path: Path) -> None:

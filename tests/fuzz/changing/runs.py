@@ -34,7 +34,6 @@ WAYS = (*ENGINES, *MODES, "torch")  # the last is torch's own checkpoint, for co
 LIMITS = (  # of errors that the documentation announces, or that torch's own checkpoint and hooks raise too
     "don't yet support saved tensor hooks",
     "has been modified by an inplace operation",
-    "Attempted to use an uninitialized parameter",  # by a budget
 )
 OUTSIDE = frozenset(  # features with state that a rerun finds as it is now, as under torch's own checkpoint
     {

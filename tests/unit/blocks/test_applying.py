@@ -188,7 +188,7 @@ def test_rules_that_speak_of_modules_and_layers_that_are_not_there() -> None:
     told = warned(lambda: sac.apply(llama(), value))
     assert [text.partition("\n")[0].removeprefix("activation_checkpointing.policy.") for text in told] == [
         'rules[1].module: rule "rule-1" names module "nowhere", which no region has',
-        'rules[2].layers: rule "rule-2" names layers that no region has',
+        'rules[2].layers: rule "rule-2" names layers (the model has stacks of 2) that no region has',
         'rules[3].module: rule "rule-3" names module "self_attn" in its layers, which no region has',
     ]
     assert refusal(llama(), {**value, "strict": True}, PolicyError) == "\n".join(told)

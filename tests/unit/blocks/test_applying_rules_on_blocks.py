@@ -63,7 +63,11 @@ def _saving(model: nn.Module) -> list[str]:
 IDLE = {
     "a path": ({"blocks": ["layer.*", "tail"]}, "blocks", 'blocks at "layer.*", "tail", a path that no region has'),
     "a part of a block": ({"blocks": "blocks.0.mlp"}, "blocks", 'blocks at "blocks.0.mlp", a path that no region has'),
-    "a layer": ({"blocks": "blocks.0", "layers": ["1"]}, "layers", "layers in its blocks that no region has"),
+    "a layer": (
+        {"blocks": "blocks.0", "layers": ["1"]},
+        "layers",
+        "layers in its blocks (the model has stacks of 2) that no region has",
+    ),
     "a module": ({"blocks": "blocks.*", "module": "y"}, "module", 'module "y" in its blocks, which no region has'),
 }
 

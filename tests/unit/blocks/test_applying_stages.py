@@ -97,7 +97,7 @@ def test_a_module_that_only_other_stages_have_is_told_and_no_error() -> None:
 
 def test_on_a_whole_model_these_are_mistakes() -> None:
     whole = Llama(SIZES)
-    with pytest.raises(PolicyError, match="names layers that no region has"):
+    with pytest.raises(PolicyError, match=r"names layers \(the model has stacks of 8\) that no region has"):
         sac.apply(whole, selective(rule(["8-9"])))
     with pytest.raises(PolicyError, match="which no region has"):
         sac.apply(whole, selective(rule("all", module="mlp.router")))

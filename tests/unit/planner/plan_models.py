@@ -39,5 +39,5 @@ class Looks(Stack):
         return super().forward(x) * (1 if x.sum() > 0 else 2)
 
 
-def stack(seq: int = 64, layers: int = 3) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    return Stack(layers), (torch.randn(4, seq, WIDTH),)
+def stack(seq: int = 64, layers: int = 3, batch: int = 4) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Stack(layers), (torch.randn(batch, seq, WIDTH),)

@@ -18,6 +18,15 @@ from tests.unit.planner.small_training import controller_of, within
 X = torch.randn(4, 32, 16)
 
 
+def test_the_pass_that_makes_lazy_parameters_is_not_observed() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.LazyLinear(16), nn.Tanh()) for _ in range(3)))
+    sac.apply(model, {**within("1GiB"), "blocks": ["*"]})
+    for _ in range(3):
+        model(X).sum().backward()
+        model.zero_grad()
+    assert controller_of(model).fitted is not None
+
+
 class Fails(torch.autograd.Function):
     """An op whose backward raises."""
 
