@@ -60,6 +60,7 @@ class Frame:
         # If activations are kept although other ranks may recompute: what was written to, with contents and version.
         self._owes: list[tuple[Tensor, Any, int]] | None = None
         self._packed: list[tuple[Tensor, int]] = []  # what autograd saves, with its version; until the forward ends
+        self._drawn: list[Any] | None = None  # if it has drawn, the checksums of the random states at its end
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_careful: bool) -> Any:
         """Run the forward and return its result."""
@@ -142,7 +143,9 @@ class Frame:
             self.group.careful = True
             self._warn_of(written[0])
             return True
-        return bool(self.group.doubts(self._seen(alive(self._handles), draws=self.state.has_drawn())))
+        has_drawn = self.state.has_drawn()
+        self._drawn = self.state.random_sums() if has_drawn and self.early_stop else None
+        return bool(self.group.doubts(self._seen(alive(self._handles), draws=has_drawn)))
 
     def _seen(self, handles: Sequence[Handle], *, draws: bool) -> Counter[Any]:
         """Return what may be a choice or a draw: integer and bool tensors that autograd saves, by dtype, and draws.
@@ -240,6 +243,10 @@ class Frame:
         else:
             self._drop()
 
+    def _fills(self) -> bool:
+        """Return whether the rerun has still to draw: an op may fill with that what autograd has just saved of it."""
+        return self._drawn is not None and self.state.random_sums() != self._drawn
+
     def _drop(self) -> None:
         """Release what recomputations start from."""
         self.inputs.drop()
@@ -264,9 +271,10 @@ class Frame:
         self.state.check(self.tape, self.where)
         with self.state.restored(self.tape):
             args, kwargs = self.inputs.again(self.where, written=self.tape is not None and bool(self.tape.before))
-            again, total = partial(rerun, self.function, args, kwargs), len(self._handles)
+            stops, total = self.early_stop or self.is_open, len(self._handles)
+            again = partial(rerun, self.function, args, kwargs, stops=stops, total=total, fills=self._fills)
             with self.state.modes.entered():
-                again(waiting, self.where, self.settings, mode, stops=self.early_stop or self.is_open, total=total)
+                again(waiting, self.where, self.settings, mode)
             if self.group.communicates:
                 for handle in waiting.values():
                     landed(handle.value)

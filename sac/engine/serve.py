@@ -44,10 +44,12 @@ def rerun(
     *,
     stops: bool,
     total: int,
+    fills: Callable[[], bool],
 ) -> None:
     """Run ``function`` again and fill the handles ``waiting``; the i-th saved tensor belongs to the i-th handle.
 
-    ``stops``: whether it ends with the last of them. ``total``: how many tensors the forward saved.
+    ``stops``: whether it ends with the last of them, or if the op that saves it ``fills`` it, with that op. ``total``:
+    how many tensors the forward saved.
     """
     last, count, is_over = max(waiting), 0, False
 
@@ -65,9 +67,10 @@ def rerun(
             handle.fill(own, where, checks=settings.checks_metadata)
         if index == last and stops:
             is_over = True
-            if mode is None:
+            if mode is not None:
+                mode.is_over = True
+            elif not fills():
                 raise _Done
-            mode.is_over = True
         return held
 
     try:

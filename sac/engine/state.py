@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sac.checksums import checksum
 from sac.engine.flags import BackendFlags
 from sac.engine.fp8 import FP8_METAS
 from sac.engine.objects import (
@@ -26,7 +27,14 @@ from sac.engine.objects import (
     without_graph,
 )
 from sac.engine.recomputing import recomputing
-from sac.engine.rng import GeneratorStates, RngSnapshot, advanced, python_random, set_python_random
+from sac.engine.rng import (
+    GeneratorStates,
+    RngSnapshot,
+    advanced,
+    python_random,
+    set_python_random,
+    state_of,
+)
 from sac.engine.settings import Settings
 from sac.engine.tape import Tape
 from sac.engine.thread_state import Autocast, FunctionModes, leave_function_modes
@@ -211,6 +219,10 @@ class ForwardState:
     def has_drawn(self) -> bool:
         """Return whether a generator has advanced since the forward began."""
         return self._random is not None and bool(advanced(self._random.states))
+
+    def random_sums(self) -> list[Any]:
+        """Return the checksums of the generators' states now."""
+        return [checksum(state_of(generator)) for generator, _ in self._random.states] if self._random else []
 
     def check(self, tape: Tape | None, where: str) -> None:
         """Raise ``RegionError`` if a parameter or buffer was written to after the forward, and there is no copy.

@@ -151,6 +151,23 @@ def test_what_is_remade_does_not_draw_anew(engine: str, early_stop: bool) -> Non
     assert all(map(torch.equal, trained(Clamps, calls=2), trained(Clamps, value, calls=2)))
 
 
+class EndsOtherwise(nn.Module):
+    """Draws in each call, and in every second one last by an op that fills what autograd has saved before it ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = F.dropout(self.out(x), 0.3)
+        return F.rrelu(h, training=True) if self.calls % 2 == 0 else h
+
+
+def test_early_stop_does_not_cut_before_the_last_draw() -> None:
+    assert all(map(torch.equal, trained(EndsOtherwise), trained(EndsOtherwise, FULL)))
+
+
 def trained(build: Any, value: dict[str, Any] | None = None, calls: int = 1) -> list[Tensor]:
     """Gradients of three steps of one block, and the random state after each."""
     torch.manual_seed(0)
