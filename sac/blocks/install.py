@@ -23,6 +23,7 @@ from sac.engine.settings import PLAIN, RERUN, Settings
 from sac.engine.table import ResolvedPolicy
 from sac.engine.tracker import TrackedForward, class_forward, takes_module, traced_forward
 from sac.errors import ModelError, PolicyError, Problem, RegionError, SacWarning, listing, nearest
+from sac.outer_hooks import active_hooks
 from sac.policy.load import is_shipped, shipped_policies
 from sac.policy.model import Rule
 
@@ -249,7 +250,7 @@ class RegionForward(InstalledForward):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         region, module, watch = self.region, self.module, self.applied.unmatched
         refuse_flags(module, region.path)  # see Note [Both on]
-        if not region.stats.calls:
+        if not region.stats.calls or active_hooks() is not None:  # a checkpoint around the block has hooks
             refuse_callers(module, region.path)
         output = self._call(*args, **kwargs)
         if watch.waits and region.stats.calls:  # 0 if this call ran without checkpointing

@@ -83,6 +83,7 @@ def wrapper_around_a_block(model: Any) -> None:
         (flag_on_a_block, "gradient_checkpointing is on in this block", 0),
         (flag_on_a_block, "gradient_checkpointing is on in this block", 1),
         (wrapper_around_a_block, r"a checkpoint_wrapper \(CheckpointWrapper\) has been put around this block", 0),
+        (wrapper_around_a_block, r"a checkpoint_wrapper \(CheckpointWrapper\) has been put around this block", 1),
     ],
 )
 def test_what_is_turned_on_by_hand(turn_on: Callable[[Any], None], found: str, steps_before: int) -> None:
