@@ -414,3 +414,21 @@ def test_a_row_tells_of_each_saved_module() -> None:
     assert row.flops == count_flops(lambda: model.blocks[0].mlp(x))
     assert row.bytes == kind.rules[0].saved_bytes + kind.dead_bytes > kind.dead_bytes == x.nbytes
     assert not any(row.module.startswith("mlp.") for row in decisions_of(model))
+
+
+def test_after_an_error_inside_a_saved_module_decisions_are_as_before() -> None:
+    def fails(module: nn.Module, args: Any) -> None:
+        raise ValueError("out of luck")
+
+    found = []
+    for does_fail in (False, True):
+        model, (x,) = sac.apply(built(llama_stack), selective(policy(whole("self_attn"), whole("mlp")))), tokens()
+        if does_fail:
+            handle = model.blocks[0].self_attn.q_proj.register_forward_pre_hook(fails)
+            with pytest.raises(ValueError, match="out of luck"):
+                model(x)
+            handle.remove()
+        model(x).sum().backward()
+        found.append([(row.module, row.op, row.call, row.decision) for row in decisions_of(model)])
+    assert found[0] == found[1]
+    assert {"module Attention", "module GatedMLP"} <= {op for _, op, _, _ in found[1]}
