@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.support.blocks import Stack, policy, save, selective
 from tests.support.oracle import assert_exact, assert_replayed_exactly, built_model, on_every_way, train_step
 from tests.support.programs import WIDTH, Program
 from tests.support.recording import kept_bytes
 from tests.support.replay_kernels import at
+from tests.support.stock import install_stock
+from tests.support.training import assert_same_training
 from tests.support.ways import NONE, POLICIES, SELECTIVE, WAYS, Way
 
 TOKENS, HEADS, CLASSES = 6, 2, 5
@@ -293,3 +296,15 @@ def test_no_policy_keeps_more_than_no_checkpointing(program: Program, way: str, 
         return kept_bytes(model, rows(1))
 
     assert kept(WAYS[way]) <= kept(NONE)
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="tells what torch 2.13 does, no other version")
+@pytest.mark.parametrize(
+    ("layer", "raised", "match"),
+    [(RotatedProjections, AssertionError, "gradient"), (Adapted, RuntimeError, "has been mutated")],
+)
+def test_stock_selective_checkpointing_fails(layer: type[Layer], raised: type[Exception], match: str) -> None:
+    """What the README says of a saved product that such a kernel changes in place."""
+    value = selective(policy(save("matmul")))
+    with pytest.raises(raised, match=match):
+        assert_same_training(lambda: Stack(layer(), layer()), value, make_input=lambda _: rows(0), put=install_stock)
