@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -121,8 +122,10 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
     except SacError:
         raise
     except Exception as error:
-        found = f"its forward does not run with these inputs: {type(error).__name__}: {error}"
-        fix = "see that it runs without sac; if it does, but not without data: give sac.apply a `budget`"
+        frames = [one for one in traceback.extract_tb(error.__traceback__)[1:] if "/torch/" not in one.filename]
+        where = "".join(f", in {one.name} at {one.filename}:{one.lineno}" for one in frames[-1:])
+        found = f"its forward does not run on tensors without data{where}: {type(error).__name__}: {error}"
+        fix = "see that it runs with these inputs without sac; if so, its kernels need data: give sac.apply a `budget`"
         raise PlanError(Problem(type(model).__name__, found, fix=fix)) from error
 
 

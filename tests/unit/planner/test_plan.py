@@ -143,7 +143,7 @@ class _Odd(Block):
         ({"loss_fn": 3}, "cannot be called"),
         ({"loss_fn": lambda loss: loss.detach()}, "needs no gradient"),
         ({"optimizer": "adma"}, "adam"),
-        ({"inputs": (X, X)}, "does not run with these inputs"),
+        ({"inputs": (X, X)}, r"does not run on tensors without data: TypeError"),
         ({"model": Looks()}, "give sac.apply a `budget`"),
         ({"model": nn.Linear(16, 1), "loss_fn": torch.sum}, "blocks"),
         ({"model": 3}, "not a torch.nn.Module"),
