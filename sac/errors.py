@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
+
+_NOT_THE_USERS = (str(Path(__file__).parent), f"{os.sep}torch{os.sep}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,14 @@ class RegionError(SacError, RuntimeError):
 
 class SacWarning(UserWarning):
     """Something works, but probably not as intended."""
+
+
+def warn(problem: Problem | str) -> None:
+    """Warn of a problem, at the innermost line that is neither sac's nor torch's."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and any(part in frame.f_code.co_filename for part in _NOT_THE_USERS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(str(problem), SacWarning, stacklevel=level)
 
 
 def nearest(word: str, legal: Iterable[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,11 +39,10 @@ from sac.engine.op_trace import check_trace_target
 from sac.engine.region import FULL, RegionGroup
 from sac.engine.settings import PLAIN, Settings
 from sac.engine.table import ResolvedPolicy
-from sac.errors import ModelError, Problem, SacWarning
+from sac.errors import ModelError, Problem, warn
 from sac.policy.model import Chunks, Policy
 
 NONE = "none"
-_USER = 3  # warnings name the line that calls `sac.apply`, which calls this module's `apply`
 
 # -- ``sac.apply``: all checks run before anything is changed
 
@@ -74,21 +72,21 @@ def apply(
     resolved = None if named is None else usable_policy(named)
     blocks, notes, stage = _choose_blocks(model, config, named or FULL)
     if not blocks:
-        warnings.warn(notes[0], SacWarning, stacklevel=_USER)
+        warn(notes[0])
         return model
     if resolved is None:
         resolved = usable_policy(family_policy(model, (block.module for block in blocks)))
     policy = resolved.policy
     remarks = (_ADAPTERS,) if named is None and policy.name == "adapters" else ()
     for problem in rules_without_place(resolved, blocks, strict=config.strict, stage=stage):
-        warnings.warn(str(problem), SacWarning, stacklevel=_USER)
+        warn(problem)
     chains = find_chains(model, blocks, config.layers) if isinstance(config.layers, Chunks) else ()
     pairs = [] if chains else groups_of(resolved, blocks, config.mode)
     rules = rules_here(policy.rules, blocks) if stage else policy.rules
     watch = UnmatchedRules((block.path for block, _ in pairs), rules, strict=config.strict)
     applied = Applied(config.mode, (), watch, (*notes, *remarks), settings)
     for note in notes:  # before any change: a warning filter may turn a warning into an error
-        warnings.warn(note, SacWarning, stacklevel=_USER)
+        warn(note)
     applied.restores = turn_off_cache(model)
     install(pairs, applied, forward)
     install_chunks(chains, resolved.table(()), applied)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from sac.engine.region import Region, RegionGroup, run_modules
 from sac.engine.settings import PLAIN, RERUN, Settings
 from sac.engine.table import ResolvedPolicy
 from sac.engine.tracker import TrackedForward, class_forward, takes_module, traced_forward
-from sac.errors import ModelError, PolicyError, Problem, RegionError, SacWarning, listing, nearest
+from sac.errors import ModelError, PolicyError, Problem, RegionError, listing, nearest, warn
 from sac.outer_hooks import active_hooks
 from sac.policy.load import is_shipped, shipped_policies
 from sac.policy.model import Rule
@@ -70,12 +69,12 @@ class UnmatchedRules:
         if problems and self.strict:
             raise RegionError(problems)
         for problem in problems:
-            warnings.warn(str(problem), SacWarning, stacklevel=2)
+            warn(problem)
 
     def _tell_of_compiled(self) -> None:
         """Warn that rules do not see ops in compiled graphs inside a region, unless a rule matches whole graphs."""
         if self._compiled and self._rules and not any(COMPILED in rule.ops for rule in self._rules):
-            warnings.warn(str(_compiled_problem(self._compiled)), SacWarning, stacklevel=2)
+            warn(_compiled_problem(self._compiled))
 
     def idle(self) -> list[Rule]:
         """Return the rules that have matched nothing so far and are not optional."""

@@ -14,7 +14,6 @@ functions and those that let ops be ignored are for remaining calls of torch's o
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -34,7 +33,7 @@ from sac.compat.fsdp import policy_of_contexts
 from sac.config import family_policy
 from sac.engine.flags import BackendFlags, attention_choice
 from sac.engine.region import FULL
-from sac.errors import ConfigError, ModelError, Problem, SacWarning
+from sac.errors import ConfigError, ModelError, Problem, warn
 from sac.policy.model import Policy
 from sac.torch_private import WRAPPED_MODULE, checkpoint_wrapper_class, ignored_ops
 
@@ -188,7 +187,7 @@ def apply_full_layer_checkpointing_to_layers(model: nn.Module, layers: list[nn.M
 def _put_on_layers(model: nn.Module, layers: list[nn.Module], policy: Policy, *, has_kv_sharing: bool) -> None:
     if has_kv_sharing:
         found = "these layers share keys and values, so that attention cannot be recomputed"
-        warnings.warn(f"{found}: their other sub-modules are recomputed as a whole", SacWarning, stacklevel=3)
+        warn(f"{found}: their other sub-modules are recomputed as a whole")
         apply_submodule_checkpointing(layers, has_kv_sharing)
     else:
         put_regions(model, [Chosen(tuple(layers), policy)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sac.checkpointing import run_with
 from sac.engine.settings import Settings
-from sac.errors import Problem, RegionError, SacWarning
+from sac.errors import Problem, RegionError, warn
 from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, pack_with_outer_hooks
 from sac.saved_in_graph import nodes_since, saved_without_hooks
 from sac.tensors import place_of, plain_address, version_of
@@ -237,4 +236,4 @@ def _error(index: int, found: str, fix: str) -> RegionError:
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, SacWarning, stacklevel=4)
+    warn(text)

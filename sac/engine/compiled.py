@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
@@ -19,7 +18,7 @@ from sac.engine.context import eager_contexts
 from sac.engine.op_trace import TracedCalls, compiled_calls
 from sac.engine.table import CallSite, DecisionTable, ResolvedRule, decide, paths_up
 from sac.engine.untraced import kept_out_of_graphs
-from sac.errors import Problem, SacWarning
+from sac.errors import Problem, warn
 from sac.policy.model import ALTERNATE, Decision
 from sac.torch_private import (
     SHOWS_RESULTS_TO_POLICIES,
@@ -93,7 +92,7 @@ def _tell_of_results(table: DecisionTable) -> None:
             "does not show to a policy under torch.compile: it matches nothing there",
             fix="use a later torch, or say which op is meant by module or call",
         )
-        warnings.warn(str(problem), SacWarning, stacklevel=2)
+        warn(problem)
 
 
 def _tell_of_budget() -> None:
@@ -109,7 +108,7 @@ def _tell_of_budget() -> None:
         f"it is {budget} where regions of sac are compiled; {wins}",
         fix="leave it at 1, or leave sac.apply out",
     )
-    warnings.warn(str(problem), SacWarning, stacklevel=2)
+    warn(problem)
 
 
 class TracedPolicy:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -19,7 +18,7 @@ from sac.engine.region import Region, group_of, parts_of_function
 from sac.engine.settings import PLAIN, Settings, as_torch_says
 from sac.engine.table import DecisionTable
 from sac.engine.taped import TapedFrame
-from sac.errors import Problem, RegionError, SacWarning
+from sac.errors import Problem, RegionError, warn
 from sac.outer_hooks import PackHooks, active_hooks
 from sac.torch_private import CHECKPOINT_FUNCTION, last_graph_break, pop_hooks, push_hooks
 
@@ -71,7 +70,7 @@ def _tell_of_graph_break(function: Any) -> None:
     fix = "compile its parts instead (module.compile()), or take the cause out of it"
     reason = last_graph_break().rstrip(".")
     problem = Problem(where, f"{found}: {reason}" if reason else found, fix=fix)
-    warnings.warn(str(problem), SacWarning, stacklevel=2)
+    warn(problem)
 
 
 def _call_of_torch() -> _Call:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from sac.engine.settings import Settings
 from sac.engine.state import ForwardState, bound_in, put_back
 from sac.engine.tape import Tape
 from sac.engine.untraced import never_compiled
-from sac.errors import Problem, RegionError, SacWarning
+from sac.errors import Problem, RegionError, warn
 from sac.outer_hooks import PackHooks, active_hooks, pack_with_outer_hooks
 from sac.stores.backward_order import CallNode
 from sac.tensors import copy_of, describe, is_wrapper, landed, storage_address, storage_bytes, version_of
@@ -173,7 +172,7 @@ class Frame:
         name = next((f"'{name}' " for name, other in named if other is tensor), "an input ")
         kind = "parameter " if tensor.requires_grad and tensor.is_leaf and name != "an input " else ""
         found = f"this call changed {kind}{name}({describe(tensor)}) in place, which no earlier call did"
-        warnings.warn(str(Problem(self.where, found, fix=_KEPT_WHOLE)), SacWarning, stacklevel=2)
+        warn(Problem(self.where, found, fix=_KEPT_WHOLE))
 
     def _keep_whole(self) -> None:
         """Hold the tensors that autograd saved, as autograd itself would: this call is not recomputed."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -32,7 +31,7 @@ from sac.engine.settings import ALWAYS, REPLAY, RERUN, Settings, as_torch_says
 from sac.engine.table import NO_RULE, DecisionTable
 from sac.engine.taped import TapedFrame
 from sac.engine.untraced import count_compiled
-from sac.errors import Problem, RegionError, SacWarning
+from sac.errors import Problem, RegionError, warn
 from sac.outer_hooks import PackHooks, active_hooks
 from sac.policy.model import Policy
 from sac.torch_private import NO_TASK, current_graph_task_id, forward_ad_level, transform_is_active
@@ -91,7 +90,7 @@ class RegionGroup:
         if self.warns:
             fix = "none is needed, the region runs again as Python; `engine: rerun` asks for that from the start"
             problem = Problem(where, f"replay cannot be used here: {reason}", fix=fix)
-            warnings.warn(str(problem), SacWarning, stacklevel=2)
+            warn(problem)
 
     @property
     def units_seen(self) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from sac.engine.autocast import as_called, is_custom_op
-from sac.errors import PolicyError, Problem, SacWarning
+from sac.errors import PolicyError, Problem, warn
 from sac.ops.facts import OpTraits, traits_of
 from sac.ops.flops import has_formula
 from sac.ops.names import OpMatcher, check_sets, is_must_save, resolve_ops
@@ -349,12 +348,11 @@ class DecisionTable:
         found = is_must_save(site.op)
         against = [one for one in named if one.rule.do == Decision.RECOMPUTE.value and one.names(site.op)]
         if found[0] and against:
-            warnings.warn(
-                f'{against[0].rule.where("do")}: rule "{against[0].rule.id}" recomputes {site_name(site)}, which '
-                "may return something else the second time: gradients are then wrong, or backward fails",
-                SacWarning,
-                stacklevel=2,
+            text = (
+                f'rule "{against[0].rule.id}" recomputes {site_name(site)}, which may return something else the second '
             )
+            text += "time: gradients are then wrong, or backward fails"
+            warn(Problem(against[0].rule.where("do"), text))
             return False, ""
         return found
 

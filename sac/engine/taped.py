@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +29,7 @@ from sac.engine.tape import CannotReplayError, DiffersError, Tape
 from sac.engine.untraced import never_compiled
 from sac.engine.verify import may_differ
 from sac.engine.wrappers import is_in_flight
-from sac.errors import Problem, RegionError, SacWarning
+from sac.errors import Problem, RegionError, warn
 from sac.outer_hooks import fetch, pack_with_outer_hooks
 from sac.stores.backward_order import CallNode
 from sac.stores.offload import OffloadUse
@@ -492,7 +491,7 @@ class TapedFrame(Frame):
         if self.settings.refuses_differences:
             raise RegionError(Problem(self.where, found, fix=fix))
         fix = f"{fix}. The gradients of this step may differ"
-        warnings.warn(str(Problem(self.where, found, fix=fix)), SacWarning, stacklevel=2)
+        warn(Problem(self.where, found, fix=fix))
 
     def _may_differ(self, handle: Handle) -> bool:
         return may_differ(self.tape, handle.position[:1], handle.metadata[2])
@@ -521,7 +520,7 @@ class TapedFrame(Frame):
             fix = "none is needed for later steps, its results are kept from now on"
             if not unit.spare:
                 fix += f". The gradients of this step may differ; {rule} avoids that"
-            warnings.warn(str(Problem(self.where, found, fix=fix)), SacWarning, stacklevel=2)
+            warn(Problem(self.where, found, fix=fix))
         facts.unsteady = True
         if any((one.shape, one.dtype, one.device) != waiting[index].metadata for index, one in filled):
             if self.tape.has_collectives:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from sac.blocks.install import Applied
 from sac.config import Config
 from sac.config_keys import STATES, StepBudget
-from sac.errors import ConfigError, ModelError, PlanError, Problem, SacWarning
+from sac.errors import ConfigError, ModelError, PlanError, Problem, warn
 from sac.planner.agreeing import Grounds, agreed, meshes_of
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.meters import CpuMeter, Meter, meter_of
@@ -383,7 +382,7 @@ class Controller(BudgetRegions):
             if self.fitted is None:
                 raise error
             self._plans = _MOST_PLANS
-            warnings.warn(f"{error}\n    until then: {_LARGER}", SacWarning, stacklevel=2)
+            warn(f"{error}\n    until then: {_LARGER}")
             self.use(PLANNED if self._is_known(shapes) else FULL)
             return
         self.shapes, self._prediction, self._choice = grounds.shapes, prediction, ()
@@ -419,7 +418,7 @@ class Controller(BudgetRegions):
         if unplanned:
             more = f" and {len(unplanned) - 1} more blocks are" if len(unplanned) > 1 else " is"
             found = f"it{more} recomputed in full, and not planned op by op: {unplanned[0].reason}"
-            warnings.warn(str(Problem(unplanned[0].paths[0], found)), SacWarning, stacklevel=2)
+            warn(Problem(unplanned[0].paths[0], found))
 
     def _compare(self, observed: Observed) -> None:
         """Report the peak of a step of the plan; use a faster choice if one fits by what the step shows."""
@@ -433,7 +432,7 @@ class Controller(BudgetRegions):
             more = f"{peak - allowed} bytes ({bytes_text(peak - allowed)})"
             found = f"{text}, {more} more than the budget of {self.budget}; {bytes_text(fitted.peak)} were predicted"
             fix = f"{_TOO_MUCH}; or give a budget that is smaller by that much"
-            warnings.warn(str(Problem("activation_checkpointing.budget", found, fix=fix)), SacWarning, stacklevel=2)
+            warn(Problem("activation_checkpointing.budget", found, fix=fix))
         if observed.shapes != self.shapes:
             return
         prediction.learn(observed.record, self._choice)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sac.errors import Problem, RegionError, SacWarning
+from sac.errors import Problem, RegionError, warn
 from sac.policy.read import bytes_text
 from sac.stores.backward_order import CallNode
 from sac.torch_private import NO_TASK, ending_task, when_backward_ends
@@ -255,7 +254,7 @@ class Transfers:
         )
         if self.limits.strict:
             raise RegionError(problem)
-        warnings.warn(str(problem), SacWarning, stacklevel=2)
+        warn(problem)
 
     def _refuse_capture(self) -> None:
         capturing = getattr(self._module, "is_current_stream_capturing", None)

@@ -70,6 +70,7 @@ def test_unseen_write_to_a_parameter_warns_once_and_names_it() -> None:
             model(torch.ones(3, 8)).sum().backward()
     found = [str(one.message) for one in caught if issubclass(one.category, SacWarning)]
     assert len({*found}) == len(found)
+    assert {one.filename for one in caught} == {__file__}  # the user's line, not one of ours
     pattern = (
         r"blocks.0: this call changed parameter '(up\.)?weight' \(float32\[8, 8\]\) in place, which no earlier call did"
     )
