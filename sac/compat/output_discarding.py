@@ -196,11 +196,11 @@ def discard(outputs: Sequence[Discardable], *further_on: torch.Tensor) -> None:
             if lender is not None:
                 saved.register_hooks(partial(Lent, *lender), Lent.fetch)
     if lenders and not SHOWS_SAVED_TENSORS:
-        _warn("this version of torch does not show what its graph has saved: the output is kept until backward")
+        warn("this version of torch does not show what its graph has saved: the output is kept until backward")
     if missed:
-        _warn("the tensor given does not depend on the region's output, which is therefore kept until backward")
+        warn("the tensor given does not depend on the region's output, which is therefore kept until backward")
     if [one for one in outputs if one.release()]:
-        _warn("the region's output was changed in place after the region: it is kept until backward")
+        warn("the region's output was changed in place after the region: it is kept until backward")
 
 
 def lent_inputs(inputs: Any) -> AbstractContextManager[Any]:
@@ -233,7 +233,3 @@ def _layout_text(layout: tuple[Any, ...]) -> str:
 
 def _error(index: int, found: str, fix: str) -> RegionError:
     return RegionError(Problem("region", f"output {index} {found}", fix=fix))
-
-
-def _warn(text: str) -> None:
-    warn(text)
