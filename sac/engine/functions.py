@@ -297,6 +297,7 @@ class UnitCall:
         scope.strict = self._why_strict(examines)
         self.grad, self.autocast, self.states = torch.is_grad_enabled(), autocast_states(), _states()
         self.first_value, self.first_row = len(tape.roots), len(mode.op_trace.rows) if mode.op_trace else 0
+        self.hits = {**mode.hits}  # of rules, before the call
         self.needs = {
             value: (tensor.requires_grad, value in tape.leaves and tape.leaves[value].is_parameter)
             for value, tensor in zip(self.reads, self.arguments, strict=True)
@@ -397,6 +398,12 @@ class UnitCall:
             if not getattr(tape.sites[tape.makers[value]], "must_save", False):
                 del tape.kept[value]
                 tape.kept_roots.discard(tape.roots[value])
+        hits: dict[int, int] = self.mode.hits
+        for index in [index for index in hits if index > rule.index]:
+            if index in self.hits:
+                hits[index] = self.hits[index]
+            else:
+                del hits[index]
         if trace is not None:
             trace.recompute_inside(rule, self.first_row, {*earlier.values()})
 

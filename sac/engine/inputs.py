@@ -13,18 +13,16 @@ from torch.nn import Parameter
 from sac.engine.handles import WRITTEN
 from sac.engine.objects import copied, held_in, is_own_object, not_leaf
 from sac.errors import Problem, RegionError
-from sac.outer_hooks import fetch
+from sac.outer_hooks import Watched, fetch, watched
 from sac.stores.backward_order import CallNode
 from sac.stores.store import InputStoring, StoredInput
 from sac.tensors import (
     cloned,
     describe,
-    is_plain,
     storage_address,
     storage_bytes,
     tensor_parts,
     version_of,
-    version_watch,
 )
 from sac.torch_private import tree_flatten, tree_unflatten
 
@@ -70,18 +68,13 @@ class Inputs:
         # One tensor in several places is one tensor again.
         self._same = {index: firsts[id(tensor)] for index, tensor in self.tensors if firsts[id(tensor)] != index}
         self._stored: dict[int, StoredInput] = {}
-        self._watched: dict[int, Any] = {}  # of those in the hands of hooks: what shares the version counter
+        self.watched: dict[int, Watched | None] = {}  # by index, what hooks have packed
         self._addresses: dict[int, int] = {}
 
     @property
     def stored(self) -> Mapping[int, StoredInput]:
         """The inputs that are in a store, by index."""
         return self._stored
-
-    @property
-    def watched(self) -> Mapping[int, Any]:
-        """What shares the version counter of the inputs that hooks have packed, by index."""
-        return self._watched
 
     def store(self, storing: InputStoring, where: str, call: CallNode) -> None:
         """Copy the chosen inputs to their store before the forward."""
@@ -110,7 +103,7 @@ class Inputs:
             if stored is None:
                 self.leaves[index] = held = packed(tensor)
                 if held is not tensor:
-                    self._watched[index] = version_watch(tensor) if is_plain(tensor) else held
+                    self.watched[index] = watched(tensor, held)
                 elif type(tensor) is Tensor and tensor.layout is torch.strided:
                     self._addresses[index] = storage_address(tensor)
             else:
@@ -128,8 +121,10 @@ class Inputs:
         leaves = [leaf.again() if type(leaf) is _Copy else leaf for leaf in self.leaves]
         for index, version, requires_grad, is_leaf in self._versions:
             tensor = leaves[index]
-            watched = self._watched.get(index, tensor)
-            is_written = isinstance(watched, Tensor) and version_of(watched) != version
+            if (packed := self.watched.get(index)) is not None:
+                is_written = packed.is_written(tensor)
+            else:
+                is_written = isinstance(tensor, Tensor) and version_of(tensor) != version
             if is_written or (index in self._addresses and storage_address(tensor) != self._addresses[index]):
                 tensor = fetch(tensor)
                 found = f"its input {index} ({describe(tensor)}) was changed in place after the forward"

@@ -110,8 +110,9 @@ class OpTraceRecorder:
     def recompute_inside(self, rule: ResolvedRule, first: int, earlier: Collection[str]) -> None:
         """Have ``rule`` decide on the rows from ``first`` on, but for what must be saved and ``earlier`` rules say."""
         for number, row in enumerate(self.rows[first:], first):
-            if row.rule not in earlier and row.reason != "must-save":
-                told: dict[str, Any] = {"decision": rule.decision.value, "rule": rule.rule.id}
+            is_open = row.rule or row.decision != "recompute" or row.reason == "default"  # not a view, for example
+            if is_open and row.rule not in earlier and row.reason != "must-save":
+                told: dict[str, Any] = {"decision": Decision.RECOMPUTE.value, "rule": rule.rule.id}
                 self.rows[number] = replace(row, **told, reason=f"rule {rule.rule.id}")
 
     def _append(

@@ -112,8 +112,11 @@ def _changed(tape: Tape, schedule: Schedule) -> list[int]:
         if leaf.tensor is None:  # let go of, since the schedule of the forward did not need it
             changed.append(value)
         is_copied = value in schedule.copied or tape.is_small(value)
-        watched = leaf.tensor if leaf.watched is None else leaf.watched
-        if isinstance(watched, Tensor) and version_of(watched) != leaf.version and not is_copied:
+        if leaf.watched is not None:
+            is_written = leaf.watched.is_written(leaf.tensor)
+        else:
+            is_written = isinstance(leaf.tensor, Tensor) and version_of(leaf.tensor) != leaf.version
+        if is_written and not is_copied:
             changed.append(value)
     return [*changed, *(value for value in schedule.kept if tape.is_written_since(value))]
 

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from sac.engine.rng import GeneratorStates
 from sac.engine.table import DecisionTable
 from sac.engine.wrappers import PART, WRAP, parts_of, wrap_arguments
+from sac.outer_hooks import Watched
 from sac.stores.store import StoredInput
 from sac.tensors import (
     copy_of,
@@ -51,14 +52,14 @@ class DiffersError(CannotReplayError):
 class Leaf:
     """A tensor from outside. ``version``: at the end of the forward. ``is_parameter``: its storage identifies it.
 
-    ``watched``: what has its version counter, if hooks around the region have packed it.
+    ``watched``: tells of later writes, if hooks around the region have packed it.
     """
 
     tensor: Any  # may be packed by hooks around the region; None if no recomputation needs it
     version: int
     shape: torch.Size
     is_parameter: bool
-    watched: Any = None
+    watched: Watched | None = None
 
 
 class Tape:
@@ -87,6 +88,7 @@ class Tape:
         self.kept_roots: set[int] = set()
         self.kept_keys: tuple[int, ...] = ()  # those of `kept` at the end of the forward
         self.kept_versions: dict[int, int] = {}
+        self.kept_watched: dict[int, Watched] = {}  # of those that hooks have packed
         self.rule_of: dict[int, int] = {}  # kept value -> index of its rule
         self.states: dict[int, GeneratorStates] = {}  # entry -> generators that it advances, with states before it
         self.follows: dict[
@@ -360,6 +362,8 @@ class Tape:
     def is_written_since(self, value: int) -> bool:
         """Return whether a kept value was written to after the forward, or after what it has run of it."""
         kept = self.kept[value]
+        if (packed := self.kept_watched.get(value)) is not None:
+            return packed.is_written(kept)
         return isinstance(kept, Tensor) and version_of(kept) != self.kept_versions[value]
 
     def wrote(self, value: int, entry: int) -> None:

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from sac.blocks.install import Applied
 from sac.config import Config
 from sac.config_keys import STATES, StepBudget
-from sac.errors import ConfigError, ModelError, PlanError, Problem, warn
+from sac.errors import ConfigError, ModelError, PlanError, Problem, SacError, warn
 from sac.planner.agreeing import Grounds, agreed, meshes_of
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.meters import CpuMeter, Meter, meter_of
@@ -46,8 +46,9 @@ from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 # What a later step begins with is asked when it begins, so the optimizer's state is counted when it is there. If no
 # parameter has changed by then (a scaled loss has overflowed), the state is reserved for.
 #
-# A pass on larger inputs than were observed runs under full recomputation, and is observed for a new plan. Nothing of
-# this needs other ranks, except the plan itself (`agreeing.py`): ranks that share parameters keep their first one.
+# A pass on larger inputs than were observed runs under full recomputation. If it begins a step, that step is observed
+# for a new plan, else the next one; a plan is used if it covers all that the last one was made for. Nothing of this
+# needs other ranks, except the plan itself (`agreeing.py`): ranks that share parameters keep their first one.
 #
 # The first steps of the plan are measured too, and show by how much the bounds of its options were too high. If a
 # faster choice fits by what is then known, it is used from the next step on. Ranks that share parameters would have to
@@ -136,6 +137,7 @@ class Controller(BudgetRegions):
         self.fitted: BudgetPlan | None = None
         self.told = ""
         self.shapes: tuple[Shapes, ...] = ()  # of the inputs that the plan was made for
+        self.new: PlannedRegions | None = None  # a plan that begins with the next pass
         self.device = torch.device("meta")  # known when the first pass begins: trainers move models after sac.apply
         self._forget()
 
@@ -145,6 +147,7 @@ class Controller(BudgetRegions):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._forget()
+        self.used = ""  # whatever the copied regions are, the next pass exchanges them
 
     def _forget(self) -> None:
         """Have observed nothing."""
@@ -163,7 +166,8 @@ class Controller(BudgetRegions):
         self._checks = 0  # that are still to come
         self._prediction: Prediction | None = None
         self._choice: Choice = ()
-        self._new: PlannedRegions | None = None  # a plan that begins with the next pass
+        self._last: tuple[int, ...] = ()  # versions when the last pass began
+        self._wants = False  # larger inputs came within a step: the next one is observed, from its begin
         self._plans = 0
 
     def attach(self, applied: Applied) -> None:
@@ -173,6 +177,7 @@ class Controller(BudgetRegions):
 
     def stop(self) -> None:
         """Observe nothing more; also when the model is gone."""
+        self._is_check = False
         hooks, self._hooks = self._hooks, []
         for hook in hooks:
             hook.remove()
@@ -204,17 +209,24 @@ class Controller(BudgetRegions):
             ends = len(observation.shapes) >= _MOST_FORWARDS or self._step_is_over()
             if ends:
                 self._end_pass()
+        if self._is_check and not self._is_known(shapes):
+            self.stop()
+            ends = True
+        now = self._versions_now() if self.fitted is not None and self._may_plan() else ()
+        starts, self._last = now != self._last, now
         if self.observation is not None:
             self.observation.shapes.append(shapes)
         elif self._observed is not None and self._step_is_over():
             self._make_plan(inputs, shapes)
-        elif self.fitted is not None and self._is_known(shapes):
+        elif self.fitted is not None and self._is_known(shapes) and not (self._wants and starts and not ends):
             self.use(PLANNED)
         else:
             self.use(FULL)
             if self.fitted is not None and not self.told.endswith(_LARGER):
                 self._tell(f"{self.told}; {_LARGER}")
-            if not ends and self._observed is None and self._may_plan():
+            if self.fitted is not None and not starts:
+                self._wants = True
+            elif not ends and self._observed is None and self._may_plan() and (self._wants or self._covers([shapes])):
                 self._observe(inputs, shapes)
         if self.observation is None and not ends:  # see Note [A profiler in steps]
             if self._checks and self.used == PLANNED and self._observed is None and self._meter.is_free():
@@ -225,8 +237,8 @@ class Controller(BudgetRegions):
 
     def use(self, which: str) -> None:
         """See ``BudgetRegions.use``; a new plan begins here, so that the report is of the last one until then."""
-        if which == PLANNED and self._new is not None:
-            planned, self._new = self._new, None
+        if which == PLANNED and self.new is not None:
+            planned, self.new = self.new, None
             self.plan(planned)
         else:
             super().use(which)
@@ -245,6 +257,10 @@ class Controller(BudgetRegions):
     def _is_known(self, shapes: Shapes) -> bool:
         """Return whether the plan was made for inputs that are at least as large in each dimension."""
         return any(_is_within(shapes, known) for known in self.shapes)
+
+    def _covers(self, shapes: Sequence[Shapes]) -> bool:
+        """Return whether a plan for inputs of these shapes is right for all that the last one was made for."""
+        return all(any(_is_within(known, one) for one in shapes) for known in self.shapes)
 
     def _find_device(self) -> None:
         devices = {part.device for parameter in self.model.parameters() for part in tensor_parts(parameter)}
@@ -301,7 +317,8 @@ class Controller(BudgetRegions):
             if observed is not None:
                 self._compare(observed)
             return
-        if observed is not None:
+        self._wants = False
+        if observed is not None and self._covers(observed.shapes) and not all(map(self._is_known, observed.shapes)):
             self._observed, self._profiles = observed, self.profiles()
         self.use(FULL)
 
@@ -366,10 +383,6 @@ class Controller(BudgetRegions):
         grounds = agreed(grounds, self.model)
         self._warn_of_full(grounds.profiles)
         profiles, policy = merged(grounds.profiles), self.config.policy
-        if policy is not None and not any(profile.candidates or profile.reason for profile in profiles):
-            found = f"policy {policy.name} saves nothing in these blocks, so there is nothing to choose"
-            fix = "choose another policy, or leave it out to choose among all ops"
-            raise ConfigError(Problem("activation_checkpointing.policy", found, fix=fix))
         prediction = Prediction(
             profiles, grounds.record, _figures_at(self.device), extra=grounds.extra, may_skip=policy is None
         )
@@ -377,10 +390,16 @@ class Controller(BudgetRegions):
         allowed = _allowed(self.budget, least, most, grounds.memory_bytes)
         self._observed, self._profiles = None, ()
         self._plans += 1
-        if least > allowed:
+        error: SacError | None = None
+        if policy is not None and not any(profile.candidates or profile.reason for profile in profiles):
+            found = f"policy {policy.name} saves nothing in these blocks, so there is nothing to choose"
+            fix = "choose another policy, or leave it out to choose among all ops"
+            error = ConfigError(Problem("activation_checkpointing.policy", found, fix=fix))
+        elif least > allowed:
             error = prediction.refuse("activation_checkpointing.budget", str(self.budget), allowed)
-            if self.fitted is None:
-                raise error
+        if error is not None and self.fitted is None:
+            raise error
+        if error is not None:
             self._plans = _MOST_PLANS
             warn(f"{error}\n    until then: {_LARGER}")
             self.use(PLANNED if self._is_known(shapes) else FULL)
@@ -406,7 +425,7 @@ class Controller(BudgetRegions):
             self.config.policy is not None,
         )
         if choice != self._choice:
-            self._choice, self._new = choice, planned
+            self._choice, self.new = choice, planned
             self._tell(str(self.fitted))
             _say(f"sac: {took}{', so a faster choice fits: ' if took else ''}{self.fitted}")
         else:

@@ -154,11 +154,10 @@ class Prediction:
         used = {(self.kinds[at], option) for at, option in enumerate(choice) if option}
         measured: dict[tuple[int, int], int] = {}
         numbers, full = self._numbers, _left_by(self.record)
-        for position, (left, is_last) in sorted(_left_by(record).items(), key=lambda one: one[1][1]):
+        for position, left in _left_by(record).items():
             at = numbers[record.paths[position]]
             key = self.kinds[at], choice[at]
-            if key not in measured or not is_last:
-                measured[key] = max(measured.get(key, 0), left - full[position][0])
+            measured[key] = max(measured.get(key, 0), left - full[position])
         for kind, option in used:
             self._more[kind][option] = max(0, measured[kind, option])
         rises: dict[tuple[str, int, int], int] = {}  # by part, kind and option
@@ -342,18 +341,15 @@ def _forwards_of(record: StepRecord) -> dict[int, int]:
     return {phase.position: phase.after - phase.before for phase in record.phases if phase.part == FORWARD}
 
 
-def _left_by(record: StepRecord) -> dict[int, tuple[int, bool]]:
-    """Return the bytes that the forward at each position has left behind when the next one begins.
-
-    With each, whether it is the last before a backward: it has not released its result then.
-    """
-    found: dict[int, tuple[int, bool]] = {}
+def _left_by(record: StepRecord) -> dict[int, int]:
+    """Return the bytes that the forward at each position has left behind when the next one begins, or at its end."""
+    found: dict[int, int] = {}
     last: StepPhase | None = None
     for phase in record.phases:
         if phase.part == FORWARD:
             if last is not None:
-                found[last.position] = phase.before - last.before, False
-            found[phase.position] = phase.after - phase.before, True
+                found[last.position] = phase.before - last.before
+            found[phase.position] = phase.after - phase.before
             last = phase
         elif phase.part == BACKWARD:
             last = None

@@ -300,12 +300,19 @@ def _arguments(spec: str, function: Callable[..., Any], scale: Scale) -> dict[st
     """Return what of ``scale`` a function takes; raises ``ConfigError`` if it needs more, or ignores what was said."""
     signature, usual = inspect.signature(function), asdict(Scale())
     given = {name: value for name, value in asdict(scale).items() if value is not None}
-    for name in given.keys() - signature.parameters.keys():
-        if given.pop(name) != usual[name]:
-            problem = f"{spec} takes no argument `{name}`, so this has no effect"
-            raise ConfigError(
-                Problem(f"--{name}", problem, fix=f"leave it out, or give the function a parameter {name}")
-            )
+    if not any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
+        ignored = {name: given.pop(name) for name in [*given] if name not in signature.parameters}
+        found, fix = (
+            "takes no argument `{}`, so this has no effect",
+            "leave it out, or give the function a parameter {}",
+        )
+        problems = [
+            Problem(f"--{name}", f"{spec} {found.format(name)}", fix=fix.format(name))
+            for name, value in ignored.items()
+            if value != usual[name]
+        ]
+        if problems:
+            raise ConfigError(problems)
     try:
         signature.bind(**given)
     except TypeError as error:

@@ -24,7 +24,12 @@ class Block(nn.Module):
         return h, h.exp() @ self.second  # backward needs the result of exp, which starts from h
 
 
-def gradients(op: str, **settings: str) -> list[Tensor]:
+def hooks(packs: bool) -> contextlib.AbstractContextManager[None]:
+    """Those of torch leave a tensor on the CPU where it is."""
+    return torch.autograd.graph.save_on_cpu() if packs else contextlib.nullcontext()
+
+
+def gradients(op: str, *, packs: bool = False, **settings: str) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.ModuleList([Block(op)])
     x = torch.randn(4, 8, requires_grad=True)
@@ -33,7 +38,8 @@ def gradients(op: str, **settings: str) -> list[Tensor]:
         policy = {"schema": "sac/v1", "name": "one-op", "rules": rules}
         sac.apply(model, {"mode": "selective", "policy": policy, "blocks": ["*"], **settings})
     for _ in range(2):
-        h, out = model[0](x)
+        with hooks(packs):
+            h, out = model[0](x)
         with torch.no_grad():
             h.zero_()
         out.sum().backward()
@@ -43,8 +49,11 @@ def gradients(op: str, **settings: str) -> list[Tensor]:
 @pytest.mark.parametrize("verify", ["first", "always", "never"])
 @pytest.mark.parametrize("engine", ["replay", "rerun"])
 @pytest.mark.parametrize("op", ["mm", "native_layer_norm"])
-def test_a_write_to_a_result_that_is_kept_is_not_seen_by_backward(op: str, engine: str, verify: str) -> None:
-    plain, ours = gradients(op), gradients(op, engine=engine, verify=verify)
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_write_to_a_result_that_is_kept_is_not_seen_by_backward(
+    packs: bool, op: str, engine: str, verify: str
+) -> None:
+    plain, ours = gradients(op), gradients(op, packs=packs, engine=engine, verify=verify)
     assert len(plain) == len(ours) == 3
     assert all(map(torch.equal, plain, ours))
 
@@ -64,14 +73,14 @@ class Loaded(nn.Module):
 @pytest.mark.parametrize("verify", ["first", "never"])
 @pytest.mark.parametrize("packs", [False, True])
 def test_an_input_that_later_blocks_write_to(packs: bool, verify: str) -> None:
-    """Also if hooks around the regions have packed it: those of torch leave tensors on the CPU where they are."""
+    """Also if hooks around the regions have packed it."""
     found = []
     for value in ("none", {"mode": "selective", "policy": "general", "engine": "replay", "verify": verify}):
         torch.manual_seed(0)
         model = nn.ModuleList(Loaded() for _ in range(3))
         sac.apply(model, {"mode": value} if value == "none" else {**value, "blocks": ["*"]})
         x, load = torch.randn(3, 4), torch.zeros(4)
-        with torch.autograd.graph.save_on_cpu() if packs else contextlib.nullcontext():
+        with hooks(packs):
             for block in model:
                 x = block(x, load)
         x.square().sum().backward()

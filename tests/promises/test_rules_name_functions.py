@@ -49,12 +49,16 @@ class Block(nn.Module):
         return x + self.out(Cubed.apply(self.inner(x).tanh(), self.way).sin())
 
 
+def value_of(rules: list[dict[str, Any]], **policy: Any) -> dict[str, Any]:
+    policy = {"schema": "sac/v1", "name": "kernels", "rules": rules, **policy}
+    return {"mode": "selective", "policy": policy, "blocks": ["*"], "strict": True}
+
+
 def trained(way: str, rules: list[dict[str, Any]] | None, **policy: Any) -> tuple[list[Tensor], nn.Module]:
     torch.manual_seed(0)
     layers = nn.Sequential(Block(way), Block(way))
     if rules is not None:
-        policy = {"schema": "sac/v1", "name": "kernels", "rules": rules, **policy}
-        sac.apply(layers, {"mode": "selective", "policy": policy, "blocks": ["*"], "strict": True})
+        sac.apply(layers, value_of(rules, **policy))
     gradients = []
     for _ in range(3):
         calls.clear()
@@ -81,7 +85,9 @@ def test_a_function_that_no_rule_saves_is_called_again_if_it_is_a_kernel(way: st
     assert all(map(torch.equal, expected, found))
 
 
-@pytest.mark.parametrize("later", [[], [{"id": "products", "ops": "aten.mul", "do": "save"}]], ids=["default", "rule"])
+@pytest.mark.parametrize(
+    "later", [[], [{"id": "products", "ops": "aten.mul", "do": "save", "optional": True}]], ids=["default", "rule"]
+)
 def test_a_rule_that_recomputes_a_function_decides_on_the_ops_inside(later: list[dict[str, Any]]) -> None:
     """Whatever later rules or the default say of these; an earlier rule is asked first."""
     rule, more = {"id": "cubed", "function": "Cubed", "do": "recompute"}, {} if later else {"default": "save"}
@@ -93,3 +99,14 @@ def test_a_rule_that_recomputes_a_function_decides_on_the_ops_inside(later: list
     found, model = trained(OPS, [*later, rule], **more)
     assert all(map(torch.equal, expected, found))
     assert ("save" in {row.decision for row in decisions_of(model) if row.op == MUL}) == bool(later)
+
+
+def test_a_rule_that_alternates_tells_of_the_calls_that_it_recomputes() -> None:
+    class Twice(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return Cubed.apply(super().forward(x), OPS)
+
+    model = sac.apply(nn.Sequential(Twice(OPS)), value_of([{"id": "turns", "function": "Cubed", "do": "alternate"}]))
+    model(torch.ones(ROWS, WIDTH)).sum().backward()
+    rows = [(row.op, row.decision) for row in decisions_of(model) if row.op == MUL and row.rule == "turns"]
+    assert rows == [(MUL, "recompute")] * 2  # of the second call; the first is saved as a whole

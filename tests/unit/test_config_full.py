@@ -33,7 +33,7 @@ class Counter:
 
 
 COUNTER = Counter()
-FLAG = " / legal: true, false / fix: write one of these, without quotes"
+FLAG = " / legal: true, false"
 STORE = " / legal: whole, scattered, host, contiguous, or some of the last three joined by +"
 KEEP = " / legal: first, all, or a predicate (position, tensor) -> bool"
 COUNT = " / legal: a whole number, 1 or more"

@@ -211,41 +211,6 @@ def test_forwards_in_another_thread_than_backward_are_not_observed() -> None:
     assert "no step has been observed yet" in str(sac.report(model))
 
 
-def in_turn(large: Callable[[int], bool]) -> Callable[[int], tuple[Tensor, Tensor]]:
-    return lambda step: (torch.cat([X, X]), torch.cat([Y, Y])) if large(step) else (X, Y)
-
-
-def test_larger_inputs_run_under_full_recomputation() -> None:
-    batch = in_turn(lambda step: step == 2)
-    found, plain, none = (trained(value, steps=4, batch=batch) for value in (within("1GiB"), "full", None))
-    assert found.peaks[1] == plain.peaks[1] < none.peaks[1]
-    assert found.peaks[2] == none.peaks[2]
-    assert found.is_equal(none)
-    assert "larger than it was made for run under full recomputation" in str(sac.report(found.model)).replace("\n", " ")
-
-
-def test_larger_inputs_are_planned_for_anew(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where a step with them can be observed; smaller ones stay within the budget too."""
-    batch = in_turn(lambda step: step > 2)
-    how: dict[str, Any] = {"steps": 6, "unmeasured": 5, "batch": batch}
-    full, plain = (trained(value, **how) for value in ("full", None))
-    budget = (full.peaks[0] + plain.peaks[0]) // 2
-    found = trained(within(budget), **how)
-    assert full.peaks[0] < found.peaks[0] <= budget
-    assert found.is_equal(plain)
-    assert "sac: a step with larger inputs observed, planning" in capsys.readouterr().err
-    again = trained(None, model=found.model, unmeasured=0)
-    assert max(again.peaks) <= budget
-
-
-def test_larger_inputs_that_do_not_fit_are_told_and_do_not_end_the_training() -> None:
-    batch = in_turn(lambda step: step > 2)
-    how: dict[str, Any] = {"steps": 6, "unmeasured": 6, "batch": batch}
-    with pytest.warns(SacWarning, match=r"below the least peak of a step(?s:.*)until then: inputs larger than it was"):
-        found = trained(within(share(0.1)), **how)
-    assert found.is_equal(trained(None, **how))
-
-
 def test_the_report_is_of_the_last_forward_in_every_step() -> None:
     """Of the observed step, of one with the plan, and where a corrected plan has not begun yet."""
     model = built()

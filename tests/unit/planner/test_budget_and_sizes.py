@@ -1,0 +1,186 @@
+"""A budget where inputs differ in size: a plan covers what is no larger, and larger ones are planned for anew."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sac
+from sac.errors import SacWarning
+from sac.memory_timeline import measure_memory
+from tests.unit.planner.small_training import (
+    VOCABULARY,
+    X,
+    Y,
+    built,
+    bytes_of,
+    controller_of,
+    share,
+    trained,
+    within,
+)
+
+Size = tuple[int, int]  # rows, tokens
+SMALL, WIDE, TALL, LARGE = (2, 64), (4, 64), (16, 8), (8, 64)
+
+
+def loss_of(model: nn.Module, size: Size) -> Tensor:
+    rows, tokens = size
+    x = torch.arange(rows * tokens).reshape(size) * 7 % VOCABULARY
+    return nn.functional.cross_entropy(model(x).flatten(0, 1), x.roll(1, 1).flatten())
+
+
+class Loop:
+    """A training of steps of micro-batches, each with its own backward or, ``at_once``, one for their sum."""
+
+    def __init__(self, value: Any, *, at_once: bool = False) -> None:
+        self.model, self.at_once = built(), at_once
+        if value is not None:
+            sac.apply(self.model, value)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def run(self, sizes: Sequence[Size]) -> None:
+        if self.at_once:
+            torch.stack([loss_of(self.model, size) for size in sizes]).sum().backward()
+        for size in sizes if not self.at_once else ():
+            loss_of(self.model, size).backward()
+
+    def step(self, *sizes: Size) -> None:
+        self.run(sizes)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def peak(self, *sizes: Size) -> int:
+        there = bytes_of(self.model, self.optimizer)
+        return there + measure_memory(lambda: self.run(sizes)).peak_bytes
+
+    @property
+    def used(self) -> str:
+        return controller_of(self.model).used
+
+
+def ends(*sizes: Size, at_once: bool = False) -> tuple[int, int]:
+    """The peak of such a step under full recomputation, and without checkpointing."""
+    found = []
+    for value in ("full", None):
+        loop = Loop(value, at_once=at_once)
+        loop.step(*sizes)
+        found.append(loop.peak(*sizes))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("part", [0.3, 0.7])
+def test_micro_batches_of_different_sizes(part: float, at_once: bool) -> None:
+    """The small ones first, as a correction would be misled by what these leave behind."""
+    sizes = ((1, 64), LARGE)
+    low, high = ends(*sizes, at_once=at_once)
+    budget = int(low + part * (high - low))
+    loop = Loop(within(budget), at_once=at_once)
+    for _ in range(6):
+        loop.step(*sizes)
+    assert loop.used == "planned"
+    assert low < loop.peak(*sizes) <= budget
+
+
+def test_a_larger_micro_batch_within_a_step_is_planned_for_in_the_next() -> None:
+    low, high = ends(SMALL, LARGE, at_once=True)
+    budget = (low + high) // 2
+    loop = Loop(within(budget), at_once=True)
+    for _ in range(3):
+        loop.step(SMALL, SMALL)
+    for _ in range(5):
+        loop.step(SMALL, LARGE)
+    assert low < loop.peak(SMALL, LARGE) <= budget
+    assert loop.used == "planned"
+
+
+def test_a_size_that_the_other_does_not_cover_leaves_the_plan_alone() -> None:
+    loop = Loop(within("1GiB"))
+    for _ in range(3):
+        loop.step(WIDE)
+        assert loop.used in ("full", "planned")
+    for _ in range(3):
+        loop.step(TALL)
+        assert loop.used == "full"
+        loop.step(WIDE)
+        assert loop.used == "planned"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("when", ["in the observed step", "after it"])
+def test_copies_that_are_made_while_a_plan_is_made_or_waits(copied: Any, when: str) -> None:
+    low, high = ends(LARGE)
+    budget = (low + high) // 2
+    loop = Loop(within(budget))
+    for _ in range(3):
+        loop.step(WIDE)
+    loop.run([LARGE])
+    if when == "after it":
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        loop.step(WIDE)  # the plan for large inputs is made, and begins with this pass
+    other = Loop(None)
+    other.model = copied(loop.model)
+    other.optimizer = torch.optim.AdamW(other.model.parameters(), lr=1e-3)
+    other.optimizer.zero_grad()
+    for size in (WIDE, LARGE, WIDE):
+        other.step(size)
+    assert other.used == "planned"
+    for size in (WIDE, LARGE):
+        assert other.peak(size) <= budget
+        other.optimizer.zero_grad()
+
+
+def test_a_policy_that_saves_nothing_of_larger_inputs_does_not_end_the_training() -> None:
+    rules = [{"id": "small", "ops": "matmul", "shape": ["<=128", "_"], "do": "save"}]
+    loop = Loop(within("50%", policy={"schema": "sac/v1", "name": "mine", "rules": rules}))
+    for _ in range(3):
+        loop.step(SMALL)
+    loop.step(WIDE)
+    with pytest.warns(SacWarning, match="saves nothing in these blocks"):
+        loop.step(WIDE)
+    assert loop.used == "full"
+    loop.step(SMALL)
+    assert loop.used == "planned"
+
+
+def in_turn(large: Callable[[int], bool]) -> Callable[[int], tuple[Tensor, Tensor]]:
+    return lambda step: (torch.cat([X, X]), torch.cat([Y, Y])) if large(step) else (X, Y)
+
+
+def test_larger_inputs_run_under_full_recomputation() -> None:
+    batch = in_turn(lambda step: step == 2)
+    found, plain, none = (trained(value, steps=4, batch=batch) for value in (within("1GiB"), "full", None))
+    assert found.peaks[1] == plain.peaks[1] < none.peaks[1]
+    assert found.peaks[2] == none.peaks[2]
+    assert found.is_equal(none)
+    assert "larger than it was made for run under full recomputation" in str(sac.report(found.model)).replace("\n", " ")
+
+
+def test_larger_inputs_are_planned_for_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where a step with them can be observed; smaller ones stay within the budget too."""
+    batch = in_turn(lambda step: step > 2)
+    how: dict[str, Any] = {"steps": 6, "unmeasured": 5, "batch": batch}
+    full, plain = (trained(value, **how) for value in ("full", None))
+    budget = (full.peaks[0] + plain.peaks[0]) // 2
+    found = trained(within(budget), **how)
+    assert full.peaks[0] < found.peaks[0] <= budget
+    assert found.is_equal(plain)
+    assert "sac: a step with larger inputs observed, planning" in capsys.readouterr().err
+    again = trained(None, model=found.model, unmeasured=0)
+    assert max(again.peaks) <= budget
+
+
+def test_larger_inputs_that_do_not_fit_are_told_and_do_not_end_the_training() -> None:
+    batch = in_turn(lambda step: step > 2)
+    how: dict[str, Any] = {"steps": 6, "unmeasured": 6, "batch": batch}
+    with pytest.warns(SacWarning, match=r"below the least peak of a step(?s:.*)until then: inputs larger than it was"):
+        found = trained(within(share(0.1)), **how)
+    assert found.is_equal(trained(None, **how))
