@@ -26,7 +26,7 @@ from sac.engine.handles import Handle
 from sac.engine.objects import NotLeaf, copied, is_own_object
 from sac.engine.rng import GeneratorStates, advanced, default_generators, set_states, states_of
 from sac.engine.table import NO_RULE, ResolvedRule, site_name
-from sac.engine.tape import DiffersError, Ref, Tape, as_refs, from_refs
+from sac.engine.tape import DiffersError, Ref, Tape, as_refs, cast_of, from_refs
 from sac.engine.tracker import active_mode, without_mode
 from sac.engine.verify import may_differ
 from sac.engine.whole import tensors_in
@@ -380,7 +380,8 @@ class UnitCall:
         for value in range(self.first_value, last):  # tensors that live on and that nothing can give again
             tensor = tape.refs[value]()
             if tensor is not None and roots[value] in scope.bad and tape.known(tensor) == value:
-                if tape.parts.get(id(tensor), (None, 0))[1] >= last:  # to be taken out of a result of the unit
+                is_part = tape.parts.get(id(tensor), (None, 0))[1] >= last  # to be taken out of a result of the unit
+                if is_part or cast_of(tensor) is not None:  # or to be cast again: autocast keeps it
                     del tape.ids[id(tensor)]
                 else:
                     tape.fresh.add(roots[value])

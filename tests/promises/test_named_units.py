@@ -186,6 +186,35 @@ def test_of_nested_units_the_outer_one_counts() -> None:
     assert calls.count("mlp") == 2
 
 
+class Tied(nn.Module):
+    """Its unit and the ops after it share a weight, of which autocast keeps one cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.gated = nn.Parameter(torch.randn(8, 8)), sac.unit("gated", self.gate)
+
+    def gate(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x @ self.weight) * x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gated(x) @ self.weight
+
+
+@pytest.mark.filterwarnings("error::sac.errors.SacWarning")  # of a replay that gives way
+def test_a_cast_that_autocast_made_in_a_unit_is_made_again_for_others() -> None:
+    found = []
+    for value in ("none", {"mode": "selective", "policy": "general", "engine": "replay", "blocks": ["*"]}):
+        torch.manual_seed(0)
+        model = nn.Sequential(Tied(), Tied())
+        sac.apply(model, value)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                out = model(torch.ones(4, 8))
+            out.float().square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("arguments", [(None, len), ("", len), ("rope", 3)])
 def test_wrong_arguments_are_errors(arguments: Any) -> None:
     with pytest.raises(TypeError, match=r"sac\.unit"):
