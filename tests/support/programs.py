@@ -132,6 +132,13 @@ def fused_norm(block: Block, x: Tensor) -> Tensor:
     return block.down(F.dropout(block.norm(block.up(x)), 0.3, True))
 
 
+@program("plain", not_under=("reentrant",))  # torch refuses `grad` and gradients of gradients there
+def smooth(block: Block, x: Tensor) -> Tensor:
+    """Operators that save their own results, whose graphs lead to the saved tensors themselves."""
+    h = F.dropout(block.up(x).tanh(), 0.3).exp()
+    return F.layer_norm(block.down(h), (WIDTH,)).sigmoid() * x.sin()
+
+
 @program("plain", children={"conv": lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1)})
 def convolution(block: Block, x: Tensor) -> Tensor:
     return block.conv(block.up(x).t()[None]).squeeze(0).t() * x.sigmoid()
