@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +13,8 @@ from torch.utils import _pytree as pytree
 
 import sac
 from tests.support.blocks import Stack
-from tests.support.oracle import assert_exact, assert_same_results, built_model, on_every_way
+from tests.support.oracle import assert_exact, assert_same_results, on_every_way
 from tests.support.programs import CATALOGUE, WIDTH, Block, Program
-from tests.support.recording import without_collector
 from tests.support.ways import WAYS
 
 TWO_PRODUCTS = CATALOGUE["two_products"]
@@ -228,27 +226,3 @@ def test_ops_of_the_collector(program: Program, way: str, policy: str) -> None:
         Garbage.leaves_more = False
         gc.set_threshold(*before)
     assert Garbage.count
-
-
-# -- What holds an address holds no memory
-
-
-def reads_memory_of_no_op(block: Block, x: Tensor) -> Tensor:
-    """As a compiled function does: its memory is no op's, and autograd holds it no longer than its kernel runs."""
-    scale = torch.from_numpy(x.detach().numpy() * 2.0)
-    block.seen.append(weakref.ref(scale.untyped_storage()))
-    return block.down(block.up(x).sin() + scale).cos()
-
-
-@pytest.mark.parametrize("way", ["full", "checkpoint", "served rerun"])
-def test_memory_that_no_op_made_is_not_held_for_backward(way: str) -> None:
-    program = Program("reads_memory_of_no_op", reads_memory_of_no_op)
-    model = built_model(program, WAYS[way])
-    for _ in range(3):
-        for block in model.blocks:
-            block.seen = []
-        with without_collector():
-            out = model(torch.randn(WIDTH, WIDTH, requires_grad=True))
-            held = [reference() is not None for block in model.blocks for reference in block.seen]
-            assert not any(held)
-            out.sum().backward()
