@@ -32,6 +32,11 @@ def compile_whole(model: nn.Module) -> nn.Module:
     return torch.compile(model, backend="aot_eager")
 
 
+def compile_in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="aot_eager")
+    return model
+
+
 def compile_blocks(model: nn.Module) -> nn.Module:
     for block in blocks_of(model):
         block.compile(backend="aot_eager")
@@ -82,6 +87,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 ALONE: dict[str, Callable[[nn.Module], nn.Module]] = {
     "compile": compile_whole,
+    "compile in place": compile_in_place,
     "compile blocks": compile_blocks,
     "wrap compiled blocks": wrap_compiled_blocks,
     "PEFT": adapt,
