@@ -121,14 +121,9 @@ def fsdp1(
     model = decoder(block, frozen)
     if order == "before":
         put(model, mode)
-    units = {BLOCK_OF[block], nn.Sequential} if nested else {BLOCK_OF[block]}
-    sharded = FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy(units),  # type: ignore[arg-type]
-        device_id=torch.device("cpu"),
-        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32) if bf16 else None,
-        **of_fsdp,
-    )
+    units = (BLOCK_OF[block], nn.Sequential) if nested else (BLOCK_OF[block],)
+    precision = MixedPrecision(torch.bfloat16, torch.float32) if bf16 else None
+    sharded = shard_fsdp1(model, *units, mixed_precision=precision, **of_fsdp)
     if order == "after":
         put(sharded, mode)
 
@@ -163,7 +158,14 @@ def fsdp2(
     model = decoder(block, frozen)
     if order == "before":
         put(model, mode)
-    shard_fsdp2(model, nested, bf16=bf16, offload=offload, reshard_after_forward=reshard_after_forward)
+    shard_fsdp2(
+        model,
+        *units_of(model, nested),
+        mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy(),
+        offload_policy=CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy(),
+        reshard_after_forward=reshard_after_forward,
+    )
     if order == "after":
         put(model, mode)
     if prefetch:
@@ -188,21 +190,14 @@ def units_of(model: Decoder, nested: bool) -> list[Any]:
     return [*(one for block in model.blocks for one in (block.experts if nested else ())), *model.blocks]
 
 
-def shard_fsdp2(
-    model: Decoder,
-    nested: bool = False,
-    *,
-    bf16: bool = False,
-    offload: bool = False,
-    reshard_after_forward: bool | int = True,
-) -> None:
-    """Shard the units and the rest over all ranks."""
-    options: dict[str, Any] = {
-        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
-        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy(),
-        "offload_policy": CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy(),
-        "reshard_after_forward": reshard_after_forward,
-    }
-    for unit in units_of(model, nested):
+def shard_fsdp1(model: nn.Module, *units: type[nn.Module], **options: Any) -> Any:
+    """Shard the modules of these classes and the rest over all ranks."""
+    policy = ModuleWrapPolicy(set(units))
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options)
+
+
+def shard_fsdp2(model: nn.Module, *units: nn.Module, **options: Any) -> Any:
+    """Shard these modules, inner ones first, and the rest over all ranks."""
+    for unit in (*units, model):
         fully_shard(unit, **options)
-    fully_shard(model, **options)
+    return model

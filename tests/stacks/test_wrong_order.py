@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import sac
 from tests.stacks.composition import Outcome, differences, forward_done, outcome
+from tests.stacks.data_parallel import shard_fsdp1, shard_fsdp2
 from tests.stacks.matrix import assert_as_promised, line_of
 from tests.stacks.registry import Stack as Row
 from tests.support.blocks import LlamaLikeBlock, Stack, llama_stack
@@ -52,14 +51,11 @@ def wrap_compiled_blocks(model: nn.Module) -> nn.Module:
 
 
 def shard(model: nn.Module) -> nn.Module:
-    for block in blocks_of(model):
-        fully_shard(block)
-    return fully_shard(model)
+    return shard_fsdp2(model, *blocks_of(model))
 
 
 def shard_flat(model: nn.Module) -> nn.Module:
-    each = ModuleWrapPolicy({LlamaLikeBlock})
-    return FullyShardedDataParallel(model, auto_wrap_policy=each, device_id=torch.device("cpu"), use_orig_params=True)
+    return shard_fsdp1(model, LlamaLikeBlock, use_orig_params=True)
 
 
 def parallelize(model: nn.Module) -> nn.Module:
