@@ -1,13 +1,10 @@
 """Wrapper subclasses: a tensor that consists of other tensors, which autograd and modes see as a single one.
 
 A wrapper made inside a region has parts that ops made; a write to a part is a write to the wrapper, and the other way
-round; a DTensor carries its mesh and sends inside of its ops; a quantised weight is not to be kept in full precision.
+round; a DTensor carries its mesh and sends inside of its ops. Weights in low precision: tests/stacks/test_matrix.py.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
 import sac
-from tests.support.blocks import FunctionBlock, Stack, policy, save
+from tests.support.blocks import FunctionBlock, Stack
 from tests.support.oracle import assert_exact, assert_replayed_exactly, on_every_way
 from tests.support.programs import Block, Program
 from tests.support.ranks import run_ranks
@@ -204,21 +201,3 @@ def test_distributed_inputs_and_weights() -> None:
     """Their mesh is found again when they come back from the host, too."""
     ways = [("full", "nothing"), ("auto", "matmuls"), ("replay", "nothing"), ("served rerun", "matmuls")]
     assert run_ranks(2, distributed_inputs_and_weights, [*ways, ("offload", "nothing")]) == [[], []]
-
-
-# -- Quantised weights
-
-
-@pytest.mark.parametrize("way", ["full", "auto", "replay", "served rerun"])
-@pytest.mark.parametrize("conversion", ["float8 rowwise", "int8 weights", "nf4"])
-def test_low_precision_weights(conversion: str, way: str) -> None:
-    models = pytest.importorskip("tests.stacks.low_precision", reason="torchao is in the extra `stacks`")
-
-    def gradients(put: Callable[[Stack], Any]) -> dict[str, Tensor]:
-        model = models.build(conversion, blocks=1)
-        put(model)
-        models.loss(models.inputs(), model).backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    casts = policy(save(["matmul", "aten._to_copy", "aten.mul"], optional=True))
-    assert_same(gradients(lambda model: None), gradients(lambda model: WAYS[way].put(model, casts)))
