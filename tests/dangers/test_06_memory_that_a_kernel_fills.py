@@ -123,11 +123,6 @@ def order_of_rows_changed(block: Block, x: Tensor) -> Tensor:
     return block.down(block.up(x).sin() * mask)
 
 
-def array_of_this_call(block: Block, x: Tensor) -> Tensor:
-    h = block.up(x)
-    return block.down((h * torch.from_numpy(np.tanh(h.detach().numpy()))).sin())
-
-
 def array_that_nothing_holds(block: Block, x: Tensor) -> Tensor:
     h = block.up(x)
     return block.down((h + torch.from_dlpack(h.detach().numpy() * 2)).sin())
@@ -142,7 +137,6 @@ BETWEEN_OPS = [
         ones_changed_from_the_second_call_on,
         memory_filled_by_python,
         order_of_rows_changed,
-        array_of_this_call,
         array_that_nothing_holds,
     )
 ]

@@ -1,7 +1,8 @@
 """Wrapper subclasses: a tensor that consists of other tensors, which autograd and modes see as a single one.
 
 A wrapper made inside a region has parts that ops made; a write to a part is a write to the wrapper, and the other way
-round; a DTensor carries its mesh and sends inside of its ops. Weights in low precision: tests/stacks/test_matrix.py.
+round. DTensors, which carry their mesh and send inside of their ops, and weights in low precision are in
+tests/stacks/test_matrix.py and tests/promises/test_09_same_on_every_rank.py.
 """
 
 from __future__ import annotations
@@ -9,16 +10,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
-import sac
 from tests.support.blocks import FunctionBlock, Stack
 from tests.support.oracle import assert_exact, assert_replayed_exactly, on_every_way
 from tests.support.programs import Block, Program
-from tests.support.ranks import run_ranks
 from tests.support.training import assert_same, built
 from tests.support.ways import POLICIES, WAYS
 
@@ -171,33 +168,3 @@ def test_jagged_input(way: str) -> None:
     model = built(build)
     WAYS[way].put(model, POLICIES["matmuls"])
     assert_same(gradients(built(build)), gradients(model))
-
-
-# -- DTensors on two ranks
-
-
-def distributed_inputs_and_weights(ways: list[tuple[str, str]]) -> list[str]:
-    """What differs on this rank, for inputs and weights that lie over the mesh in each placement."""
-    mesh, wrong = init_device_mesh("cpu", (2,), mesh_dim_names=("model",)), []
-    for placement in (Shard(0), Shard(1), Replicate()):
-        torch.manual_seed(3)
-        x = distribute_tensor(torch.randn(4, 8), mesh, [placement]).requires_grad_()
-        stack = Stack(*(FunctionBlock(lambda block, x: (x @ block.w).sin() @ block.w) for _ in range(2)))
-        for block in stack.blocks:
-            block.w = nn.Parameter(distribute_tensor(torch.randn(8, 8), mesh, [Shard(1)]))
-        leaves = [x, *(block.w for block in stack.blocks)]
-        expected = torch.autograd.grad(stack(x * 1).sum(), leaves)
-        for way, chosen in ways:
-            WAYS[way].put(stack, POLICIES[chosen])
-            for turn in range(2):
-                ours = torch.autograd.grad(stack(x * 1).sum(), leaves)
-                if not all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(expected, ours, strict=True)):
-                    wrong.append(f"{placement} {way} {chosen} {turn}")
-            sac.remove(stack)
-    return wrong
-
-
-def test_distributed_inputs_and_weights() -> None:
-    """Their mesh is found again when they come back from the host, too."""
-    ways = [("full", "nothing"), ("auto", "matmuls"), ("replay", "nothing"), ("served rerun", "matmuls")]
-    assert run_ranks(2, distributed_inputs_and_weights, [*ways, ("offload", "nothing")]) == [[], []]
