@@ -137,7 +137,7 @@ def test_as_without_us(program: Callable[..., Outcome], value: Any, order: str) 
 
 def wrapped(stack: str, mode: str) -> nn.Module:
     model: nn.Module = sac.apply(decoder("experts"), mode)
-    return shard_nested(model) if stack == "FSDP2" else shard_fsdp1(model, ExpertsBlock, use_orig_params=True)
+    return shard_nested(model) if stack == "FSDP2" else shard_fsdp1(model, {ExpertsBlock}, use_orig_params=True)
 
 
 def checkpointed_states(stack: str, mode: str) -> tuple[Seen, Seen]:

@@ -55,7 +55,7 @@ def shard(model: nn.Module) -> nn.Module:
 
 
 def shard_flat(model: nn.Module) -> nn.Module:
-    return shard_fsdp1(model, LlamaLikeBlock, use_orig_params=True)
+    return shard_fsdp1(model, {LlamaLikeBlock}, use_orig_params=True)
 
 
 def parallelize(model: nn.Module) -> nn.Module:
