@@ -17,7 +17,7 @@ from tests.support.blocks import Stack
 from tests.support.oracle import assert_same_results, built_model, on_every_way
 from tests.support.programs import WIDTH, Block, Program
 from tests.support.recording import without_collector
-from tests.support.training import assert_same
+from tests.support.training import assert_same, gradients
 from tests.support.ways import WAYS
 
 
@@ -112,7 +112,7 @@ def fill(model: nn.Module, values: list[Tensor], grad: Tensor | None = None) -> 
 
 
 def taken_gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
-    taken = {f"step {step} {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    taken = {f"step {step} {name}": gradient for name, gradient in gradients(model).items()}
     model.zero_grad()
     return taken
 

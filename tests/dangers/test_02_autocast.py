@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from tests.support.blocks import Stack
@@ -18,6 +18,7 @@ from tests.support.oracle import assert_exact, assert_same_results, built_model,
 from tests.support.pairs import in_pairs
 from tests.support.programs import CATALOGUE, WIDTH, Block, Program
 from tests.support.recording import Recorder, without_collector
+from tests.support.training import gradients
 from tests.support.ways import POLICIES, WAYS
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -26,10 +27,6 @@ Surrounding = Callable[[], AbstractContextManager[Any]]
 
 def cast(dtype: torch.dtype = BF16, **options: Any) -> Surrounding:
     return lambda: torch.autocast("cpu", dtype, **options)
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 # -- Casts that an earlier region made

@@ -15,13 +15,10 @@ import sac
 from tests.support.blocks import Stack
 from tests.support.oracle import assert_exact, assert_same_results, on_every_way
 from tests.support.programs import CATALOGUE, WIDTH, Block, Program
+from tests.support.training import gradients
 from tests.support.ways import WAYS
 
 TWO_PRODUCTS = CATALOGUE["two_products"]
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 # -- Tensors that live shortly

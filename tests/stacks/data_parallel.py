@@ -80,13 +80,7 @@ def trained(
     return outcome(step, model, steps=steps)
 
 
-def wrapped(
-    mode: Any,
-    model: nn.Module,
-    wrap: Callable[[nn.Module], Any],
-    order: str,
-    **training: Any,
-) -> Outcome:
+def wrapped(mode: Any, model: nn.Module, wrap: Callable[[nn.Module], Any], order: str, **training: Any) -> Outcome:
     """Train a model in what `wrap` puts around it; micro-batches but the last exchange no gradients."""
     if order == "before":
         put(model, mode)

@@ -258,6 +258,22 @@ def written_behind_autograd(block: Block, x: Tensor) -> Tensor:
     return block.down(y.sin()) * alias
 
 
+@program("write", children={"scale": lambda: nn.LayerNorm(WIDTH)}, not_under=("reentrant",))
+def writes_to_a_parameter(block: Block, x: Tensor) -> Tensor:
+    """Autograd has saved the parameter after the write, and refuses it if its version has moved since."""
+    with torch.no_grad():
+        block.scale.weight.mul_(0.9).clamp_(0.5, 2.0)
+    return block.down(block.up(x).sin() * block.scale.weight) * block.scale.weight
+
+
+@program("write", children={"norm": lambda: nn.BatchNorm1d(WIDTH)}, not_under=("reentrant",))
+def writes_to_a_buffer(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x).sin()
+    with torch.no_grad():
+        block.norm.running_mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
+    return block.down(h - block.norm.running_mean) * block.norm.running_mean.clone()
+
+
 # -- Views
 
 
