@@ -20,7 +20,8 @@ from torch import Tensor, nn
 import sac
 from sac.engine.compiled import checkpoint_contexts
 from sac.errors import SacWarning
-from tests.stacks.composition import differences, forward_done, outcome
+from tests.stacks.composition import differences
+from tests.stacks.composition import train as measured
 from tests.support.blocks import (
     FULL,
     LlamaLikeBlock,
@@ -337,14 +338,7 @@ def test_a_region_with_a_graph_break_runs_in_eager() -> None:
         model = sac.apply(built(lambda: Stack(Breaking(), Breaking())), config)
         run = torch.compile(model, backend="aot_eager")
         (x,) = tokens()
-
-        def step(run: Any = run, x: Tensor = x) -> Tensor:
-            loss = run(x).square().sum()
-            forward_done()
-            loss.backward()
-            return loss
-
-        runs.append(outcome(step, model, compiled=True))
+        runs.append(measured(model, lambda _, run=run, x=x: run(x).square().sum(), compiled=True))
     reference, ours = runs
     assert differences(ours, reference) == []
     assert reference.flops < ours.flops

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import sac
-from tests.stacks.composition import Outcome, differences, forward_done, outcome
+from tests.stacks.composition import Outcome, differences, train
 from tests.stacks.data_parallel import shard_fsdp1, shard_fsdp2
 from tests.stacks.matrix import assert_as_promised, line_of
 from tests.stacks.registry import Stack as Row
@@ -127,14 +127,7 @@ def trained(value: Any, *, order: Sequence[str]) -> Outcome:
 def measured(model: nn.Module, *, compiled: bool) -> Outcome:
     torch.manual_seed(2)
     x = torch.randn(2, 16, 32, dtype=next(model.parameters()).dtype)
-
-    def step() -> Tensor:
-        loss = model(x).square().mean()
-        forward_done()
-        loss.backward()
-        return loss
-
-    found = outcome(step, model, compiled=compiled)
+    found = train(model, lambda model: model(x).square().mean(), compiled=compiled)
     model.zero_grad()
     return found
 
