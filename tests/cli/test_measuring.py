@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import sac
-from sac.errors import ConfigError, ModelError, PolicyError
+from sac.errors import ConfigError, ModelError
 from sac.policy.model import Policy
 from tests.support.blocks import llama_stack, policy, save, selective, tokens
 from tests.support.training import built
@@ -82,14 +81,6 @@ def test_what_cannot_be_measured_is_refused(run: Any) -> None:
         run(sac.apply(built(llama_stack), "full"), tokens())
     with pytest.raises(ModelError, match="its parameters are on meta\n    legal: one device that holds data"):
         run(built(llama_stack).to("meta"), tokens())
-
-
-def test_a_policy_is_saved_and_read_back(tmp_path: Path) -> None:
-    policy = sac.load_policy("llama")
-    policy.save(tmp_path / "mine.yaml")
-    assert sac.load_policy(tmp_path / "mine.yaml") == policy
-    with pytest.raises(PolicyError, match=r"none/mine\.yaml: the file cannot be written: No such file or directory"):
-        policy.save(tmp_path / "none" / "mine.yaml")
 
 
 def test_a_policy_shows_its_rules() -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional as F
 
 from sac.errors import SacWarning
@@ -20,10 +16,9 @@ from tests.stacks.zero3 import Sharded, its_linear
 from tests.support.blocks import Stack
 from tests.support.oracle import assert_same_results, built_model, on_every_way
 from tests.support.programs import WIDTH, Block, Program
-from tests.support.ranks import run_ranks
 from tests.support.recording import without_collector
-from tests.support.training import assert_same
-from tests.support.ways import NONE, WAYS, Way
+from tests.support.training import assert_same, gradients
+from tests.support.ways import WAYS
 
 
 def dropped_products(block: Block, x: Tensor) -> Tensor:
@@ -117,7 +112,7 @@ def fill(model: nn.Module, values: list[Tensor], grad: Tensor | None = None) -> 
 
 
 def taken_gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
-    taken = {f"step {step} {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    taken = {f"step {step} {name}": gradient for name, gradient in gradients(model).items()}
     model.zero_grad()
     return taken
 
@@ -165,93 +160,3 @@ def test_weights_that_only_the_python_of_the_region_gathers(way: str) -> None:
         warnings.simplefilter("ignore", SacWarning)
         ours = gradients_of_gathered(built_model(GATHERED, WAYS[way]), frees=True)
     assert_same(reference, ours)
-
-
-# -- FSDP
-
-
-class NotedLinear(nn.Linear):
-    """Notes the storages of the weights that it was called with; a unit of FSDP has gathered them."""
-
-    used: ClassVar[list[Any]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.used.append(weakref.ref(self.weight.untyped_storage()))
-        return super().forward(x)
-
-
-class Unit(nn.Sequential):
-    """A unit of FSDP inside a region, with a write in place."""
-
-    def __init__(self) -> None:
-        super().__init__(NotedLinear(WIDTH, 64), nn.ReLU(inplace=True), NotedLinear(64, WIDTH))
-
-
-def unit_and_product(block: Block, x: Tensor) -> Tensor:
-    return block.down(F.dropout(block.inner(x).sin(), 0.3))
-
-
-UNITS = Program("unit_and_product", unit_and_product, children={"inner": Unit})
-IN_RANKS = [
-    ("full", "nothing"), ("auto", "nothing"), ("auto", "matmuls"), ("auto", "everything"),
-    ("served rerun", "matmuls"), ("reentrant", "nothing"),
-]  # fmt: skip
-
-
-def fsdp1(model: Stack, *, by_name: bool) -> Any:
-    policy = ModuleWrapPolicy({Block, Unit})
-    device = torch.device("cpu")
-    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=device, use_orig_params=by_name)
-
-
-def fsdp2(model: Stack, *, accumulates: bool) -> Any:
-    for block in model.blocks:
-        fully_shard(block.inner)
-        fully_shard(block)
-    fully_shard(model)
-    if accumulates:
-        model.set_requires_gradient_sync(False), model.set_reshard_after_backward(False)
-    return model
-
-
-SHARDINGS: dict[str, Callable[[Stack], Any]] = {
-    "fsdp1": partial(fsdp1, by_name=False),
-    "fsdp1, by name": partial(fsdp1, by_name=True),
-    "fsdp2": partial(fsdp2, accumulates=False),
-    "fsdp2, accumulated": partial(fsdp2, accumulates=True),
-}
-
-
-def assert_sharded_training_is_exact(kind: str) -> None:
-    """Hold on this rank that each way trains as without checkpointing and keeps no gathered weight of a unit."""
-    reference, _ = trained_units(SHARDINGS[kind], NONE, "nothing")
-    for way, policy in IN_RANKS:
-        seen, held = trained_units(SHARDINGS[kind], WAYS[way], policy)
-        assert_same(reference, seen)
-        assert held == [0] * len(held), (way, policy, held)
-
-
-def trained_units(shard: Callable[[Stack], Any], way: Way, policy: str) -> tuple[dict[str, Tensor], list[int]]:
-    """Return gradients, and the bytes of gathered weights of units that live after each forward."""
-    model = shard(built_model(UNITS, way, policy))
-    seen, held = {}, []
-    for step in range(3):
-        NotedLinear.used.clear()  # gathered in backward since
-        x = torch.randn(WIDTH, WIDTH, requires_grad=True)
-        loss = model(x).square().sum()
-        held.append(sum(storage.nbytes() for ref in NotedLinear.used if (storage := ref()) is not None))
-        loss.backward()
-        seen |= {f"step {step} {name}": local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-        seen[f"step {step} input"] = x.grad
-    return seen, held
-
-
-def local(x: Any) -> Tensor:
-    return (x.to_local() if hasattr(x, "to_local") else x).detach().clone()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", SHARDINGS)
-def test_units_inside_regions(kind: str) -> None:
-    """Gathering inside of a region is not the region's write, and what is gathered is not a value to save."""
-    run_ranks(2, assert_sharded_training_is_exact, kind)

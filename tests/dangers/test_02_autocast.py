@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from tests.support.blocks import Stack
@@ -18,7 +18,8 @@ from tests.support.oracle import assert_exact, assert_same_results, built_model,
 from tests.support.pairs import in_pairs
 from tests.support.programs import CATALOGUE, WIDTH, Block, Program
 from tests.support.recording import Recorder, without_collector
-from tests.support.ways import POLICIES, SELECTIVE, WAYS
+from tests.support.training import gradients
+from tests.support.ways import POLICIES, WAYS
 
 BF16, FP16 = torch.bfloat16, torch.float16
 Surrounding = Callable[[], AbstractContextManager[Any]]
@@ -26,10 +27,6 @@ Surrounding = Callable[[], AbstractContextManager[Any]]
 
 def cast(dtype: torch.dtype = BF16, **options: Any) -> Surrounding:
     return lambda: torch.autocast("cpu", dtype, **options)
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 # -- Casts that an earlier region made
@@ -231,15 +228,10 @@ def custom_product_switched_off(block: Block, x: Tensor) -> Tensor:
 CUSTOM = [Program(body.__name__, body) for body in (custom_product, custom_product_switched_off)]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("way", SELECTIVE)
+@pytest.mark.parametrize(
+    ("way", "policy"), [(way, policy) for way in WAYS for policy in (POLICIES if WAYS[way].policies else ["nothing"])]
+)
 @pytest.mark.parametrize("program", CUSTOM, ids=str)
 def test_the_body_of_a_custom_op_sees_the_autocast_of_its_caller(program: Program, way: str, policy: str) -> None:
     """In the forward and in a replay, which leaves no cast in the cache for the next step's forward."""
     assert_exact(program, way, policy)
-
-
-@pytest.mark.parametrize("way", ["full", "checkpoint", "reentrant"])
-@pytest.mark.parametrize("program", CUSTOM, ids=str)
-def test_the_body_of_a_custom_op_in_full(program: Program, way: str) -> None:
-    assert_exact(program, way)

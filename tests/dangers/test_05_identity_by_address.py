@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,16 +13,12 @@ from torch.utils import _pytree as pytree
 
 import sac
 from tests.support.blocks import Stack
-from tests.support.oracle import assert_exact, assert_same_results, built_model, on_every_way
+from tests.support.oracle import assert_exact, assert_same_results, on_every_way
 from tests.support.programs import CATALOGUE, WIDTH, Block, Program
-from tests.support.recording import without_collector
+from tests.support.training import gradients
 from tests.support.ways import WAYS
 
 TWO_PRODUCTS = CATALOGUE["two_products"]
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 # -- Tensors that live shortly
@@ -117,18 +112,6 @@ def parameters_gone(model: Stack) -> dict[str, Tensor]:
     return {"x": x.grad}
 
 
-def hooks_that_move_values(model: Stack) -> dict[str, Tensor]:
-    """Hooks around the regions hold values elsewhere, so that what is made next lies at their addresses."""
-    seen: dict[str, Tensor] = {}
-    for step in range(3):
-        x = torch.randn(WIDTH, WIDTH, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().copy(order="K"), torch.from_numpy):
-            out = model(x)
-        out.square().sum().backward()
-        seen[f"{step} x"] = x.grad
-    return seen | gradients(model)
-
-
 def many_micro_batches(model: Stack) -> dict[str, Tensor]:
     """Their tapes live at once, and end in another order."""
     inputs = [torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(4)]
@@ -140,7 +123,7 @@ def many_micro_batches(model: Stack) -> dict[str, Tensor]:
     return {str(number): x.grad for number, x in enumerate(inputs)} | gradients(model)
 
 
-@pytest.mark.parametrize("run", [weights_exchanged_between_steps, hooks_that_move_values, many_micro_batches])
+@pytest.mark.parametrize("run", [weights_exchanged_between_steps, many_micro_batches])
 @on_every_way([TWO_PRODUCTS], *(name for name in WAYS if name != "reentrant"))
 def test_tensors_that_come_and_go_around_regions(program: Program, way: str, policy: str, run: Any) -> None:
     assert_same_results(run, program, way, policy)
@@ -240,27 +223,3 @@ def test_ops_of_the_collector(program: Program, way: str, policy: str) -> None:
         Garbage.leaves_more = False
         gc.set_threshold(*before)
     assert Garbage.count
-
-
-# -- What holds an address holds no memory
-
-
-def reads_memory_of_no_op(block: Block, x: Tensor) -> Tensor:
-    """As a compiled function does: its memory is no op's, and autograd holds it no longer than its kernel runs."""
-    scale = torch.from_numpy(x.detach().numpy() * 2.0)
-    block.seen.append(weakref.ref(scale.untyped_storage()))
-    return block.down(block.up(x).sin() + scale).cos()
-
-
-@pytest.mark.parametrize("way", ["full", "checkpoint", "served rerun"])
-def test_memory_that_no_op_made_is_not_held_for_backward(way: str) -> None:
-    program = Program("reads_memory_of_no_op", reads_memory_of_no_op)
-    model = built_model(program, WAYS[way])
-    for _ in range(3):
-        for block in model.blocks:
-            block.seen = []
-        with without_collector():
-            out = model(torch.randn(WIDTH, WIDTH, requires_grad=True))
-            held = [reference() is not None for block in model.blocks for reference in block.seen]
-            assert not any(held)
-            out.sum().backward()

@@ -1,31 +1,21 @@
 """Wrapper subclasses: a tensor that consists of other tensors, which autograd and modes see as a single one.
 
 A wrapper made inside a region has parts that ops made; a write to a part is a write to the wrapper, and the other way
-round; a DTensor carries its mesh and sends inside of its ops; a quantised weight is not to be kept in full precision.
+round. DTensors, which carry their mesh and send inside of their ops, and weights in low precision are in
+tests/stacks/test_matrix.py and tests/promises/test_09_same_on_every_rank.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
-import sac
-from sac.errors import SacError
-from tests.support.blocks import FunctionBlock, Stack, policy, save, selective
-from tests.support.custom_ops import Wobble, wobble
+from tests.support.blocks import FunctionBlock, Stack
 from tests.support.oracle import assert_exact, assert_replayed_exactly, on_every_way
 from tests.support.programs import Block, Program
-from tests.support.rank_programs import stack_of
-from tests.support.ranks import run_ranks
 from tests.support.training import assert_same, built
 from tests.support.ways import POLICIES, WAYS
 
@@ -178,113 +168,3 @@ def test_jagged_input(way: str) -> None:
     model = built(build)
     WAYS[way].put(model, POLICIES["matmuls"])
     assert_same(gradients(built(build)), gradients(model))
-
-
-# -- DTensors on two ranks
-
-
-def trained_in_each_way(ways: list[tuple[str, str]]) -> dict[str, list[str]]:
-    """For each way, the names of what differs from the model without it on this rank."""
-    wrong = {}
-    reference = gradients_on_rank(stack_of("sharded"))
-    for way, chosen in ways:
-        model = stack_of("sharded")
-        WAYS[way].put(model, POLICIES[chosen])
-        ours = gradients_on_rank(model)
-        wrong[f"{way}, {chosen}"] = [name for name in reference if not torch.equal(reference[name], ours[name])]
-    return wrong
-
-
-def gradients_on_rank(model: Stack) -> dict[str, Tensor]:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape).sin())
-    seen = {}
-    for step in range(2):
-        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).requires_grad_()
-        model(x).square().sum().backward()
-        seen[f"{step} input"] = x.grad
-    return seen | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def test_distributed_tensors_made_inside() -> None:
-    ways = [
-        (name, chosen) for name in WAYS_OF_WRAPPERS for chosen in (POLICIES if WAYS[name].policies else ["nothing"])
-    ]
-    expected = {f"{way}, {chosen}": [] for way, chosen in ways}
-    assert run_ranks(2, trained_in_each_way, ways) == [expected] * 2
-
-
-def distributed_inputs_and_weights(ways: list[tuple[str, str]]) -> list[str]:
-    """What differs on this rank, for inputs and weights that lie over the mesh in each placement."""
-    mesh, wrong = init_device_mesh("cpu", (2,), mesh_dim_names=("model",)), []
-    for placement in (Shard(0), Shard(1), Replicate()):
-        torch.manual_seed(3)
-        x = distribute_tensor(torch.randn(4, 8), mesh, [placement]).requires_grad_()
-        stack = Stack(*(FunctionBlock(lambda block, x: (x @ block.w).sin() @ block.w) for _ in range(2)))
-        for block in stack.blocks:
-            block.w = nn.Parameter(distribute_tensor(torch.randn(8, 8), mesh, [Shard(1)]))
-        leaves = [x, *(block.w for block in stack.blocks)]
-        expected = torch.autograd.grad(stack(x * 1).sum(), leaves)
-        for way, chosen in ways:
-            WAYS[way].put(stack, POLICIES[chosen])
-            for turn in range(2):
-                ours = torch.autograd.grad(stack(x * 1).sum(), leaves)
-                if not all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(expected, ours, strict=True)):
-                    wrong.append(f"{placement} {way} {chosen} {turn}")
-            sac.remove(stack)
-    return wrong
-
-
-def test_distributed_inputs_and_weights() -> None:
-    """Their mesh is found again when they come back from the host, too."""
-    ways = [("full", "nothing"), ("auto", "matmuls"), ("replay", "nothing"), ("served rerun", "matmuls")]
-    assert run_ranks(2, distributed_inputs_and_weights, [*ways, ("offload", "nothing")]) == [[], []]
-
-
-def differs_on_rank_0() -> str:
-    """The product sends inside of an op: the recording of the region holds no collective."""
-
-    def body(block: FunctionBlock, x: Tensor) -> Tensor:
-        Wobble.sign = 1.0
-        h = DTensor.from_local(x @ block.a, block.mesh, [Shard(0)])
-        scale = (h.detach().sum() * h.detach()).to_local()[: len(x)]
-        return wobble(h.to_local() * scale).sin() @ block.b
-
-    model = Stack(FunctionBlock(body))
-    model.blocks[0].mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sac.apply(model, selective(POLICIES["nothing"], engine="replay", verify="always"))
-    loss = model(torch.randn(8, 8)).sum()
-    try:
-        Wobble.sign = -1e5 if dist.get_rank() == 0 else 1.0
-        loss.backward()
-    except SacError as error:
-        return str(error)
-    finally:
-        Wobble.sign = 1.0
-    return "no error"
-
-
-def test_a_difference_on_one_rank_is_an_error_there_where_ops_send_inside() -> None:
-    """A rerun on one rank would wait for the others."""
-    error, other = run_ranks(2, differs_on_rank_0, timeout=60.0)
-    assert "blocks.0" in error
-    assert other == "no error"
-
-
-# -- Quantised weights
-
-
-@pytest.mark.parametrize("way", ["full", "auto", "replay", "served rerun"])
-@pytest.mark.parametrize("conversion", ["float8 rowwise", "int8 weights", "nf4"])
-def test_low_precision_weights(conversion: str, way: str) -> None:
-    models = pytest.importorskip("tests.stacks.low_precision", reason="torchao is in the extra `stacks`")
-
-    def gradients(put: Callable[[Stack], Any]) -> dict[str, Tensor]:
-        model = models.build(conversion, blocks=1)
-        put(model)
-        models.loss(models.inputs(), model).backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    casts = policy(save(["matmul", "aten._to_copy", "aten.mul"], optional=True))
-    assert_same(gradients(lambda model: None), gradients(lambda model: WAYS[way].put(model, casts)))

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import sac
-from sac.errors import SacError
 from tests.support.blocks import FULL, FunctionBlock, Stack, selective
-from tests.support.custom_ops import Wobble, wobble
 from tests.support.rank_programs import BODIES, SummedOverRanks, reduced, stack_of
 from tests.support.ranks import run_ranks
 from tests.support.training import built, same_bits
@@ -211,30 +209,6 @@ def test_a_result_is_not_looked_at_before_it_has_come(engine: str) -> None:
 
 
 # -- What only one rank sees
-
-
-def differs_on_rank_0(engine: str) -> str:
-    def body(block: FunctionBlock, x: Tensor) -> Tensor:
-        Wobble.sign = 1.0
-        return wobble(reduced(x @ block.a)).sin() @ block.b
-
-    model = sac.apply(Stack(FunctionBlock(body)), selective(POLICIES["nothing"], engine=engine, verify="always"))
-    loss = model(torch.randn(8, 8)).sum()
-    try:
-        Wobble.sign = -1e5 if dist.get_rank() == 0 else 1.0
-        loss.backward()
-    except SacError as error:
-        return str(error)
-    finally:
-        Wobble.sign = 1.0
-    return "no error"
-
-
-@pytest.mark.parametrize("engine", ["replay", "auto"])
-def test_a_difference_on_one_rank_is_an_error_there_and_not_another_run(engine: str) -> None:
-    error, other = run_ranks(2, differs_on_rank_0, engine, timeout=TIMEOUT_SECONDS)
-    assert "blocks.0" in error
-    assert other == "no error"
 
 
 def routed_unlike(engine: str) -> list[list[str]]:

@@ -1,4 +1,7 @@
-"""Generators, threads and modes: recomputation finds those of the forward, and leaves those of the backward alone."""
+"""Generators, threads and modes: recomputation finds those of the forward, and leaves those of the backward alone.
+
+Streams of trackers are in tests/unit/region/test_rng.py.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import sac
-from sac.full import RngTracker
-from tests.support.blocks import FULL, FunctionBlock, Stack, selective
+from tests.support.blocks import FunctionBlock, Stack
 from tests.support.oracle import assert_exact, assert_replayed_exactly, built_model, on_every_way
 from tests.support.programs import CATALOGUE, WIDTH, Block, Program, programs
 from tests.support.training import assert_same, built
@@ -44,46 +43,6 @@ def test_a_replay_needs_no_comparison_to_draw_the_same(policy: str) -> None:
         assert_replayed_exactly(program, policy, blocks=1, steps=2)
 
 
-APPLIED = {
-    "full": FULL,
-    "reentrant": {**FULL, "use_reentrant": True},
-    **{engine: selective(POLICIES["matmuls"], engine=engine) for engine in ("auto", "replay", "rerun")},
-}
-
-
-@pytest.mark.parametrize("way", APPLIED)
-def test_streams_of_a_tracker(way: str) -> None:
-    """A stream that the region forks, in a region that is itself inside a fork of another one."""
-
-    def states(value: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tracker = RngTracker()
-        tracker.add("model", 3)
-        tracker.add("experts", 4)
-
-        def body(block: Block, x: Tensor) -> Tensor:
-            h = F.dropout(block.up(x), 0.3)
-            with tracker.fork("model"):
-                h = F.dropout(h.sin(), 0.5)
-            return block.down(h) * torch.rand_like(h)
-
-        torch.manual_seed(1)
-        model = Program("forks", body).model()
-        sac.apply(model, value, get_rng_state_tracker=lambda: tracker)
-        torch.manual_seed(0)
-        seen = {}
-        for step in range(2):
-            x = torch.randn(WIDTH, WIDTH, requires_grad=True)
-            with tracker.fork("experts"):
-                out = model(x)
-            out.square().sum().backward()
-            seen[f"{step} input"] = x.grad
-        return seen, {name: state.clone() for name, state in tracker.get_states().items()}
-
-    (expected, before), (ours, after) = states("none"), states(APPLIED[way])
-    assert_same(expected, ours)
-    assert_same(before, after)
-
-
 class CountsAll(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -104,17 +63,6 @@ def test_a_mode_around_a_region_sees_no_bookkeeping(way: str) -> None:
         return [name for name in mode.names if "detach" not in name]
 
     assert ops(WAYS[way]) == ops(NONE)
-
-
-@pytest.mark.parametrize("way", ["full", "auto"])
-def test_fake_tensors_of_a_program_that_draws(way: str) -> None:
-    """States of generators are real where all else is fake; comparing them must not make fake tensors of them."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = CATALOGUE["two_dropouts"].model()
-        WAYS[way].put(model, POLICIES["matmuls"])
-        x = torch.randn(WIDTH, WIDTH, requires_grad=True)
-        model(x).sum().backward()
-    assert x.grad.shape == x.shape
 
 
 # -- Threads and modes

@@ -87,7 +87,7 @@ OUTER: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["full", "auto", "replay", "served rerun", "whole modules"])
+@pytest.mark.parametrize("way", [name for name in WAYS if name != "reentrant"])
 @pytest.mark.parametrize("outer", OUTER)
 def test_a_checkpoint_around_regions(outer: str, way: str) -> None:
     """Its hooks are asked as if there were no mode of the region: what they run again is not the region's."""
@@ -107,7 +107,7 @@ def test_a_checkpoint_around_regions(outer: str, way: str) -> None:
     assert_same(trained(put=False), trained(put=True))
 
 
-@pytest.mark.parametrize("way", ["full", "auto", "replay", "served rerun", "checkpoint", "context_fn"])
+@pytest.mark.parametrize("way", [name for name in WAYS if name != "reentrant"])
 def test_saved_tensors_that_hooks_around_the_region_move_away(way: str) -> None:
     def moving(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
         return lambda: torch.autograd.graph.saved_tensors_hooks(pack, unpack)

@@ -274,12 +274,6 @@ def test_a_published_kernel(program: Program, way: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("way", SELECTIVE)
-def test_a_decoder_layer_of_kernels_under_each_policy(way: str, policy: str) -> None:
-    assert_exact(KERNELS[0], way, policy)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 def test_replays_of_them_are_exact_without_comparing(policy: str) -> None:
     """But for those that tell nobody what they write over, the rotation and the loss."""
     for program in KERNELS[3:]:

@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from tests.docs.pages import ROOT
 from tests.support.ranks import environment as ranks_environment
@@ -78,8 +77,10 @@ def trainer_with_fsdp2(value: list[str], folder: Path) -> list[float]:
 
     On a CPU accelerate takes DDP, whatever it is asked for; here its plugin for FSDP2 is put into force.
     """
-    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
+
+    from tests.stacks.test_accelerate import its_state
 
     made = AcceleratorState.__init__
 
@@ -88,21 +89,11 @@ def trainer_with_fsdp2(value: list[str], folder: Path) -> list[float]:
         if fsdp_plugin is not None:
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
 
-    def forget() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-
-    rank = str(dist.get_rank())
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "true"}
     common = ["--fsdp", *value, "--out", str(folder)]
-    with mock.patch.dict(os.environ, environment), mock.patch.object(AcceleratorState, "__init__", with_plugin):
+    with mock.patch.object(AcceleratorState, "__init__", with_plugin):
         for arguments in (["--steps", "2", "--save-steps", "2"], ["--steps", "4", "--resume"]):
-            forget()
-            try:
+            with its_state():
                 losses = losses_of("hf_trainer", [*common, *arguments])
-            finally:
-                forget()
     return losses
 
 

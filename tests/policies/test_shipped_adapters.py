@@ -11,7 +11,8 @@ from torch import nn
 
 import sac
 from sac.blocks.install import regions_of
-from tests.policies.training import kept_bytes, train, turn_off_cache, unequal
+from sac.blocks.kv_cache import turn_off_cache
+from tests.policies.training import kept_bytes, train, unequal
 from tests.support.model_zoo import tiny
 
 peft = pytest.importorskip("peft", reason="tests of adapters need peft")

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 import sac
+from sac.blocks.kv_cache import turn_off_cache
 from sac.reporting import decisions_of
 from tests.policies.families import loss_of
-from tests.policies.training import DROPOUT, Trained, train, turn_off_cache, unequal
+from tests.policies.training import DROPOUT, Trained, train, unequal
 from tests.support.model_zoo import tiny
 
 EAGER = ("llama", "phi3", "gemma2", "gemma3", "gpt2", "gpt_neox", "opt", "bert", "t5", "bart", "mixtral", "vit")

@@ -25,15 +25,6 @@ class Trained:
     model: nn.Module
 
 
-def turn_off_cache(model: nn.Module) -> None:
-    """Do to the oracle what checkpointing needs: attention rounds differently on the layouts that a cache leaves."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        for part in (config, getattr(config, "text_config", None)):
-            if getattr(part, "use_cache", False) and not getattr(part, "num_kv_shared_layers", 0):
-                part.use_cache = False
-
-
 def train(model: nn.Module, inputs: dict[str, Any]) -> Trained:
     """Run some steps without an optimizer, so that gradients add up; ``seen`` is every tensor that training leaves."""
     torch.manual_seed(0)

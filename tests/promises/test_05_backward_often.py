@@ -25,12 +25,6 @@ from tests.support.ways import WAYS
 NOT_REENTRANT = frozenset({"reentrant"})  # torch refuses `grad` and gradients of gradients there
 
 
-def smooth(block: Block, x: Tensor) -> Tensor:
-    """Operators that save their own results, whose graphs lead to the saved tensors themselves."""
-    h = F.dropout(block.up(x).tanh(), 0.3).exp()
-    return F.layer_norm(block.down(h), (WIDTH,)).sigmoid() * x.sin()
-
-
 def towers(block: Block, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Two results that share nothing."""
     left = F.dropout(block.up(x).tanh(), 0.3)
@@ -46,7 +40,7 @@ def two_inputs(step: int) -> tuple[Tensor, ...]:
     return torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
 
 
-SMOOTH = Program("smooth", smooth, not_under=NOT_REENTRANT)
+SMOOTH = CATALOGUE["smooth"]
 TOWERS = Program("towers", towers, inputs=two_inputs, not_under=NOT_REENTRANT)
 READS_TWICE = Program("reads_twice", reads_twice, not_under=frozenset({"context_fn"}))
 

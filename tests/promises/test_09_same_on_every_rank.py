@@ -40,7 +40,7 @@ FOUND = (
 )
 
 
-@pytest.mark.parametrize(("inside", "saved"), [(False, 1), (True, 2)])
-def test_difference_on_one_rank_raises_where_ranks_meet(inside: bool, saved: int) -> None:
+@pytest.mark.parametrize(("engine", "inside", "saved"), [("replay", False, 1), ("auto", False, 1), ("replay", True, 2)])
+def test_difference_on_one_rank_raises_where_ranks_meet(engine: str, inside: bool, saved: int) -> None:
     """In an op on the tape, or inside an op of a DTensor. The other rank goes on, and no rank waits for ever."""
-    assert run_ranks(2, told_of_a_difference, inside, timeout=60.0) == [FOUND.format(saved), "no error"]
+    assert run_ranks(2, told_of_a_difference, engine, inside, timeout=60.0) == [FOUND.format(saved), "no error"]

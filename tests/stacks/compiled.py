@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 import sac
-from tests.stacks.composition import Outcome, forward_done, outcome
+from tests.stacks.composition import Outcome, train
 from tests.stacks.parallel_llama import Llama, Sizes, batch, built, cross_entropy
 
 SIZES = Sizes(n_layers=2)
@@ -61,11 +60,4 @@ def ddp_in_parts(mode: Any) -> Outcome:
 
 def _trained(model: Llama, call: Any, *, compiled: bool = True) -> Outcome:
     numbers, labels = batch(SIZES, seed=11 + (dist.get_rank() if dist.is_initialized() else 0))
-
-    def step() -> Tensor:
-        loss = cross_entropy(call(numbers), labels)
-        forward_done()
-        loss.backward()
-        return loss
-
-    return outcome(step, model, compiled=compiled)
+    return train(model, lambda _: cross_entropy(call(numbers), labels), compiled=compiled)

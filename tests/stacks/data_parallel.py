@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -79,6 +80,20 @@ def trained(
     return outcome(step, model, steps=steps)
 
 
+def wrapped(mode: Any, model: nn.Module, wrap: Callable[[nn.Module], Any], order: str, **training: Any) -> Outcome:
+    """Train a model in what `wrap` puts around it; micro-batches but the last exchange no gradients."""
+    if order == "before":
+        put(model, mode)
+    parallel = wrap(model)
+    if order == "after":
+        put(parallel, mode)
+
+    def around(last: bool) -> Any:
+        return contextlib.nullcontext() if last else parallel.no_sync()
+
+    return trained(parallel, around_micro_batch=around, **training)
+
+
 def ddp(
     mode: Any,
     *,
@@ -90,19 +105,11 @@ def ddp(
     **of_ddp: Any,
 ) -> Outcome:
     """Train under DistributedDataParallel; `order`: the mode is put on before it or after."""
-    model = decoder(block, frozen)
-    if order == "before":
-        put(model, mode)
-    parallel = DistributedDataParallel(model, **of_ddp)
-    if order == "after":
-        put(parallel, mode)
-
-    def around(last: bool) -> Any:
-        return contextlib.nullcontext() if last else parallel.no_sync()
-
+    wrap = functools.partial(DistributedDataParallel, **of_ddp)
     # A static graph has its buckets rebuilt in the third step, by a buffer that gloo's thread may be the last to hold.
     steps = 3 if of_ddp.get("static_graph") else 2
-    return trained(parallel, micro_batches=micro_batches, same_data=same_data, around_micro_batch=around, steps=steps)
+    training = {"micro_batches": micro_batches, "same_data": same_data, "steps": steps}
+    return wrapped(mode, decoder(block, frozen), wrap, order, **training)
 
 
 def fsdp1(
@@ -118,24 +125,10 @@ def fsdp1(
     **of_fsdp: Any,
 ) -> Outcome:
     """Train under FullyShardedDataParallel, a unit per block; `order`: the mode is put on before it or after."""
-    model = decoder(block, frozen)
-    if order == "before":
-        put(model, mode)
     units = {BLOCK_OF[block], nn.Sequential} if nested else {BLOCK_OF[block]}
-    sharded = FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy(units),  # type: ignore[arg-type]
-        device_id=torch.device("cpu"),
-        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32) if bf16 else None,
-        **of_fsdp,
-    )
-    if order == "after":
-        put(sharded, mode)
-
-    def around(last: bool) -> Any:
-        return contextlib.nullcontext() if last else sharded.no_sync()
-
-    return trained(sharded, micro_batches=micro_batches, same_data=same_data, around_micro_batch=around)
+    precision = MixedPrecision(torch.bfloat16, torch.float32) if bf16 else None
+    wrap = functools.partial(shard_fsdp1, units=units, mixed_precision=precision, **of_fsdp)
+    return wrapped(mode, decoder(block, frozen), wrap, order, micro_batches=micro_batches, same_data=same_data)
 
 
 def fsdp2(
@@ -163,7 +156,14 @@ def fsdp2(
     model = decoder(block, frozen)
     if order == "before":
         put(model, mode)
-    shard_fsdp2(model, nested, bf16=bf16, offload=offload, reshard_after_forward=reshard_after_forward)
+    shard_fsdp2(
+        model,
+        *units_of(model, nested),
+        mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy(),
+        offload_policy=CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy(),
+        reshard_after_forward=reshard_after_forward,
+    )
     if order == "after":
         put(model, mode)
     if prefetch:
@@ -188,21 +188,14 @@ def units_of(model: Decoder, nested: bool) -> list[Any]:
     return [*(one for block in model.blocks for one in (block.experts if nested else ())), *model.blocks]
 
 
-def shard_fsdp2(
-    model: Decoder,
-    nested: bool = False,
-    *,
-    bf16: bool = False,
-    offload: bool = False,
-    reshard_after_forward: bool | int = True,
-) -> None:
-    """Shard the units and the rest over all ranks."""
-    options: dict[str, Any] = {
-        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
-        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy(),
-        "offload_policy": CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy(),
-        "reshard_after_forward": reshard_after_forward,
-    }
-    for unit in units_of(model, nested):
+def shard_fsdp1(model: nn.Module, units: set[type[nn.Module]], **options: Any) -> Any:
+    """Shard the modules of these classes and the rest over all ranks."""
+    policy = ModuleWrapPolicy(units)
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), **options)
+
+
+def shard_fsdp2(model: nn.Module, *units: nn.Module, **options: Any) -> Any:
+    """Shard these modules, inner ones first, and the rest over all ranks."""
+    for unit in (*units, model):
         fully_shard(unit, **options)
-    fully_shard(model, **options)
+    return model

@@ -8,41 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.blocks import GatedMLP, RootMeanSquareNorm
+from tests.support.blocks import Attention, LlamaLikeBlock, with_dropout
 
 WIDTH, HEADS, TOKENS, BLOCKS = 32, 4, 8, 2
 DROPOUT = 0.1
-
-
-class Attention(nn.Module):
-    """Causal attention in whatever dtype its weights have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        batch, tokens, width = x_BTD.shape
-        q, k, v = (
-            project(x_BTD).view(batch, tokens, HEADS, -1).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(mixed.transpose(1, 2).reshape(batch, tokens, width))
-
-
-class DecoderBlock(nn.Module):
-    """One pre-norm block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm, self.mlp_norm = RootMeanSquareNorm(WIDTH), RootMeanSquareNorm(WIDTH)
-        self.self_attn = Attention()
-        self.mlp = GatedMLP(WIDTH, 2 * WIDTH)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        h_BTD = x_BTD + F.dropout(self.self_attn(self.attention_norm(x_BTD)), DROPOUT, self.training)
-        return h_BTD + F.dropout(self.mlp(self.mlp_norm(h_BTD)), DROPOUT, self.training)
 
 
 class ExpertsBlock(nn.Module):
@@ -54,7 +23,7 @@ class ExpertsBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.self_attn = Attention()
+        self.self_attn = Attention(WIDTH, HEADS)
         self.router = nn.Linear(WIDTH, 2)
         self.experts = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(2)
@@ -80,7 +49,7 @@ class TwoWaysBlock(nn.Module):
         return x_BTD + self.out(F.dropout(branch(x_BTD).tanh(), DROPOUT, self.training))
 
 
-BLOCK_OF: dict[str, type[nn.Module]] = {"dense": DecoderBlock, "experts": ExpertsBlock, "two ways": TwoWaysBlock}
+BLOCK_OF: dict[str, type[nn.Module]] = {"dense": LlamaLikeBlock, "experts": ExpertsBlock, "two ways": TwoWaysBlock}
 
 
 class Decoder(nn.Module):
@@ -104,4 +73,6 @@ class Decoder(nn.Module):
 def decoder(block: str, frozen: Sequence[str] = ()) -> Decoder:
     """The same model in every call and every rank."""
     torch.manual_seed(1)
-    return Decoder(block, frozen)
+    model = Decoder(block, frozen)
+    with_dropout(model, DROPOUT)
+    return model

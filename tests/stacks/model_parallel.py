@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import sac
-from tests.stacks.composition import Outcome, forward_done, outcome
+from tests.stacks.composition import Outcome, forward_done, outcome, train
 from tests.stacks.parallel_llama import DecoderLayer, Llama, Sizes, batch, built, cross_entropy
 
 
@@ -173,11 +173,4 @@ def experts(mode: Any) -> Outcome:
     model = nn.Sequential(RoutedExperts(32), RoutedExperts(32))
     put(model, mode, block=RoutedExperts)
     x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
-
-    def step() -> Tensor:
-        loss = model(x).square().mean()
-        forward_done()
-        loss.backward()
-        return loss
-
-    return outcome(step, model)
+    return train(model, lambda model: model(x).square().mean())

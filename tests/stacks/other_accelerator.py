@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import sac
 from tests.support.accelerator import NAME, attach
+from tests.support.blocks import Stack
 
 VALUES: dict[str, Any] = {
     "full": "full",
@@ -39,15 +40,8 @@ class Block(nn.Module):
         return x + nn.functional.dropout(self.down(hidden), 0.3)
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.float().square().mean()
+def loss_of(out: Tensor) -> Tensor:
+    return out.float().square().mean()
 
 
 def state() -> Tensor:
@@ -65,7 +59,7 @@ def trained(model: nn.Module, value: Any, *, autocast: bool) -> tuple[list[Tenso
     for _ in range(3):
         x = torch.randn(5, 16, device=NAME)
         with torch.autocast(NAME, torch.bfloat16, enabled=autocast):
-            loss = model(x)
+            loss = loss_of(model(x))
         loss.backward()
         found += [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
         optimizer.step()
@@ -85,7 +79,7 @@ def main(library: str) -> None:
     attach(Path(library))
     assert torch.accelerator.current_accelerator() == torch.device(NAME)
     torch.manual_seed(0)
-    model = Model().to(NAME)
+    model = Stack(*(Block() for _ in range(3))).to(NAME)
     with torch.autocast(NAME, torch.bfloat16):
         assert model.blocks[0].up(torch.ones(1, 16, device=NAME)).dtype == torch.bfloat16
     for autocast in (False, True):
@@ -98,7 +92,7 @@ def main(library: str) -> None:
 
     inputs = (torch.randn(5, 16, device=NAME),)
     before = state()
-    traced = sac.trace(model, inputs, "selective", loss_fn=lambda loss: loss)
+    traced = sac.trace(model, inputs, "selective", loss_fn=loss_of)
     assert torch.equal(before, state())
     assert {row.decision for row in traced.rows} == {"save", "recompute"}
     print(refusal(lambda: sac.compare(model, inputs)))

@@ -25,9 +25,8 @@ pytest.importorskip("accelerate", reason="tests of Accelerate need accelerate")
 
 
 @contextmanager
-def accelerator(**options: Any) -> Iterator[Any]:
-    """An Accelerator on the process group that there is, or on none; its state, which is global, is taken back."""
-    from accelerate import Accelerator
+def its_state() -> Iterator[None]:
+    """State of Accelerate, which is global, for the process group that there is, or for none; it is taken back."""
     from accelerate.state import AcceleratorState, GradientState
 
     environment = {"ACCELERATE_USE_CPU": "true"}
@@ -39,10 +38,18 @@ def accelerator(**options: Any) -> Iterator[Any]:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         try:
-            yield Accelerator(cpu=True, **options)
+            yield
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
+
+
+@contextmanager
+def accelerator(**options: Any) -> Iterator[Any]:
+    from accelerate import Accelerator
+
+    with its_state():
+        yield Accelerator(cpu=True, **options)
 
 
 def prepared(accelerate: Any, value: Any, when: str) -> tuple[nn.Module, dict[str, Any]]:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 import sac
 from sac.engine.compiled import checkpoint_contexts
 from sac.errors import SacWarning
-from tests.stacks.composition import differences, forward_done, outcome
+from tests.stacks.composition import differences
+from tests.stacks.composition import train as measured
 from tests.support.blocks import (
     FULL,
     LlamaLikeBlock,
@@ -74,22 +75,12 @@ def without_us(way: Way) -> tuple[dict[str, Tensor], Compiled]:
     return train_compiled(llama_stack, nothing, compile_it=way)
 
 
-def compiled(value: Any, way: Way, *, apply_first: bool) -> tuple[Any, Compiled, nn.Module]:
+def compiled(value: Any, way: Way) -> tuple[Any, Compiled, nn.Module]:
     """What training gives, its graphs, and the model; sac must not warn of anything."""
     models: list[nn.Module] = []
-
-    def put(model: nn.Module) -> None:
-        models.append(sac.apply(model, value) if apply_first else model)
-
-    def compile_it(model: nn.Module, backend: Any) -> Any:
-        result = way(model, backend)
-        if not apply_first:
-            sac.apply(model if result is None else result, value)
-        return result
-
     with warnings.catch_warnings():
         warnings.simplefilter("error", SacWarning)
-        seen, log = train_compiled(llama_stack, put, compile_it=compile_it)
+        seen, log = train_compiled(llama_stack, lambda m: models.append(sac.apply(m, value)), compile_it=way)
     return seen, log, models[0]
 
 
@@ -112,19 +103,19 @@ VALUES: dict[str, tuple[Any, int]] = {
     "by default": (selective(policy(default="save")), 0),
 }
 CASES = [
-    *((name, whole, True) for name in VALUES),
-    ("in turn", whole, False),
-    *(("in turn", way, first) for way in (in_place, each_replaced, each_in_place) for first in (True, False)),
-    ("in the first block", each_in_place, True),
+    *((name, whole) for name in VALUES),
+    *(("in turn", way) for way in (in_place, each_replaced, each_in_place)),
+    ("in the first block", each_in_place),
 ]
 
 
-@pytest.mark.parametrize(("name", "way", "apply_first"), CASES, ids=lambda one: getattr(one, "__name__", str(one)))
-def test_gradients_graphs_and_the_report(name: str, way: Way, apply_first: bool) -> None:
+@pytest.mark.parametrize(("name", "way"), CASES, ids=lambda one: getattr(one, "__name__", str(one)))
+def test_gradients_graphs_and_the_report(name: str, way: Way) -> None:
+    """`sac.apply` comes first; after compiling: test_wrong_order."""
     value, again = VALUES[name]
     skip_if_results_are_not_told(value)
     reference, without = without_us(way)
-    ours, log, model = compiled(value, way, apply_first=apply_first)
+    ours, log, model = compiled(value, way)
     assert_same(clean(reference), clean(ours))
     if way in (whole, in_place):
         assert (without.products(), log.products()) == ([2 * PER_BLOCK], [2 * PER_BLOCK + again])
@@ -134,7 +125,7 @@ def test_gradients_graphs_and_the_report(name: str, way: Way, apply_first: bool)
         assert set(log.products()) == each
     report = sac.report(model)
     told = {kind.regions: list(kind.traced.rules.values()) for kind in report.kinds if kind.traced is not None}
-    if apply_first and name not in ("by default", "whole modules"):  # they count other things in eager
+    if name not in ("by default", "whole modules"):  # they count other things in eager
         assert told == eager_hits(value)
     assert all(kind.calls == 0 and kind.kept_bytes == 0 for kind in report.kinds)
 
@@ -178,8 +169,8 @@ class Breaking(LlamaLikeBlock):
 
 # By name: the model, what puts sac on it, and the products in its backward graph.
 MODELS: dict[str, tuple[Any, Any, int]] = {
-    "below the model": (Inside, lambda m: sac.apply(m.inner, GATE), 41),  # the head reads the last product
-    "context_fn": (Inside, lambda m: install(m.inner, GATE, "context_fn with module"), 41),
+    # the head reads the last product
+    "below the model": (Inside, lambda m: install(m.inner, GATE, "context_fn with module"), 41),
     "writes, full": (lambda: Stack(Written(), Written()), lambda m: sac.apply(m, FULL), 12),
     "writes, products": (lambda: Stack(Written(), Written()), lambda m: sac.apply(m, PRODUCTS), 8),
 }
@@ -194,14 +185,12 @@ def test_models(build: Any, put: Any, products: int) -> None:
     assert_same(reference, ours)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "t5"])
-def test_a_hugging_face_model_is_one_graph(family: str) -> None:
+def test_a_hugging_face_model_is_one_graph() -> None:
     runs = []
     for value in ("none", "full", "selective"):
         torch._dynamo.reset()
         log = Compiled()
-        layers = {"num_layers": 1, "num_decoder_layers": 1} if family == "t5" else {"num_hidden_layers": 1}
-        model, inputs = tiny(family, use_cache=False, **layers)
+        model, inputs = tiny("qwen3_moe", use_cache=False, num_hidden_layers=1)
         sac.apply(model, value)
         loss = torch.compile(model, backend=log.backend, fullgraph=True)(**inputs).loss
         loss.backward()
@@ -320,13 +309,17 @@ def backward_twice(model: nn.Module) -> dict[str, Tensor]:
     return steps_of(whole(model, "aot_eager"), twice)
 
 
-BACKWARDS = (eager_under_compiled_autograd, compiled_autograd, donated_buffers, backward_twice)
 REENTRANT = {**FULL, "use_reentrant": True}
 
 
 @pytest.mark.parametrize(
     ("backward", "value"),
-    [*((one, value) for one in BACKWARDS for value in (FULL, PRODUCTS)), (eager_under_compiled_autograd, REENTRANT)],
+    [
+        (eager_under_compiled_autograd, FULL),
+        (eager_under_compiled_autograd, REENTRANT),
+        (donated_buffers, PRODUCTS),
+        *((one, value) for one in (compiled_autograd, backward_twice) for value in (FULL, PRODUCTS)),
+    ],
 )
 @pytest.mark.filterwarnings("ignore::sac.errors.SacWarning")
 def test_backward(backward: Any, value: Any) -> None:
@@ -345,14 +338,7 @@ def test_a_region_with_a_graph_break_runs_in_eager() -> None:
         model = sac.apply(built(lambda: Stack(Breaking(), Breaking())), config)
         run = torch.compile(model, backend="aot_eager")
         (x,) = tokens()
-
-        def step(run: Any = run, x: Tensor = x) -> Tensor:
-            loss = run(x).square().sum()
-            forward_done()
-            loss.backward()
-            return loss
-
-        runs.append(outcome(step, model, compiled=True))
+        runs.append(measured(model, lambda _, run=run, x=x: run(x).square().sum(), compiled=True))
     reference, ours = runs
     assert differences(ours, reference) == []
     assert reference.flops < ours.flops

@@ -1,7 +1,6 @@
-"""Something compiled inside an eager region: exact, compiled in both passes, one piece to rules, and reported.
+"""Something compiled inside an eager region: exact, one piece to rules, and reported.
 
-A dispatch mode that Dynamo does not know to leave alone turns compiled functions around it into eager ones, without a
-word: attention by `flex_attention` then makes its whole matrix of scores.
+That it stays compiled, attention by `flex_attention` too, is in tests/dangers/test_10_compiled_parts.py.
 """
 
 from __future__ import annotations
@@ -13,15 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch.nn.attention import flex_attention as flex
+from torch import nn
 
 import sac
 from sac.errors import RegionError, SacWarning
 from sac.reporting import decisions_of
-from tests.support.blocks import FULL, Stack, alternate, llama_stack, policy, save, selective, tokens
+from tests.support.blocks import FULL, alternate, llama_stack, policy, save, selective, tokens
 from tests.support.training import assert_same, built, train
 
 ATTENTION_AND_PRODUCTS = selective(policy(save("attention"), alternate("matmul")))
@@ -116,82 +112,3 @@ def test_a_compiled_graph_can_be_saved_as_a_whole() -> None:
     assert [row.decision for row in rows] == ["save"]
     (kind,) = sac.report(model).kinds
     assert (kind.rules[0].hits, kind.rules[0].saved_bytes > 0) == (1, True)
-
-
-# -- Attention by `flex_attention` stays compiled; other functions are in tests/dangers/test_10_compiled_parts
-
-
-def relative(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return score + (query - key)
-
-
-class Flexible(nn.Module):
-    """Compiled attention between two layers."""
-
-    def __init__(self, attention: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.attention = attention
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.first(x).view(2, 8, 2, 8).transpose(1, 2)
-        mixed = self.attention(heads, heads.sin(), heads.cos(), score_mod=relative)
-        return self.last(mixed.transpose(1, 2).reshape(x.shape).relu()) + x
-
-
-MATMULS = policy({**save("matmul"), "optional": True})
-MODES: dict[str, Any] = {
-    "full": FULL,
-    "full, reentrant": {**FULL, "use_reentrant": True},
-    "auto": selective(MATMULS),
-    "rerun": selective(MATMULS, engine="rerun"),
-    "a whole module": selective(policy({"module": "first", "do": "save"})),
-}
-
-
-def trained(value: Any, hidden: bool) -> tuple[dict[str, Any], list[int]]:
-    """What training gives, and how often the compiled attention has run by the end of each forward and backward.
-
-    `hidden`: the dispatcher does not see what it runs, as with inductor; else each op of the graph, as with aot_eager.
-    """
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    runs = [0]
-
-    def counting(graph: torch.fx.GraphModule, examples: Any) -> Any:
-        def run(*args: Any) -> Any:
-            runs[-1] += 1
-            guard = torch._C._DisableTorchDispatch() if hidden else None
-            try:
-                return graph.forward(*args)
-            finally:
-                del guard
-
-        return make_boxed_func(run)
-
-    def plain(graph: torch.fx.GraphModule, examples: Any) -> Any:
-        return make_boxed_func(graph.forward)
-
-    def backward(loss: Tensor, *_: Any) -> list[Tensor | None]:
-        runs.append(0)
-        loss.backward()
-        runs.append(0)
-        return []
-
-    backend = aot_autograd(fw_compiler=counting, inference_compiler=counting, bw_compiler=plain)
-    attention = torch.compile(flex.flex_attention, backend=backend)
-    model = sac.apply(Stack(Flexible(attention), Flexible(attention)), value)
-    seen = train(model, steps=2, make_input=lambda device: (torch.randn(2, 8, 16),), backward=backward)
-    return seen, runs[:-1]
-
-
-@pytest.mark.filterwarnings("ignore::sac.errors.SacWarning")  # rules do not look into what is compiled
-@pytest.mark.parametrize("hidden", [True, False], ids=["kernel", "ops"])
-@pytest.mark.parametrize("mode", MODES)
-def test_flex_attention_runs_compiled_in_both_passes(mode: str, hidden: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has a backward on the CPU (the graph's ops), but for a check that inductor's CPU kernels need."""
-    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
-    (expected, without), (ours, runs) = trained("none", hidden), trained(MODES[mode], hidden)
-    assert_same(expected, ours)
-    assert without == [2, 0, 2, 0]
-    assert runs == [2, 2, 2, 2]

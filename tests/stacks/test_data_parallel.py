@@ -15,7 +15,7 @@ from sac.stores.transfers import TransferLimits
 from tests.stacks.composition import Outcome, differences
 from tests.stacks.matrix import assert_as_promised, line_of
 from tests.stacks.registry import EVERYWHERE, Stack, row, train, trained
-from tests.support.blocks import policy
+from tests.support.blocks import policy, save
 from tests.support.ranks import run_ranks
 from tests.support.simulated_streams import simulated_streams
 
@@ -57,6 +57,25 @@ def test_units_inside_regions_of_fsdp1_are_gathered_again() -> None:
     """By their own hooks, when the region runs again."""
     stack = row(FSDP1, 2, ALL, **EXPERTS, use_orig_params=True, micro_batches=2)
     assert_as_promised(line_of(stack), sends_again=True)
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [
+        row(FSDP1, 2, **EXPERTS, use_orig_params=True),
+        row(FSDP2, 2, **EXPERTS, micro_batches=2, reshard_in_between=False),
+    ],
+    ids=lambda stack: stack.name,
+)
+def test_what_is_gathered_is_no_value_to_save(stack: Stack) -> None:
+    """Nor is gathering inside of a region the region's write."""
+    plain = trained(stack, "none")
+    for value in (policy(default="save"), policy(save("matmul"))):
+        for engine in ("auto", "rerun"):
+            found = trained(stack, {"mode": "selective", "policy": value, "engine": engine})
+            for ours, reference in zip(found, plain, strict=True):
+                assert differences(ours, reference) == []
+                assert ours.kept_bytes <= reference.kept_bytes
 
 
 @pytest.mark.parametrize("more", [{}, {"order": "after", "micro_batches": 2}], ids=str)

@@ -37,6 +37,7 @@ OTHERS = (
     *(row("test_accelerate:run_fsdp", 2, when=when) for when in ("before", "after")),
     row("test_accelerate:run_fsdp", 2, precision="bf16"),
     row("hf_training:trainer", gradient_accumulation_steps=2, bf16=True, eval_strategy="steps", eval_steps=1),
+    row("hf_training:trainer", use_cache=True),  # the Trainer turns it on again
     *(row("test_peft:lora", kind=kind) for kind in ("lora and a head", "dora", "ia3", "prompt", "prefix")),
     *(row("test_peft:lora", kind=kind, first="sac") for kind in ("lora", "prefix")),
     *(row("test_trl:dpo", adapter=adapter) for adapter in (False, True)),

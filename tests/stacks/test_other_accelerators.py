@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 SAID = """\
 device: 'sim:0' cannot be measured
     legal: cpu, cuda
-Model: its parameters are on sim
+Stack: its parameters are on sim
     legal: cpu, cuda, meta
     fix: plan it on the CPU or on the meta device and name the GPU: device="h100"\
 """

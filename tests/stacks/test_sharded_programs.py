@@ -13,13 +13,12 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import sac
 from tests.stacks.composition import Outcome, differences, outcome, train
-from tests.stacks.data_parallel import Batches, shard_fsdp2, trained
-from tests.stacks.decoders import BLOCK_OF, Decoder, ExpertsBlock, decoder
+from tests.stacks.data_parallel import Batches, shard_fsdp1, shard_fsdp2, trained, units_of
+from tests.stacks.decoders import Decoder, ExpertsBlock, decoder
 from tests.support.model_zoo import tiny
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_same
@@ -38,9 +37,13 @@ def around(order: str, value: Any, model: Any, shard: Callable[[Any], object], *
     return model
 
 
-def sharded(value: Any, order: str) -> Decoder:
+def shard_nested(model: Any) -> Any:
     """Each expert is a unit inside a block, which is one too."""
-    return around(order, value, decoder("experts"), lambda model: shard_fsdp2(model, nested=True))
+    return shard_fsdp2(model, *units_of(model, nested=True))
+
+
+def sharded(value: Any, order: str) -> Decoder:
+    return around(order, value, decoder("experts"), shard_nested)
 
 
 def several_forwards(value: Any, order: str) -> Outcome:
@@ -75,26 +78,24 @@ def from_meta(value: Any, order: str) -> Outcome:
     """The model gets its memory and weights when all has been put on it."""
     with torch.device("meta"):
         model = Decoder("experts")
-    around(order, value, model, lambda model: shard_fsdp2(model, nested=True))
+    around(order, value, model, shard_nested)
     model.to_empty(device="cpu")
     torch.manual_seed(1)
     for parameter in model.parameters():
         nn.init.normal_(parameter.to_local(), std=0.2)
+    for buffer in model.buffers():
+        nn.init.uniform_(buffer)
     return trained(model)
 
 
 def hugging_face(value: Any, order: str) -> Outcome:
     """Experts and attention are units inside the layers, which are units themselves."""
     model, batch = tiny("qwen3_moe", dropout=0.1)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
     def shard(model: Any) -> None:
-        for layer in model.model.layers:
-            if hasattr(layer.mlp, "experts"):
-                fully_shard(layer.mlp.experts, mp_policy=policy)
-            fully_shard(layer.self_attn, mp_policy=policy)
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+        parts = ((getattr(layer.mlp, "experts", None), layer.self_attn, layer) for layer in model.model.layers)
+        units = [part for layer in parts for part in layer if part is not None]
+        shard_fsdp2(model, *units, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 
     return train(around(order, value, model, shard), lambda model: model(**batch, use_cache=False).loss)
 
@@ -102,15 +103,9 @@ def hugging_face(value: Any, order: str) -> Outcome:
 def in_chunks(value: Any, order: str) -> Outcome:
     """A region holds two layers, each a unit with units inside."""
     torch.manual_seed(1)
-
-    def shard(model: Any) -> None:
-        for block in model:
-            for expert in block.experts:
-                fully_shard(expert)
-            fully_shard(block)
-        fully_shard(model)
-
-    return trained(around(order, value, nn.Sequential(*(ExpertsBlock() for _ in range(4))), shard))
+    model = nn.Sequential(*(ExpertsBlock() for _ in range(4)))
+    units = [unit for block in model for unit in (*block.experts, block)]
+    return trained(around(order, value, model, lambda model: shard_fsdp2(model, *units)))
 
 
 def name_of(one: Any) -> str:
@@ -142,11 +137,7 @@ def test_as_without_us(program: Callable[..., Outcome], value: Any, order: str) 
 
 def wrapped(stack: str, mode: str) -> nn.Module:
     model: nn.Module = sac.apply(decoder("experts"), mode)
-    if stack == "FSDP2":
-        shard_fsdp2(model, nested=True)
-        return model
-    units, device = ModuleWrapPolicy({BLOCK_OF["experts"]}), torch.device("cpu")
-    return FullyShardedDataParallel(model, auto_wrap_policy=units, device_id=device, use_orig_params=True)
+    return shard_nested(model) if stack == "FSDP2" else shard_fsdp1(model, {ExpertsBlock}, use_orig_params=True)
 
 
 def checkpointed_states(stack: str, mode: str) -> tuple[Seen, Seen]:

@@ -1,4 +1,7 @@
-"""transformers' Trainer: the same losses and weights as without us; its own switch is refused, or carried out by us."""
+"""transformers' Trainer: the same losses and weights as without us; its own switch is carried out by us.
+
+Where it is refused: test_trl.py, whose trainers are this one.
+"""
 
 from __future__ import annotations
 
@@ -41,24 +44,10 @@ def assert_as(ours: Outcome, plain: Outcome) -> None:
     assert_recomputed(lambda mode: plain if mode == "none" else ours, "ours")
 
 
-def test_use_cache_that_the_trainer_turns_on_again(tmp_path: Path) -> None:
-    plain, ours = (train(tmp_path, prepare, use_cache=True) for prepare in (untouched, applied("selective")))
-    assert differences(ours, plain) == []
-
-
 def test_a_training_that_is_saved_and_taken_up_again(plain: Outcome, tmp_path: Path) -> None:
     train(tmp_path, applied("selective"), save_strategy="steps", save_steps=2)
     again = train(tmp_path, applied("selective"), resume=str(tmp_path / "checkpoint-2"))
     assert differences(again, plain) == []
-
-
-def test_the_trainers_own_switch_after_apply(tmp_path: Path) -> None:
-    model, batch = tiny("llama")
-    sac.apply(model, "selective")
-    trainer = transformers.Trainer(model, arguments(tmp_path, gradient_checkpointing=True), train_dataset=rows(batch))
-    with pytest.raises(ModelError, match=r"activation_checkpointing_enable was called, and sac\.apply has been"):
-        trainer.train()
-    assert not model.is_activation_checkpointing
 
 
 # --- SacCallback
@@ -73,14 +62,6 @@ def test_callback(model_init: bool, plain: Outcome, tmp_path: Path, caplog: pyte
     assert told.startswith(
         "activation checkpointing: selective, 2 regions, policy llama\nmodel.layers.0-1 (x2): keeps "
     )
-
-
-def test_callback_beside_the_trainers_own_switch(tmp_path: Path) -> None:
-    model, batch = tiny("llama")
-    given = arguments(tmp_path, activation_checkpointing=True)
-    with pytest.raises(ConfigError, match="SacCallback: activation_checkpointing is on in the TrainingArguments too"):
-        transformers.Trainer(model, given, train_dataset=rows(batch), callbacks=[SacCallback("full")])
-    assert region_paths(model) == []
 
 
 def test_the_figures_of_the_report_reach_the_trainers_loggers(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Modules that are not plain: reparametrised, tied, scripted, with a `__call__` of their own; and torch.func."""
+"""Modules that are not plain: reparametrised, shared, scripted, called otherwise, without data; and torch.func."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.utils import parametrizations, parametrize
 
@@ -58,10 +59,6 @@ def call_otherwise(model: Stack) -> None:
         block.__class__ = OwnCall
 
 
-def tie_weights(model: Stack) -> None:
-    model.blocks[1].up.weight = model.blocks[0].up.weight
-
-
 def share_part(model: Stack) -> None:
     model.blocks[1].down = model.blocks[0].down
 
@@ -72,12 +69,10 @@ def one_block_twice(model: Stack) -> None:
 
 PREPARED: dict[str, Prepare] = {
     "parametrize": reparametrised(lambda one: parametrize.register_parametrization(one, "weight", Scaled())),
-    "spectral_norm": reparametrised(parametrizations.spectral_norm),
     "weight_norm": reparametrised(parametrizations.weight_norm),
     "weight_norm by hooks": reparametrised(nn.utils.weight_norm),
     "scripted parts": script_parts,
     "a call of its own": call_otherwise,
-    "tied weights": tie_weights,
     "a shared part": share_part,
     "one block twice": one_block_twice,
 }
@@ -85,11 +80,15 @@ ONLY_BEFORE = ("scripted parts", "a call of its own")  # before `sac.apply`
 
 
 def inputs(device: str) -> tuple[Tensor]:
-    return (torch.randn(2, 4, WIDTH),)
+    return (torch.randn(2, 4, WIDTH, device=device),)
 
 
-def one_step(model: Stack) -> list[Tensor]:
-    loss = model(*inputs("cpu")).square().mean()
+def two_blocks() -> Stack:
+    return Stack(Block(), Block())
+
+
+def one_step(model: Stack, device: str = "cpu") -> list[Tensor]:
+    loss = model(*inputs(device)).square().mean()
     loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
@@ -102,7 +101,7 @@ def one_step(model: Stack) -> list[Tensor]:
 @ON_EACH_VALUE
 def test_prepared(value: Any, name: str, apply_first: bool) -> None:
     def build(on: bool) -> Stack:
-        model = built(lambda: Stack(Block(), Block()))
+        model = built(two_blocks)
         if on and apply_first:
             sac.apply(model, value)
         torch.manual_seed(5)
@@ -116,7 +115,7 @@ def test_prepared(value: Any, name: str, apply_first: bool) -> None:
 
 def cached_step(value: Any) -> list[Tensor]:
     """One step with a cache of parametrizations around forward and backward."""
-    model = built(lambda: Stack(Block(), Block()))
+    model = built(two_blocks)
     PREPARED["parametrize"](model)
     sac.apply(model, value)
     torch.manual_seed(7)
@@ -158,10 +157,43 @@ TRANSFORMS: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
 @ON_EACH_VALUE
 def test_transforms_of_torch_func_are_an_error(value: Any, transform: Callable[[nn.Module], Any]) -> None:
-    model = built(lambda: Stack(Block(), Block())).eval()
+    model = built(two_blocks).eval()
     sac.apply(model, value)
     with pytest.raises(RegionError, match=r"called inside a transform of torch\.func .*\n    fix: call sac\.remove"):
         transform(model)
     with torch.no_grad():
         vmap(model)(X)  # no region
     transform(sac.remove(model))
+
+
+# -- Without data
+
+
+@pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
+@ON_EACH_VALUE
+def test_apply_then_a_step_on_meta_then_real_data(value: Any, assign: bool) -> None:
+    plain = built(two_blocks)
+    with torch.device("meta"):
+        model = sac.apply(two_blocks(), value)
+    one_step(model, "meta")
+    assert all(one.grad.is_meta and one.grad.shape == one.shape for one in model.parameters())
+    model.zero_grad()
+    if not assign:
+        model.to_empty(device="cpu")
+    model.load_state_dict(built(two_blocks).state_dict(), assign=assign)
+    assert_same(train(plain, steps=3, make_input=inputs), train(model, steps=3, make_input=inputs))
+    assert count_flops(lambda: one_step(model)) > count_flops(lambda: one_step(plain))
+
+
+@ON_EACH_VALUE
+def test_steps_on_fake_tensors_cost_what_real_ones_cost(value: Any) -> None:
+    """States of generators are real where all else is fake: comparing them must not make fake tensors of them."""
+    model = sac.apply(built(two_blocks), value)
+    one_step(model)
+    expected = count_flops(lambda: one_step(model))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = sac.apply(two_blocks(), value)
+        for _ in range(2):
+            one_step(model)
+        assert count_flops(lambda: one_step(model)) == expected
+        assert all(one.grad.shape == one.shape for one in model.parameters())

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import sac
-from tests.stacks.composition import Outcome, differences, forward_done, outcome
+from tests.stacks.composition import Outcome, differences, train
+from tests.stacks.data_parallel import shard_fsdp1, shard_fsdp2
 from tests.stacks.matrix import assert_as_promised, line_of
 from tests.stacks.registry import Stack as Row
 from tests.support.blocks import LlamaLikeBlock, Stack, llama_stack
@@ -30,6 +29,11 @@ APPLY = "apply"
 
 def compile_whole(model: nn.Module) -> nn.Module:
     return torch.compile(model, backend="aot_eager")
+
+
+def compile_in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="aot_eager")
+    return model
 
 
 def compile_blocks(model: nn.Module) -> nn.Module:
@@ -47,14 +51,11 @@ def wrap_compiled_blocks(model: nn.Module) -> nn.Module:
 
 
 def shard(model: nn.Module) -> nn.Module:
-    for block in blocks_of(model):
-        fully_shard(block)
-    return fully_shard(model)
+    return shard_fsdp2(model, *blocks_of(model))
 
 
 def shard_flat(model: nn.Module) -> nn.Module:
-    each = ModuleWrapPolicy({LlamaLikeBlock})
-    return FullyShardedDataParallel(model, auto_wrap_policy=each, device_id=torch.device("cpu"), use_orig_params=True)
+    return shard_fsdp1(model, {LlamaLikeBlock}, use_orig_params=True)
 
 
 def parallelize(model: nn.Module) -> nn.Module:
@@ -82,6 +83,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 ALONE: dict[str, Callable[[nn.Module], nn.Module]] = {
     "compile": compile_whole,
+    "compile in place": compile_in_place,
     "compile blocks": compile_blocks,
     "wrap compiled blocks": wrap_compiled_blocks,
     "PEFT": adapt,
@@ -125,14 +127,7 @@ def trained(value: Any, *, order: Sequence[str]) -> Outcome:
 def measured(model: nn.Module, *, compiled: bool) -> Outcome:
     torch.manual_seed(2)
     x = torch.randn(2, 16, 32, dtype=next(model.parameters()).dtype)
-
-    def step() -> Tensor:
-        loss = model(x).square().mean()
-        forward_done()
-        loss.backward()
-        return loss
-
-    found = outcome(step, model, compiled=compiled)
+    found = train(model, lambda model: model(x).square().mean(), compiled=compiled)
     model.zero_grad()
     return found
 

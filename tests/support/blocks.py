@@ -165,7 +165,7 @@ class Attention(nn.Module):
             project(x_BTD).view(batch, tokens, self.heads, -1).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        cos, sin = self.cos[:tokens], self.sin[:tokens]
+        cos, sin = (table[:tokens].to(q.dtype) for table in (self.cos, self.sin))
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(
             rotate(q, cos, sin), rotate(k, cos, sin), v, dropout_p=dropout, is_causal=True

@@ -23,27 +23,42 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 @dataclass
 class Compiled:
-    """Keeps the graphs that torch.compile hands to a backend, and runs them as they are."""
+    """Keeps the graphs that torch.compile hands to a backend, and runs them as they are; counts the runs of forwards.
+
+    `hidden`: the dispatcher does not see what forwards run, as with inductor; else each op, as with aot_eager.
+    """
 
     forward: list[GraphModule] = field(default_factory=list)
     backward: list[GraphModule] = field(default_factory=list)
+    hidden: bool = False
+    runs: int = 0
 
     @property
     def backend(self) -> Callable[..., Any]:
         """What torch.compile takes."""
         return aot_autograd(
-            fw_compiler=self._keep(self.forward),
-            bw_compiler=self._keep(self.backward),
+            fw_compiler=self._forward,
+            inference_compiler=self._forward,
+            bw_compiler=self._backward,
             partition_fn=min_cut_rematerialization_partition,
         )
 
-    @staticmethod
-    def _keep(graphs: list[GraphModule]) -> Callable[..., Any]:
-        def compile_graph(graph: GraphModule, inputs: Any) -> Any:
-            graphs.append(graph)
-            return make_boxed_func(graph.forward)
+    def _forward(self, graph: GraphModule, inputs: Any) -> Any:
+        self.forward.append(graph)
 
-        return compile_graph
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            guard = torch._C._DisableTorchDispatch() if self.hidden else None
+            try:
+                return graph.forward(*args)
+            finally:
+                del guard
+
+        return make_boxed_func(run)
+
+    def _backward(self, graph: GraphModule, inputs: Any) -> Any:
+        self.backward.append(graph)
+        return make_boxed_func(graph.forward)
 
     def products(self) -> list[int]:
         """How many matrix products each backward graph holds."""

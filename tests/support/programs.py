@@ -132,6 +132,13 @@ def fused_norm(block: Block, x: Tensor) -> Tensor:
     return block.down(F.dropout(block.norm(block.up(x)), 0.3, True))
 
 
+@program("plain", not_under=("reentrant",))  # torch refuses `grad` and gradients of gradients there
+def smooth(block: Block, x: Tensor) -> Tensor:
+    """Operators that save their own results, whose graphs lead to the saved tensors themselves."""
+    h = F.dropout(block.up(x).tanh(), 0.3).exp()
+    return F.layer_norm(block.down(h), (WIDTH,)).sigmoid() * x.sin()
+
+
 @program("plain", children={"conv": lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1)})
 def convolution(block: Block, x: Tensor) -> Tensor:
     return block.conv(block.up(x).t()[None]).squeeze(0).t() * x.sigmoid()
@@ -249,6 +256,22 @@ def written_behind_autograd(block: Block, x: Tensor) -> Tensor:
     y = h * 2.0
     alias.mul_(3)
     return block.down(y.sin()) * alias
+
+
+@program("write", children={"scale": lambda: nn.LayerNorm(WIDTH)}, not_under=("reentrant",))
+def writes_to_a_parameter(block: Block, x: Tensor) -> Tensor:
+    """Autograd has saved the parameter after the write, and refuses it if its version has moved since."""
+    with torch.no_grad():
+        block.scale.weight.mul_(0.9).clamp_(0.5, 2.0)
+    return block.down(block.up(x).sin() * block.scale.weight) * block.scale.weight
+
+
+@program("write", children={"norm": lambda: nn.BatchNorm1d(WIDTH)}, not_under=("reentrant",))
+def writes_to_a_buffer(block: Block, x: Tensor) -> Tensor:
+    h = block.up(x).sin()
+    with torch.no_grad():
+        block.norm.running_mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
+    return block.down(h - block.norm.running_mean) * block.norm.running_mean.clone()
 
 
 # -- Views

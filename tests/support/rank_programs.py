@@ -218,12 +218,12 @@ def wobbling_inside(block: FunctionBlock, x: Tensor) -> Tensor:
     return wobble(h.to_local() * scale).sin() @ block.b
 
 
-def told_of_a_difference(inside: bool) -> str:
+def told_of_a_difference(engine: str, inside: bool) -> str:
     """On rank 0 a replayed value differs from that of the forward; what the rank is told."""
     body = wobbling_inside if inside else wobbling
     model = Stack(FunctionBlock(body))
     model.blocks[0].mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sac.apply(model, selective(POLICIES["nothing"], engine="replay", verify="first"))
+    sac.apply(model, selective(POLICIES["nothing"], engine=engine, verify="first"))
     loss = model(torch.randn(8, 8)).sum()
     if dist.get_rank() == 0:
         Wobble.sign = -1e5

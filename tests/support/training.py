@@ -94,6 +94,11 @@ def state_after(step: int, model: nn.Module, loss: Tensor, device: str) -> dict[
     return seen
 
 
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the gradients that there are, by parameter."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
 def descend(model: nn.Module, rate: float) -> None:
     """Step by a bounded length, so that no model of these tests blows up."""
     with torch.no_grad():

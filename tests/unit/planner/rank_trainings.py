@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import sac
 from sac.memory_timeline import measure_memory
+from tests.stacks.data_parallel import shard_fsdp2
 from tests.stacks.pipelines import stage_numbers
 from tests.support.blocks import llama_stack
 from tests.support.prompt_collectives import prompt_collectives
@@ -26,9 +26,7 @@ STEPS = 6
 
 def sharded(model: Language) -> None:
     """Shard each block, and the rest, over both ranks."""
-    for block in model.body.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    shard_fsdp2(model, *model.body.blocks)
 
 
 def tensor_parallel(model: Language) -> None:

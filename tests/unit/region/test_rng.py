@@ -37,6 +37,7 @@ def forks_in_forks(tracker: Any, block: Block, x: Tensor) -> Tensor:
 
 CALLS = {"sac.checkpoint": sac.checkpoint, "reentrant": partial(sac.checkpoint, use_reentrant=True)}
 VALUES = {"full": FULL, **{name: selective(POLICIES[name]) for name in ("matmuls", "every second op", "everything")}}
+VALUES["rerun"] = {**VALUES["matmuls"], "engine": "rerun"}
 
 
 @pytest.mark.parametrize("way", [*CALLS, *VALUES])
