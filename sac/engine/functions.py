@@ -358,7 +358,7 @@ class UnitCall:
             elif rule is not None:
                 self._recompute_inside(rule)
         self.wanted = _unexplained(tape, scope, self.results)
-        is_unit = bool(self.wanted or self.written)
+        is_unit = bool(self.wanted or self.written or (scope.opaque and self.op_written))
         if is_unit and (self.op_written or self.written or self._sends()) and not scope.strict:
             scope.strict = "writes to arguments, or communicates"  # and must do so once
             self.wanted = _unexplained(tape, scope, self.results)

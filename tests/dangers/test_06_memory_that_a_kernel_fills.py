@@ -196,6 +196,29 @@ def test_a_kernel_that_does_not_repeat_itself_is_reported(
     assert_exact_or_reported(program, Way(engine, lambda model, _: sac.apply(model, value)), backward=backward)
 
 
+class CopiedInto(torch.autograd.Function):
+    """An op copies memory that the kernel has allocated by itself into the argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        x.copy_(torch.from_numpy(x.detach().numpy() * 0.5))
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 0.5 + 0 * ctx.saved_tensors[0]
+
+
+COPIED = Program("copied into", lambda block, x: block.down(CopiedInto.apply(block.up(x) * 2).tanh()).sin())
+
+
+@on_every_way([COPIED])
+def test_an_op_writes_what_a_kernel_has_made(program: Program, way: str, policy: str) -> None:
+    assert_exact(program, way, policy)
+
+
 # -- Nothing is held that backward does not read
 
 
