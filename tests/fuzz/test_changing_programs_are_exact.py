@@ -125,6 +125,13 @@ def test_engines_are_exact(first: int) -> None:
             assert result.kind in (EQUAL, LIMIT, *refuses), told(seed, way, result)
 
 
+@pytest.mark.parametrize("first", range(200, 220, 10))
+def test_budgets_change_no_result(first: int) -> None:
+    for seed in range(first, first + 10):
+        result = outcome(program_of(seed), "budget")
+        assert result.kind in (EQUAL, LIMIT, REFUSED, UNSEEN), told(seed, "budget", result)
+
+
 @pytest.mark.parametrize("first", range(100, 140, 10))
 def test_ways_that_run_python_twice_are_exact_or_refuse(first: int) -> None:
     """Where the state that they would have to compare can be seen."""

@@ -8,14 +8,54 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import sac
 from sac.memory_timeline import measure_memory
 from tests.unit.planner.small_training import bytes_of, within
-from tests.unit.planner.test_changing_trainings import Model
 
-KINDS = (0, 1, 3, 4, 5, 7)  # not those that change their path, or hold memory from step to step
+KINDS = ("plain", "counts", "buffer", "dropout", "chooses", "writes")
+
+
+class Block(nn.Module):
+    """A block of one kind: with dropout, a choice, counters and buffers that advance, or a write to what is saved."""
+
+    def __init__(self, width: int, kind: str) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.kind, self.calls = kind, 0
+        self.register_buffer("seen", torch.zeros(width))
+
+    def forward(self, x_BTD: Tensor, scale: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        h_BTF = self.up(self.norm(x_BTD))
+        if self.kind == "counts":
+            h_BTF = h_BTF * (1 + 0.01 * self.calls)
+        h_BTF = nn.functional.gelu(h_BTF)
+        if self.kind == "buffer":
+            self.seen.add_(h_BTF.detach().mean((0, 1))[: len(self.seen)])
+            h_BTF = h_BTF + self.seen.sum() * 1e-3
+        elif self.kind == "dropout":
+            h_BTF = nn.functional.dropout(h_BTF, 0.1)
+        elif self.kind == "chooses":
+            weights, chosen = h_BTF.topk(4, -1)
+            h_BTF = h_BTF.clone().scatter_(-1, chosen, weights.softmax(-1) + 0.1 * torch.rand_like(weights))
+        elif self.kind == "writes":
+            h_BTF.mul_(1.01)
+        if scale is not None:
+            h_BTF = h_BTF * scale
+        return x_BTD + self.down(h_BTF)
+
+
+class Model(nn.Module):
+    def __init__(self, width: int, kinds: list[str]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, kind) for kind in kinds)
+
+    def forward(self, x_BTD: Tensor, scale: Tensor | None = None) -> Tensor:
+        for block in self.blocks:
+            x_BTD = block(x_BTD) if scale is None else block(x_BTD, scale=scale)
+        return x_BTD
 
 
 def _pass(
