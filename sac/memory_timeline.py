@@ -154,10 +154,14 @@ def _events(profiler: profile, device: torch.device) -> list[_Event]:
 def _from_start_to_end(events: list[_Event]) -> list[_Event]:
     """Return the events of the call, without frees of memory that was allocated before it.
 
+    Nothing if another profiler was started or stopped meanwhile: then there are no events from the start to the end.
+
     The CPU allocator does not know the size of a block allocated before the profiler started; worse, it may remember
     the size of another block that an earlier profiler saw at that address.
     """
     names = [event.mark for event in events]
+    if _START not in names or _END not in names:
+        return []
     kept, alive = [], set()
     for event in events[names.index(_START) : names.index(_END) + 1]:
         if event.delta_bytes > 0:
@@ -171,6 +175,9 @@ def _from_start_to_end(events: list[_Event]) -> list[_Event]:
 
 
 def _timeline(events: list[_Event]) -> MemoryTimeline:
+    if not events:
+        found = "another profiler was started or stopped while memory was measured"
+        raise SacError(Problem("torch", found, fix="measure without it"))
     start_ns = events[0].time_ns
     times_ms = tuple((event.time_ns - start_ns) / 1e6 for event in events)
     live_bytes = tuple(accumulate(event.delta_bytes for event in events))

@@ -271,22 +271,6 @@ def uses_object(block: Any, x: Tensor) -> Tensor:
     return block.part(x.exp(), made) * made.scale * made.tensor * made.other
 
 
-def raises(part: Apply, x: Tensor, fails: bool) -> Tensor:
-    part.large += 1
-    y = torch.dropout(product(part, x), 0.5, True)
-    if fails and is_late():
-        raise ArithmeticError
-    return y
-
-
-def tries_again(block: Any, x: Tensor) -> Tensor:
-    try:
-        y = block.part(x, True)
-    except ArithmeticError:
-        y = block.part(x * 2, False)
-    return (y * x * block.part.large.mean()).sin()
-
-
 def writes_weights(part: Apply, x: Tensor) -> Tensor:
     if is_late():
         with torch.no_grad():
@@ -301,26 +285,10 @@ def uses_weights(block: Any, x: Tensor) -> Tensor:
     return ((block.part(before) + block.part.large.mean()) @ (block.part.weight * 2).detach()).sin() @ block.b
 
 
-def changes_result(block: Any, x: Tensor) -> Tensor:
-    (first, again), held, rest = block.part(x)
-    y = (first[0] * held.scale).sin()
-    if is_late():
-        first.append(1.0)
-        held.scale = 4.0
-    return y * len(again) * held.scale * sum(rest)
-
-
-def returns_objects(part: Apply, x: Tensor) -> Any:
-    pair = [product(part, x)]
-    return (pair, pair), SimpleNamespace(scale=2.0), (one for one in (1.0, 2.0))
-
-
 LEFT_BEHIND: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
     "in a list": (appends, uses_list),
     "in an object": (sets, uses_object),
-    "by an error": (raises, tries_again),
     "in weights": (writes_weights, uses_weights),
-    "in its result": (returns_objects, changes_result),
 }
 EVERY = "{part,other,alias,tower,draws}"
 PRODUCTS = save("matmul", optional=True)
