@@ -348,11 +348,12 @@ class DecisionTable:
         found = is_must_save(site.op)
         against = [one for one in named if one.rule.do == Decision.RECOMPUTE.value and one.names(site.op)]
         if found[0] and against:
+            rule = against[0].rule
             text = (
-                f'rule "{against[0].rule.id}" recomputes {site_name(site)}, which may return something else the second '
+                f'rule "{rule.id}" recomputes {site_name(site)}, which may return something else the second time: '
+                "gradients are then wrong, or backward fails"
             )
-            text += "time: gradients are then wrong, or backward fails"
-            warn(Problem(against[0].rule.where("do"), text))
+            warn(Problem(rule.where("do"), text))
             return False, ""
         return found
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-import sac
 from tests.support.blocks import Stack
 from tests.support.oracle import assert_exact, assert_same_results, on_every_way
 from tests.support.programs import CATALOGUE, WIDTH, Block, Program
@@ -51,20 +48,8 @@ def views_that_are_dropped(block: Block, x: Tensor) -> Tensor:
     return torch.stack([row.view(WIDTH) for row in rows])
 
 
-def freed_and_written(block: Block, x: Tensor) -> Tensor:
-    """The region writes where a value from outside lay, which no tensor of the region shares any more."""
-    outside = torch.from_numpy((torch.arange(64.0).view(WIDTH, WIDTH) / 64).numpy().copy())
-    h = block.up(x) * outside.sum()
-    del outside
-    workspace = torch.empty(WIDTH, WIDTH)
-    workspace.copy_(h.detach())
-    workspace.mul_(0.5)
-    return block.down(h.sin() * workspace)
-
-
 SHORT_LIVED = [
-    Program(body.__name__, body)
-    for body in (fresh_from_outside, freed_intermediates, views_that_are_dropped, freed_and_written)
+    Program(body.__name__, body) for body in (fresh_from_outside, freed_intermediates, views_that_are_dropped)
 ]
 
 
@@ -162,34 +147,6 @@ def test_arguments_that_are_one_tensor_in_some_calls(program: Program, way: str,
         return seen | gradients(model)
 
     assert_same_results(run, program, way, policy)
-
-
-class Fresh:
-    """A container that shows another tensor object each time it is taken apart."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-
-def _shown(container: Fresh) -> tuple[list[Tensor], None]:
-    return [container.value.view_as(container.value)], None
-
-
-@pytest.fixture
-def containers() -> Iterator[None]:
-    pytree.register_pytree_node(Fresh, _shown, lambda leaves, _: Fresh(*leaves))
-    yield
-    pytree._deregister_pytree_node(Fresh)
-
-
-def test_tensors_that_live_only_while_arguments_are_taken_apart(containers: None) -> None:
-    x = [torch.randn(4, requires_grad=True) for _ in range(4)]
-
-    def function(*args: Fresh) -> Any:
-        return sum((i + 1) * each.value.sin() for i, each in enumerate(args))
-
-    sac.checkpoint(function, *map(Fresh, x)).sum().backward()
-    assert all(torch.equal(each.grad, (i + 1) * each.detach().cos()) for i, each in enumerate(x))
 
 
 # -- Ops that run while the region's ops do

@@ -87,16 +87,6 @@ def test_an_unknown_name_is_refused_where_fork_is_called():
     assert "['a'] was not added" in refusal(tracker.fork, ["a"])
 
 
-def test_a_fork_decorates(tracker):
-    @tracker.fork("a")
-    def draw() -> Tensor:
-        return torch.rand(3)
-
-    assert_numbers([draw(), draw()], numbers_of(1, 2))
-    tracker.reset()
-    assert "'a' was not added" in refusal(draw)
-
-
 def test_forks_that_end_in_the_order_in_which_they_began_are_an_error(tracker):
     first, second = tracker.fork("a"), tracker.fork("b")
     first.__enter__()

@@ -3,7 +3,7 @@ import torch
 
 from sac.ops.facts import traits_of
 from sac.ops.names import OpMatcher, check_sets, is_must_save, resolve_ops, set_names
-from sac.ops.registry import NamePattern, find_op, find_ops, op_name, read_registry
+from sac.ops.registry import NamePattern, find_ops, op_name, read_registry
 from sac.ops.save_sets import SAVE_SETS, condition_of
 
 aten = torch.ops.aten
@@ -36,13 +36,6 @@ def library():
 
 
 # -- Names of ops
-
-
-def test_names_of_ops_are_dotted():
-    assert op_name(torch.ops.aten.mm.default) == "aten.mm.default"
-    assert op_name(torch.ops.aten.mm) == "aten.mm"
-    assert op_name(torch.ops.higher_order.flex_attention) == "higher_order.flex_attention"
-    assert find_op("higher_order.flex_attention") is torch.ops.higher_order.flex_attention
 
 
 def test_every_registered_name_finds_its_op():

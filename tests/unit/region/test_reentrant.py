@@ -66,14 +66,6 @@ def one_result_at_several_places(run: Run) -> Seen:
     return seen([first, second, third], x, model)
 
 
-def integers_and_booleans(run: Run) -> Seen:
-    model, (x, h) = layer(), hidden(4, WIDTH)
-    out, places, mask = run(lambda h: (model(h), h.argmax(-1), h > 0), h)
-    assert not places.requires_grad
-    assert not mask.requires_grad
-    return seen([out, places, mask], x, model)
-
-
 def a_buffer_and_a_parameter_are_returned(run: Run) -> Seen:
     buffer, linear, (x, h) = torch.ones(WIDTH), nn.Linear(WIDTH, WIDTH), hidden(4, WIDTH)
     out, weight, transposed, _ = run(lambda h: (h.sin() * buffer, linear.weight, linear.weight.t(), buffer), h)
@@ -105,11 +97,6 @@ def only_a_keyword_needs_a_gradient(run: Run) -> Seen:
     return seen(run(lambda first, *, other: frozen(first) * other, torch.randn(4, WIDTH), other=h), x)
 
 
-def no_tensor_argument(run: Run) -> Seen:
-    weight = nn.Parameter(torch.randn(WIDTH))
-    return seen([run(lambda: weight.sin()), run(lambda count: weight * count, 3)], weight)
-
-
 def gradients_in_other_strides(run: Run) -> Seen:
     """What arrives at the argument is transposed: a bias before it adds that up in another order than a copy."""
     linear, (x, h) = nn.Linear(WIDTH, 33), hidden(65, WIDTH)
@@ -130,12 +117,10 @@ PROGRAMS = [
     registered_dataclasses,
     arguments_are_returned,
     one_result_at_several_places,
-    integers_and_booleans,
     a_buffer_and_a_parameter_are_returned,
     views_of_the_argument,
     views_of_a_result,
     only_a_keyword_needs_a_gradient,
-    no_tensor_argument,
     gradients_in_other_strides,
     a_requirement_that_comes_later,
 ]
