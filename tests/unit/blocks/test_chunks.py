@@ -168,7 +168,6 @@ FORMS: dict[str, tuple[Any, list[str]]] = {
     "sqrt": ("sqrt", ["0-2", "3-4"]),
     "sqrt in capitals": (" SQRT ", ["0-2", "3-4"]),
     "uniform": ({"uniform": 2}, ["0-1", "2-3", "4"]),
-    "chunks of one layer": ({"uniform": 1}, ["0", "1", "2", "3", "4"]),
     "one chunk": ({"uniform": 9}, ["0-4"]),
 }
 
