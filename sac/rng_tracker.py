@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -12,8 +12,6 @@ import torch
 from sac.engine.rng import default_generator
 from sac.errors import ConfigError, Problem, listing, nearest
 from sac.tensors import cloned
-
-# -- Named random streams: one for each set of ranks that draw the same random numbers
 
 # Note [Named streams]
 #
@@ -26,9 +24,11 @@ from sac.tensors import cloned
 # `_current_state_name` has the same name as in Megatron-Core, because `sac.engine.rng` includes this attribute in its
 # snapshots of both our trackers and Megatron-Core's.
 
+DATA_PARALLEL = "data-parallel-rng"
 MODEL_PARALLEL = "model-parallel-rng"
+EXPERT_PARALLEL = "expert-parallel-rng"
 
-_SMALLEST_SEED, _SEEDS = -(2**63), 2**64  # what torch.manual_seed takes; a negative seed counts from 2**64 down
+_SEEDS = 2**64  # torch.manual_seed takes -(2**63) to 2**64 - 1; a negative seed counts from 2**64 down
 
 
 class RngTracker:
@@ -42,21 +42,14 @@ class RngTracker:
     draw the same numbers in recomputation.
 
     All threads share one default generator per device. So threads must not fork at the same time, nor draw while
-    another thread forks if numbers are to repeat. Copies and pickles hold the streams and are outside of every fork.
-
-    Every error is a ``ConfigError`` and leaves the tracker unchanged.
+    another thread forks if numbers are to repeat. Forks end in the opposite order of their beginnings.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
-        self._device = device_of(device)
+        self.device = _device_of(device)
         self._states: dict[str, torch.Tensor] = {}
         self._seeds: set[int] = set()
         self._current_state_name: str | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """The device whose default generator forks switch."""
-        return self._device
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,46 +59,39 @@ class RngTracker:
     @property
     def generator(self) -> torch.Generator:
         """The default generator that forks switch; initialises the device if necessary."""
-        found = default_generator(self._device)
+        found = default_generator(self.device)
         if found is None:
-            torch.get_device_module(self._device).init()
-            found = default_generator(self._device)
+            torch.get_device_module(self.device).init()
+            found = default_generator(self.device)
         assert found is not None
         return found
 
     def add(self, name: str, seed: int) -> None:
         """Add a stream that starts as after ``torch.manual_seed(seed)``; does not change the default generator.
 
-        Raises ``ConfigError`` if the name or the seed is taken, the name is not a string, or the seed is invalid.
+        Raises ``ConfigError``, and adds nothing, if the name or the seed is taken or the seed is invalid.
         """
-        seed = checked_seed(seed, "RngTracker.add")
-        if not isinstance(name, str):
-            raise config_error("RngTracker.add", f"{name!r} is not a name", expected="a string")
+        where, seed = "RngTracker.add", checked_seed(seed, "RngTracker.add")
         if name in self._states:
-            raise config_error("RngTracker.add", f"{name!r} was added before", fix="give each stream a name of its own")
+            raise ConfigError(Problem(where, f"{name!r} was added before", fix="give each stream a name of its own"))
         if seed % _SEEDS in self._seeds:
-            raise config_error(
-                "RngTracker.add",
-                f"seed {seed} belongs to another stream",
-                fix=f"give {name!r} a seed of its own, or it draws the same numbers",
-            )
-        self._states[name] = torch.Generator(self._device).manual_seed(seed).get_state()
+            fix = f"give {name!r} a seed of its own, or it draws the same numbers"
+            raise ConfigError(Problem(where, f"seed {seed} belongs to another stream", fix=fix))
+        self._states[name] = torch.Generator(self.device).manual_seed(seed).get_state()
         self._seeds.add(seed % _SEEDS)
 
-    def fork(self, name: str = MODEL_PARALLEL) -> AbstractContextManager[None]:
-        """Return a context manager inside which ops on the device draw from stream ``name``; also works as a decorator.
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
+        """Let ops on the device draw from stream ``name`` inside this context manager; also works as a decorator.
 
         The stream continues where its last fork ended, even if an exception ended that fork. A fork nested in a fork of
         the same name continues the stream. Raises ``ConfigError`` for an unknown name.
         """
-        self._check_known(name)
-        return self._forked(name)
-
-    @contextmanager
-    def _forked(self, name: str) -> Iterator[None]:
-        self._check_known(name)
-        outer = self._current_state_name
-        generator = self.generator
+        if name not in self._states:
+            known = listing(self.names) or "none: no stream was added"
+            near, fix = nearest(str(name), self.names), "add(name, seed) it first"
+            raise ConfigError(Problem("RngTracker.fork", f"{name!r} was not added", known, near, fix=fix))
+        outer, generator = self._current_state_name, self.generator
         before = generator.get_state()
         if outer in self._states:
             self._states[outer] = before
@@ -114,19 +100,9 @@ class RngTracker:
         try:
             yield
         finally:
-            self._leave(name, outer, generator, before)
-
-    def _leave(self, name: str, outer: str | None, generator: torch.Generator, before: torch.Tensor) -> None:
-        if self._current_state_name != name:
-            raise config_error(
-                "RngTracker.fork",
-                f"the fork of {name!r} ends inside the fork of {self._current_state_name!r}, which began later",
-                fix="end forks in the opposite order, and use one tracker in one thread at a time",
-            )
-        if name in self._states:
             self._states[name] = generator.get_state()
-        generator.set_state(before if outer is None else self._states.get(outer, before))
-        self._current_state_name = outer
+            generator.set_state(before if outer is None else self._states.get(outer, before))
+            self._current_state_name = outer
 
     def get_states(self) -> dict[str, torch.Tensor]:
         """Return a copy of each stream's current state by name, including the stream in use."""
@@ -138,10 +114,10 @@ class RngTracker:
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
         """Replace the streams by copies of ``states``; streams that it does not name are removed. Seeds stay taken.
 
-        Inside a fork, the stream in use continues from its new state. Raises ``ConfigError`` if ``states`` contains
-        anything other than names and states of this tracker's device type.
+        ``states`` are those of a tracker of the same device type. Inside a fork, the stream in use continues from its
+        new state.
         """
-        taken = self._checked_states(states)
+        taken = {name: cloned(state) for name, state in states.items()}
         if self._current_state_name in taken:
             self.generator.set_state(taken[self._current_state_name])
         self._states = taken
@@ -149,89 +125,34 @@ class RngTracker:
     def reset(self) -> None:
         """Remove all streams and seeds. Raises ``ConfigError`` inside a fork."""
         if self._current_state_name is not None:
-            raise config_error(
-                "RngTracker.reset", f"{self._current_state_name!r} is in use", fix="call it outside of every fork"
-            )
+            found, fix = f"{self._current_state_name!r} is in use", "call it outside of every fork"
+            raise ConfigError(Problem("RngTracker.reset", found, fix=fix))
         self._states, self._seeds = {}, set()
 
-    def _checked_states(self, states: Any) -> dict[str, torch.Tensor]:
-        if not isinstance(states, Mapping):
-            raise config_error(
-                "RngTracker.set_states", f"{states!r} holds no states", expected="a mapping of name to state"
-            )
-        scratch = torch.Generator(self._device)
-        taken: dict[str, torch.Tensor] = {}
-        for name, state in states.items():
-            if not isinstance(name, str):
-                raise config_error("RngTracker.set_states", f"{name!r} is not a name", expected="a string")
-            try:
-                taken[name] = scratch.set_state(state).get_state()
-            except (TypeError, RuntimeError) as problem:
-                raise config_error(
-                    "RngTracker.set_states",
-                    f"the state of {name!r} is none of {self._device.type}: {problem}",
-                    expected="what get_states returned for a tracker of the same device type, in host memory",
-                ) from problem
-        return taken
 
-    def _check_known(self, name: Any) -> None:
-        if not isinstance(name, str) or name not in self._states:
-            near = nearest(name, self.names) if isinstance(name, str) else ""
-            known = listing(self.names) or "none: no stream was added"
-            raise config_error(
-                "RngTracker.fork", f"{name!r} was not added", known, near, fix="add(name, seed) it first"
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"device": str(self._device), "states": self.get_states(), "seeds": set(self._seeds)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._device = torch.device(state["device"])
-        self._states, self._seeds = dict(state["states"]), set(state["seeds"])
-        self._current_state_name = None
-
-    def __repr__(self) -> str:
-        return f"RngTracker(device={str(self._device)!r}, names={self.names})"
-
-
-def device_of(device: Any) -> torch.device:
-    """Return the device of ``RngTracker(device)``; raises ``ConfigError`` if it has no random generator here."""
+def _device_of(device: Any) -> torch.device:
     if device is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         found = torch.device(device)
         torch.Generator(found)
     except (TypeError, RuntimeError) as problem:
-        first = str(problem).partition("\n")[0]
-        raise config_error("RngTracker.device", f"{device!r} has no random generator here: {first}") from problem
+        text = f"{device!r} has no random generator here: {str(problem).partition(chr(10))[0]}"
+        raise ConfigError(Problem("RngTracker.device", text)) from problem
     return found
 
 
 def checked_seed(seed: Any, where: str) -> int:
     """Return the seed as an int; raises ``ConfigError`` if torch would not accept it."""
-    whole = whole_number(seed)
-    if whole is None or not _SMALLEST_SEED <= whole < _SEEDS:
-        raise config_error(where, f"{seed!r} is not a seed", expected="a whole number from -2**63 to 2**64 - 1")
-    return whole
+    return _whole_number(seed, where, "a seed", -(2**63), _SEEDS - 1)
 
 
-def whole_number(value: Any) -> int | None:
-    """Return a whole number of any type (numpy's included, bool excluded) as an int, and None for anything else."""
-    try:
-        return operator.index(value) if not isinstance(value, bool) else None
-    except TypeError:
-        return None
-
-
-def config_error(where: str, found: str, expected: str = "", near: str = "", fix: str = "") -> ConfigError:
-    """Return an error with one problem."""
-    return ConfigError(Problem(where, found, expected=expected, nearest=near, fix=fix))
-
-
-# -- The seeds of a model-parallel job
-
-DATA_PARALLEL = "data-parallel-rng"
-EXPERT_PARALLEL = "expert-parallel-rng"
+def _whole_number(value: Any, where: str, name: str, least: int, most: int) -> int:
+    """Return a whole number of any type (numpy's included) as an int."""
+    with suppress(TypeError):
+        if least <= operator.index(value) <= most:
+            return operator.index(value)
+    raise ConfigError(Problem(where, f"{value!r} is not {name}", f"a whole number from {least} to {most}"))
 
 
 def seed_model_parallel(
@@ -252,45 +173,20 @@ def seed_model_parallel(
     ``model_parallel_cuda_manual_seed``. As in Megatron-Core, the CPU's generator is unchanged if the device is not
     the CPU.
 
-    ``tracker`` is reset; None creates one for ``device`` (default as in ``RngTracker``).
+    The streams of ``tracker`` are replaced; None creates a tracker for ``device`` (default as in ``RngTracker``).
 
     Raises ``ConfigError``, before changing anything, if a seed or a rank is invalid, or if two streams would have the
     same seed.
     """
-    where = "seed_model_parallel"
-    if tracker is not None and device is not None and device_of(device) != tracker.device:
-        raise config_error(
-            where, f"device {device} is not that of the tracker, {tracker.device}", fix="leave device out"
-        )
-    tp, ep, etp = (
-        _checked_rank(rank, f"{where}.{key}")
-        for key, rank in (("tp_rank", tp_rank), ("ep_rank", ep_rank), ("etp_rank", etp_rank))
-    )
-    first = checked_seed(seed, where)
-    seeds = {
-        DATA_PARALLEL: first,
-        MODEL_PARALLEL: first + 2718 + tp,
-        EXPERT_PARALLEL: first + 1024 + 100 * ep + etp,
-    }
-    for name, one in seeds.items():
-        checked_seed(one, f"{where}: {name}")
-    if seeds[MODEL_PARALLEL] == seeds[EXPERT_PARALLEL]:
-        raise config_error(
-            where,
-            f"{MODEL_PARALLEL} and {EXPERT_PARALLEL} of this rank would both have seed {seeds[MODEL_PARALLEL]} "
-            f"(tp_rank {tp}, ep_rank {ep}, etp_rank {etp})",
-            fix="seed the default generator and add the streams yourself, with seeds of your own",
-        )
-    tracker = tracker if tracker is not None else RngTracker(device)
+    where, ranks = "seed_model_parallel", {"tp_rank": tp_rank, "ep_rank": ep_rank, "etp_rank": etp_rank}
+    seed = checked_seed(seed, where)
+    tp, ep, etp = (_whole_number(rank, f"{where}.{key}", "a rank", 0, 2**31) for key, rank in ranks.items())
+    tracker = RngTracker(device) if tracker is None else tracker
+    fresh = RngTracker(tracker.device)
+    fresh.add(DATA_PARALLEL, seed)
+    fresh.add(MODEL_PARALLEL, seed + 2718 + tp)
+    fresh.add(EXPERT_PARALLEL, seed + 1024 + 100 * ep + etp)
     tracker.reset()
-    tracker.generator.manual_seed(first)
-    for name, one in seeds.items():
-        tracker.add(name, one)
+    tracker._states, tracker._seeds = fresh._states, fresh._seeds
+    tracker.generator.manual_seed(seed)
     return tracker
-
-
-def _checked_rank(rank: Any, where: str) -> int:
-    whole = whole_number(rank)
-    if whole is None or whole < 0:
-        raise config_error(where, f"{rank!r} is not a rank", expected="a whole number from 0 on")
-    return whole
