@@ -7,59 +7,62 @@ used, so its layers and this module use the same ones. Without it, pass the grou
 and the ranks to ``model_parallel_cuda_manual_seed``.
 
 Intentional differences: regions are non-reentrant, so recomputation stops early and ``torch.autograd.grad`` works; the
-caller's tensor is not touched; autocast is restored; arguments and results have any
-structure. FP8 state of TransformerEngine is restored, whatever ``fp8`` says.
+caller's tensor is not touched; autocast is restored; arguments and results have any structure. FP8 state of
+TransformerEngine is restored, whatever ``fp8`` says.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sac.checkpointing import run_with
-from sac.compat.keywords import raise_if
-from sac.compat.output_discarding import Discardable, discard, lent_inputs, run_discardable
 from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
 from sac.engine.compiled import run_in_eager
 from sac.engine.fp8 import check_fp8
-from sac.errors import ConfigError, Problem, RegionError
+from sac.errors import ConfigError, Problem, RegionError, warn
 from sac.full import RngTracker, seed_model_parallel
+from sac.outer_hooks import PackHooks, active_hooks, fetch, pack_with_outer_hooks
 from sac.rng_tracker import DATA_PARALLEL, EXPERT_PARALLEL
+from sac.saved_in_graph import nodes_since, saved_without_hooks
 from sac.stores.scatter import group_problem, process_group
-from sac.torch_private import tree_leaves
+from sac.tensors import place_of, plain_address, version_of, version_watch
+from sac.torch_private import SHOWS_SAVED_TENSORS, tree_leaves
+
+__all__ = [
+    "CheckpointWithoutOutput",
+    "CudaRNGStatesTracker",
+    "checkpoint",
+    "get_cuda_rng_tracker",
+    "get_data_parallel_rng_tracker_name",
+    "get_expert_parallel_rng_tracker_name",
+    "model_parallel_cuda_manual_seed",
+    "set_tensor_model_parallel_group",
+]
+
+_NAME = "megatron.checkpoint"
+_RANDOM = "megatron.core.tensor_parallel.random"
 
 # -- The job's tensor-parallel group, ranks and random states, from Megatron-Core or from the user
 
-
-class CudaRNGStatesTracker(RngTracker):
-    """``RngTracker`` with Megatron's name and constructor; for the accelerator if there is one, else for the CPU.
-
-    Raises ``ConfigError`` for a tracker compatible with CUDA graphs and for one for inference: only Megatron has those.
-    """
-
-    def __init__(self, use_cudagraphable_rng: bool = False, is_inference_rng_tracker: bool = False) -> None:
-        _refuse(
-            "CudaRNGStatesTracker",
-            use_cudagraphable_rng=use_cudagraphable_rng,
-            is_inference_rng_tracker=is_inference_rng_tracker,
-        )
-        super().__init__()
-
-    def is_initialized(self) -> bool:
-        """Whether a stream was added."""
-        return bool(self.names)
+CudaRNGStatesTracker = RngTracker
 
 
 class _Job:
     """The settings of this process, which Megatron keeps in globals."""
 
     group: Any = None
-    tracker: CudaRNGStatesTracker | None = None
+    tracker: RngTracker | None = None
 
 
 _job = _Job()
@@ -70,7 +73,9 @@ def set_tensor_model_parallel_group(group: Any) -> None:
 
     Raises ``ConfigError`` if this rank is not in it.
     """
-    raise_if(group_problem(group, "megatron.set_tensor_model_parallel_group") if group is not None else ())
+    problems = [] if group is None else group_problem(group, "megatron.set_tensor_model_parallel_group")
+    if problems:
+        raise ConfigError(problems)
     _job.group = group
 
 
@@ -95,17 +100,15 @@ def get_cuda_rng_tracker(
 
     Raises ``ConfigError`` without Megatron if another type of tracker is requested.
     """
-    theirs = sys.modules.get("megatron.core.tensor_parallel.random")
+    flags = (use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
+    theirs = sys.modules.get(_RANDOM)
     if theirs is not None:
-        return theirs.get_cuda_rng_tracker(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
-    _refuse(
-        "get_cuda_rng_tracker",
-        use_te_rng_tracker=use_te_rng_tracker,
-        inference_rng_tracker=inference_rng_tracker,
-        use_cudagraphable_rng=use_cudagraphable_rng,
-    )
+        return theirs.get_cuda_rng_tracker(*flags)
+    if any(flags):
+        found, fix = "this type of tracker belongs to Megatron", "leave the flags out, or import megatron"
+        raise ConfigError(Problem("megatron.get_cuda_rng_tracker", found, fix=fix))
     if _job.tracker is None:
-        _job.tracker = CudaRNGStatesTracker()
+        _job.tracker = RngTracker()
     return _job.tracker
 
 
@@ -127,24 +130,18 @@ def model_parallel_cuda_manual_seed(
     Raises ``ConfigError`` if no rank is known, or without Megatron if another type of tracker is requested.
     """
     flags = (te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
-    theirs = sys.modules.get("megatron.core.tensor_parallel.random")
+    theirs = sys.modules.get(_RANDOM)
     if theirs is not None:
         ranks = {"tp_rank": tp_rank, "ep_rank": ep_rank, "etp_rank": etp_rank}
         theirs.model_parallel_cuda_manual_seed(seed, *flags, **ranks, force_reset_rng=force_reset_rng)
         return
-    where = "model_parallel_cuda_manual_seed"
-    if tp_rank is None:
-        if _job.group is None:
-            found = "the rank in the tensor-parallel group is not known"
-            fix = "pass tp_rank=, or call set_tensor_model_parallel_group(group) first"
-            raise ConfigError(Problem(f"megatron.{where}.tp_rank", found, fix=fix))
-        tp_rank = dist.get_rank(process_group(_job.group))
-    names = ("te_rng_tracker", "inference_rng_tracker", "use_cudagraphable_rng")
-    _refuse(where, **dict(zip(names, flags, strict=True)))
-    if force_reset_rng:
-        _job.tracker = None
+    if tp_rank is None and _job.group is None:
+        found = "the rank in the tensor-parallel group is not known"
+        fix = "pass tp_rank=, or call set_tensor_model_parallel_group(group) first"
+        raise ConfigError(Problem("megatron.model_parallel_cuda_manual_seed.tp_rank", found, fix=fix))
+    tp_rank = tp_rank if tp_rank is not None else dist.get_rank(process_group(_job.group))
     etp_rank = etp_rank if etp_rank is not None else tp_rank
-    seed_model_parallel(seed, tp_rank, ep_rank or 0, etp_rank, tracker=get_cuda_rng_tracker())
+    seed_model_parallel(seed, tp_rank, ep_rank or 0, etp_rank, tracker=get_cuda_rng_tracker(*flags))
 
 
 def get_data_parallel_rng_tracker_name() -> str:
@@ -155,117 +152,6 @@ def get_data_parallel_rng_tracker_name() -> str:
 def get_expert_parallel_rng_tracker_name() -> str:
     """Return the name of the stream of experts."""
     return EXPERT_PARALLEL
-
-
-def _refuse(where: str, **flags: bool) -> None:
-    found = "this type of tracker belongs to Megatron"
-    wrong = [name for name, value in flags.items() if value]
-    raise_if([Problem(f"megatron.{where}.{one}", found, fix=f"leave {one} out, or import megatron") for one in wrong])
-
-
-# -- Megatron-Core's ``CheckpointWithoutOutput``: regions whose outputs are released until backward
-
-_DISCARDING = "megatron.CheckpointWithoutOutput"
-
-
-class CheckpointWithoutOutput:
-    """One region whose output is released once its consumers have run, and recomputed in backward.
-
-    ``ckpt_manager``: discards the outputs of several regions together. ``retain_input_tensors`` is always treated as
-    true: an output in the memory of an input is never released. ``fp8`` is not needed: FP8 state is always restored.
-
-    Intentional differences from Megatron: no storage is resized. The output's memory is freed with the caller's own
-    references; consumers that do not lead to the hook tensor keep what they saved; a wrong hook tensor causes a
-    warning, and gradients are right.
-    """
-
-    def __init__(
-        self,
-        fp8: Any = False,
-        ckpt_manager: CheckpointWithoutOutputManager | None = None,
-        retain_input_tensors: bool = False,
-    ) -> None:
-        del fp8, retain_input_tensors
-        self._manager = ckpt_manager
-        self.discardable: Discardable | None = None
-        self.has_run = False
-
-    def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
-        """Run ``run_function(*args)`` as a region; return its result. In a compiled function, it runs in eager mode."""
-        if torch.compiler.is_compiling():  # discarding walks an autograd graph, which a compiled one is not
-            return run_in_eager(self.checkpoint, run_function, *args)
-        if torch.is_grad_enabled():
-            check_fp8(_DISCARDING)
-        settings = settings_of(DEFAULT_CONFIG, CallOptions(get_rng_state_tracker=get_cuda_rng_tracker), _DISCARDING)
-        output, self.discardable = run_discardable(settings, run_function, args)
-        self.has_run = True
-        if self._manager is not None:
-            self._manager.add_checkpoint(self)
-        return output
-
-    def discard_output_and_register_recompute(self, hook_tensor: Any) -> None:
-        """Release the output in what was saved between the region and ``hook_tensor``, a tensor computed from it.
-
-        With a manager this does nothing. If ``hook_tensor`` does not depend on the output, or the output was changed in
-        place, it is kept, with a warning. Raises ``RegionError`` if nothing was checkpointed.
-        """
-        if torch.compiler.is_compiling():
-            run_in_eager(self.discard_output_and_register_recompute, hook_tensor)
-            return
-        if not self.has_run:
-            fix = "call checkpoint(run_function, *args) first"
-            where = f"{_DISCARDING}.discard_output_and_register_recompute"
-            raise RegionError(Problem(where, "there is no output to discard", fix=fix))
-        if self._manager is None:
-            _discard_outputs([self], hook_tensor)
-
-
-class CheckpointWithoutOutputManager:
-    """Discards the outputs of several regions together, also if each is the input of the next."""
-
-    def __init__(self) -> None:
-        self.checkpoints: list[CheckpointWithoutOutput] = []
-
-    def add_checkpoint(self, ckpt: CheckpointWithoutOutput) -> None:
-        """Add a region that has run; raises ``ConfigError`` for anything else."""
-        if not isinstance(ckpt, CheckpointWithoutOutput) or not ckpt.has_run:
-            where, kind = "megatron.CheckpointWithoutOutputManager.add_checkpoint", type(ckpt).__name__
-            found, fix = f"this {kind} is not a region that has run", "call its checkpoint(run_function, *args) first"
-            raise ConfigError(Problem(where, found, "a CheckpointWithoutOutput that has run", fix=fix))
-        self.checkpoints.append(ckpt)
-
-    def discard_all_outputs_and_register_unified_recompute(self, hook_tensor: Any) -> None:
-        """Release all outputs in what was saved between the regions and ``hook_tensor``; warns as for one region."""
-        _discard_outputs(self.checkpoints, hook_tensor)
-
-
-MHCBlockRecomputeManager = BlockLevelCheckpointManager = CheckpointWithoutOutputManager
-
-
-def _discard_outputs(checkpoints: Sequence[CheckpointWithoutOutput], hook_tensor: Any) -> None:
-    found = [ckpt.discardable for ckpt in checkpoints if ckpt.discardable is not None]
-    for ckpt in checkpoints:
-        ckpt.discardable = None
-    discard(found, *(leaf for leaf in tree_leaves(hook_tensor) if isinstance(leaf, torch.Tensor)))
-
-
-# -- Megatron-Core's activation checkpointing (``megatron.core.tensor_parallel``), implemented with ``sac.checkpoint``
-
-__all__ = [
-    "BlockLevelCheckpointManager",
-    "CheckpointWithoutOutput",
-    "CheckpointWithoutOutputManager",
-    "CudaRNGStatesTracker",
-    "MHCBlockRecomputeManager",
-    "checkpoint",
-    "get_cuda_rng_tracker",
-    "get_data_parallel_rng_tracker_name",
-    "get_expert_parallel_rng_tracker_name",
-    "model_parallel_cuda_manual_seed",
-    "set_tensor_model_parallel_group",
-]
-
-_NAME = "megatron.checkpoint"
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any) -> Any:
@@ -282,14 +168,211 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool 
         found = f"a {type(distribute_saved_activations).__name__} is not true or false"
         fix = "call checkpoint(function, distribute_saved_activations, *args)"
         raise ConfigError(Problem(f"{_NAME}.distribute_saved_activations", found, "true, false", fix=fix))
+    group = _tensor_model_parallel_group() if distribute_saved_activations and torch.is_grad_enabled() else None
+    return _run(function, args, {}, CallOptions(distribute_saved_activations=group is not None, tp_group=group))
+
+
+def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
     if not torch.is_grad_enabled():
-        return function(*args)
+        return function(*args, **kwargs)
     check_fp8(_NAME)
-    options = CallOptions(
-        distribute_saved_activations=bool(distribute_saved_activations),
-        tp_group=_tensor_model_parallel_group() if distribute_saved_activations else None,
-        get_rng_state_tracker=get_cuda_rng_tracker,
-    )
-    settings = settings_of(DEFAULT_CONFIG, options, _NAME)
-    with lent_inputs(args):
-        return run_with(settings, function, args, {})
+    settings = settings_of(DEFAULT_CONFIG, replace(options, get_rng_state_tracker=get_cuda_rng_tracker), _NAME)
+    with _discardable_inputs(args):
+        return run_with(settings, function, args, kwargs)
+
+
+# -- Regions whose outputs are released until backward
+
+# Note [Discarded outputs]
+#
+# The ops after a region usually save the region's output for their own backward, although the region can recompute it.
+# Releasing it takes three steps:
+#
+# Forward. After the function, inside the region, the outputs are saved in a node on which nothing else depends (the
+# anchor). So the region's recomputation has to produce them last, as long as somebody may ask for them.
+#
+# Discard. The graph between the region and a later tensor is walked. Each saved tensor in the storage of an output gets
+# hooks (autograd's own, as in `saved_tensors_hooks`, but added afterwards): its data is released, and its position in
+# the storage is kept. No storage is resized. What the walk does not see (a consumer that does not lead to that tensor,
+# a saved tensor with hooks, an attribute) holds the output as before; gradients are right either way.
+#
+# Backward. The first consumer that unpacks its tensor reads what the anchor saved. This reruns the region, once for all
+# consumers and for the region's own backward, and the consumer's tensor is built on the recomputed storage.
+#
+# Regions that take such an output as their input hold it themselves, not through autograd. `_discardable_inputs` puts
+# hooks around them, to which they pass their inputs: a chain of regions then holds none of the outputs between them.
+
+
+class CheckpointWithoutOutput:
+    """One region whose output is released once its consumers have run, and recomputed in backward.
+
+    ``fp8`` is not needed: FP8 state is always restored.
+
+    Intentional differences from Megatron: no storage is resized. The output's memory is freed with the caller's own
+    references; consumers that do not lead to the hook tensor keep what they saved; a wrong hook tensor causes a
+    warning, and gradients are right. Each region discards its own output, also in a chain: there is no manager.
+    """
+
+    def __init__(self, fp8: Any = False) -> None:
+        del fp8
+        self._outputs: list[_Output] | None = None
+
+    def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
+        """Run ``run_function(*args)`` as a region; return its result. In a compiled function, it runs in eager mode."""
+        if torch.compiler.is_compiling():  # discarding walks an autograd graph, which a compiled one is not
+            return run_in_eager(self.checkpoint, run_function, *args)
+        anchor = _Anchor()
+        region = partial(_call_and_save, run_function)  # not a closure: calls are recognized by the function's parts
+        region.__qualname__ = getattr(run_function, "__qualname__", type(run_function).__name__)  # type: ignore[attr-defined]
+        output = _run(region, args, {"anchor": anchor}, CallOptions())
+        taken = {None, *map(plain_address, tree_leaves(args))}
+        outputs = (_Output(anchor.node, index, tensor) for index, tensor in enumerate(anchor.tensors))
+        self._outputs = [one for one in outputs if one.address not in taken]
+        for one in self._outputs:
+            _discardable.setdefault(one.address, one)
+        anchor.tensors, anchor.node = (), None  # the region holds the anchor, which must not hold the region
+        return output
+
+    def discard_output_and_register_recompute(self, hook_tensor: Any) -> None:
+        """Release the output in what was saved between the region and ``hook_tensor``, a tensor computed from it.
+
+        If ``hook_tensor`` does not depend on the output, or the output was changed in place, it is kept, with a
+        warning. Raises ``RegionError`` if nothing was checkpointed.
+        """
+        if torch.compiler.is_compiling():
+            run_in_eager(self.discard_output_and_register_recompute, hook_tensor)
+            return
+        if self._outputs is None:
+            where, fix = "megatron.CheckpointWithoutOutput", "call checkpoint(run_function, *args) first"
+            raise RegionError(Problem(where, "there is no output to discard", fix=fix))
+        outputs, self._outputs = self._outputs, []
+        ends = [leaf for leaf in tree_leaves(hook_tensor) if isinstance(leaf, torch.Tensor)]
+        if outputs:
+            _release(outputs, ends)
+
+
+@dataclass
+class _Anchor:
+    """The tensors that one forward returned, and the node that saved them.
+
+    A plain dataclass, empty when the region begins, so that all calls of one function look the same.
+    """
+
+    is_set: bool = False
+    tensors: tuple[torch.Tensor, ...] = ()
+    node: Any = None
+
+
+def _call_and_save(function: Callable[..., Any], *args: Any, anchor: _Anchor) -> Any:
+    """Call ``function`` and save the tensors that it returns; in recomputation save them again."""
+    output = function(*args)
+    tensors = tuple(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    if tensors and torch.is_grad_enabled():
+        saved = (tensor.detach() for tensor in tensors)
+        node = _Save.apply(torch.empty(0, requires_grad=True), *saved)  # type: ignore[no-untyped-call]
+        if not anchor.is_set:
+            anchor.is_set, anchor.tensors, anchor.node = True, tensors, node
+    return output
+
+
+class _Save(torch.autograd.Function):
+    """Saves tensors; is not part of any other graph."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("nothing depends on this node")
+
+
+class _Output:
+    """A tensor that a region call returned, which is not held: how it lay in memory, and how to have it again.
+
+    ``start``: the graph node that produced it, if it needs a gradient. See Note [Discarded outputs].
+    """
+
+    def __init__(self, anchor: torch.Tensor, index: int, tensor: torch.Tensor) -> None:
+        self.anchor, self.index, self.start = anchor, index, tensor.grad_fn
+        self.address, self._version, self._watch = plain_address(tensor), version_of(tensor), version_watch(tensor)
+        self._layout = _layout_of(tensor)
+        self._keeps_address = StorageWeakRef(tensor.untyped_storage())  # which is then not given to other memory
+
+    def is_unchanged(self) -> bool:
+        """Return whether nothing has written to the tensor since the region returned it."""
+        return version_of(self._watch) == self._version
+
+    def recomputed(self) -> torch.Tensor:
+        """Return the tensor, which the region recomputes now unless it has before.
+
+        Raises ``RegionError`` if it lies in its memory in another way, or if that is the same memory, which is then not
+        the region's own, and was written to.
+        """
+        tensor: torch.Tensor = self.anchor.grad_fn.saved_tensors[self.index]  # type: ignore[union-attr]
+        layout, found, fix = _layout_of(tensor), "", ""
+        if layout != self._layout:
+            found = f"has (dtype, offset, shape, strides, bytes) {self._layout} in forward, {layout} in recomputation"
+            fix = "let the region make its results in the same way in both passes: look for a branch that decides how"
+        elif plain_address(tensor) == self.address and version_of(tensor) != self._version:
+            found = "lies in memory that is not the region's own and was written to after the forward"
+            fix = "do not write to the region's result, nor to what it is a view of, before backward"
+        if found:
+            raise RegionError(Problem("region", f"output {self.index} {found}", fix=fix))
+        return tensor
+
+
+def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    offset, shape, stride = place_of(tensor)
+    return tensor.dtype, offset, tuple(shape), stride, tensor.untyped_storage().nbytes()
+
+
+class _Discarded:
+    """A tensor in the memory of an output, held by its position there."""
+
+    __slots__ = ("_dtype", "_output", "_place")
+
+    def __init__(self, output: _Output, tensor: torch.Tensor) -> None:
+        self._output, self._dtype, self._place = output, tensor.dtype, place_of(tensor)
+
+    def fetch(self) -> torch.Tensor:
+        """Return the tensor, in memory that it shares with other fetches."""
+        with torch.no_grad():
+            output = self._output.recomputed()
+            return output.new_empty(0, dtype=self._dtype).set_(output.untyped_storage(), *self._place)
+
+
+def _release(outputs: list[_Output], ends: list[torch.Tensor]) -> None:
+    """Release the outputs in what was saved between their region and ``ends``; warn if that changes nothing."""
+    released = {one.address: one for one in reversed(outputs) if one.is_unchanged()}
+    starts = {one.start for one in outputs} - {None}
+    first, is_missed = min(node._sequence_nr() for node in starts or {outputs[0].anchor.grad_fn}), bool(starts)  # type: ignore[union-attr]
+    for node in nodes_since(ends, first):
+        is_missed = is_missed and node not in starts
+        for saved in saved_without_hooks(node):
+            output = released.get(plain_address(saved.data))
+            if output is not None:
+                saved.register_hooks(partial(_Discarded, output), _Discarded.fetch)
+    if not SHOWS_SAVED_TENSORS:
+        warn("this version of torch does not show what its graph has saved: the output is kept until backward")
+    if is_missed:
+        warn("the tensor given does not depend on the region's output, which is therefore kept until backward")
+    if not all(one.is_unchanged() for one in outputs):
+        warn("the region's output was changed in place after the region: it is kept until backward")
+
+
+_discardable: WeakValueDictionary[int | None, _Output] = WeakValueDictionary()  # by storage address
+
+
+def _discardable_inputs(inputs: Any) -> AbstractContextManager[Any]:
+    """Return a context in which a region with these inputs does not itself hold those that are discardable outputs."""
+    if not _discardable or not any(plain_address(leaf) in _discardable for leaf in tree_leaves(inputs)):
+        return nullcontext()
+    return saved_tensors_hooks(partial(_pack, active_hooks()), fetch)
+
+
+def _pack(outer: PackHooks | None, tensor: torch.Tensor) -> Any:
+    output = _discardable.get(plain_address(tensor))
+    is_held = output is None or not output.is_unchanged()
+    return pack_with_outer_hooks(tensor, outer) if is_held else _Discarded(output, tensor)

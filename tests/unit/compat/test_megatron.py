@@ -112,11 +112,7 @@ FAILS: dict[str, Any] = {  # what is told, and the call
     ),
     r"^megatron\.set_tensor_model_parallel_group": lambda: megatron.set_tensor_model_parallel_group("tp"),
     r"tp_rank: the rank in .* is not known\n    fix: pass": lambda: megatron.model_parallel_cuda_manual_seed(5),
-    r"get_cuda_rng_tracker\.use_te_rng_tracker: .*\n    fix: leave": lambda: megatron.get_cuda_rng_tracker(True),
-    r"seed\.inference_rng_tracker": lambda: megatron.model_parallel_cuda_manual_seed(
-        1, inference_rng_tracker=True, tp_rank=0
-    ),
-    r"CudaRNGStatesTracker\.use_cudagraphable_rng": lambda: megatron.CudaRNGStatesTracker(use_cudagraphable_rng=True),
+    r"this type of tracker belongs to Megatron\n    fix: leave": lambda: megatron.get_cuda_rng_tracker(True),
 }
 
 
