@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
@@ -466,13 +466,6 @@ def named_process_group(name: str) -> Any:
     """Return the process group with this name; None without torch's function for that; 2.11 to 2.13."""
     resolve = getattr(dist.distributed_c10d, "_resolve_process_group", None)
     return resolve(name) if resolve is not None else None
-
-
-def checkpoint_wrapper_class() -> type[nn.Module]:
-    """Return the wrapper that FSDP1's ``apply_activation_checkpointing`` puts around modules; 1.12 to 2.13."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-
-    return CheckpointWrapper
 
 
 def wrap_for_checkpointing() -> Callable[..., None]:

@@ -5,8 +5,7 @@
 
 Differences: nothing is wrapped. The layers themselves become regions, so lists of them stay valid and ``sac.remove``
 removes the regions. A policy file (that of the model's family, if there is one) decides what is saved, not a list in
-code; ``SAC_TRACE`` and ``sac.report`` show the decisions. The policy of a family may choose other matrix products than
-every second one.
+code; ``SAC_TRACE`` and ``sac.report`` show the decisions.
 
 Regions restore attention backends and run ops that appear only in recomputation, so the functions that make context
 functions and those that let ops be ignored are for remaining calls of torch's own ``checkpoint``.
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any, TypeAlias
 
 import torch
@@ -35,7 +34,7 @@ from sac.engine.flags import BackendFlags, attention_choice
 from sac.engine.region import FULL
 from sac.errors import ConfigError, ModelError, Problem, warn
 from sac.policy.model import Policy
-from sac.torch_private import WRAPPED_MODULE, checkpoint_wrapper_class, ignored_ops
+from sac.torch_private import WRAPPED_MODULE, ignored_ops
 
 __all__ = [
     "SELECTIVE_AC_WRAPPER_FLAG",
@@ -78,24 +77,22 @@ def unwrap_checkpoint_wrapper(module: nn.Module) -> nn.Module:
 class _AsInForward(AbstractContextManager[None]):
     """The process flags at the time of construction, with ``inner`` inside; may be entered repeatedly."""
 
-    def __init__(self, inner: AbstractContextManager[Any] | None = None) -> None:
+    def __init__(self, inner: AbstractContextManager[Any]) -> None:
         self._flags, self._inner = BackendFlags(), inner
-        self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
             self._flags.enter_on(stack)
-            if self._inner is not None:
-                stack.enter_context(self._inner)
-            self._entered.append(stack.pop_all())
+            stack.enter_context(self._inner)
+            self._entered = stack.pop_all()
 
     def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
+        self._entered.__exit__(*error)
 
 
 def sdpa_backend_snapshot_context_fn() -> Contexts:
     """Return the two contexts of a checkpointed call that starts now; the second restores what selects kernels."""
-    return nullcontext(), _AsInForward()
+    return nullcontext(), _AsInForward(nullcontext())
 
 
 def transformer_engine_attention_backend_snapshot_context_fn(
@@ -136,10 +133,7 @@ def ensure_fsdp_ops_sac_ignored() -> None:
 
 
 def _op(name: str) -> Any:
-    found: Any = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+    return reduce(lambda found, part: getattr(found, part, None), name.split("."), torch.ops)
 
 
 def detect_kv_sharing_and_maybe_disable_cache(model: nn.Module) -> bool:
@@ -176,11 +170,8 @@ def apply_full_layer_checkpointing_to_layers(model: nn.Module, layers: list[nn.M
 
     Raises ``ModelError``, with nothing changed, for layers with their own checkpointing.
     """
-    layers = [
-        layer
-        for layer in _not_disabled(layers)
-        if not isinstance(layer, checkpoint_wrapper_class()) and not isinstance(ours_on(layer), InstalledForward)
-    ]
+    done = [layer for layer in layers if hasattr(layer, WRAPPED_MODULE) or isinstance(ours_on(layer), InstalledForward)]
+    layers = [layer for layer in _not_disabled(layers) if layer not in done]
     _put_on_layers(model, layers, FULL, has_kv_sharing=bool(layers) and shares_kv(model))
 
 
@@ -212,8 +203,8 @@ def apply_submodule_checkpointing(
     layers = _not_disabled(layers)
     parts = tuple(part for layer in layers for part in _parts(root_node(layer), without_attention=has_kv_sharing))
     if layers and not parts:
-        class_names = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-        raise ModelError(Problem(class_names, "these layers have no sub-modules with parameters that could be regions"))
+        found = "the layers have no sub-modules with parameters that could be regions"
+        raise ModelError(Problem("apply_submodule_checkpointing", found))
     put_regions(nn.ModuleList(layers), [Chosen(parts, policy)])
 
 
@@ -224,16 +215,14 @@ def _not_disabled(layers: list[nn.Module]) -> list[nn.Module]:
 
 def _policy_in(context_fn: Any) -> Policy:
     """Return the policy that a context function represents; raises ``ConfigError`` if it represents none."""
-    inner = context_fn
-    while isinstance(inner, partial) and inner.func is transformer_engine_attention_backend_snapshot_context_fn:
-        inner = inner.args[0] if inner.args else inner.keywords.get("context_fn")
-    ours = (sdpa_backend_snapshot_context_fn, transformer_engine_attention_backend_snapshot_context_fn)
-    if inner is None or inner is noop_context_fn or inner in ours:
+    inner, restoring = context_fn, transformer_engine_attention_backend_snapshot_context_fn
+    while isinstance(inner, partial) and inner.func is restoring:
+        inner = next(iter((*inner.args, *inner.keywords.values())), None)
+    if inner in (None, noop_context_fn, sdpa_backend_snapshot_context_fn, restoring):
         return FULL
     policy = policy_of_contexts(inner)
     if policy is None:
-        name = getattr(inner, "__name__", type(inner).__name__)
-        found = f"{name} makes its own contexts around forward and recomputation, which regions do not enter"
+        found = f"{inner!r} makes its own contexts around forward and recomputation, which regions do not enter"
         fix = "choose per op with context_fn=sac.context_fn(policy), or leave it out"
         raise ConfigError(Problem("apply_submodule_checkpointing.context_fn", found, fix=fix))
     return policy
@@ -241,11 +230,10 @@ def _policy_in(context_fn: Any) -> Policy:
 
 def _parts(node: Node, *, without_attention: bool) -> Iterator[nn.Module]:
     for child in children_of(node):
-        module = child.module
-        holds = without_attention and any(is_attention(name, part) for name, part in module.named_modules())
-        if is_attention(child.path, module) and without_attention:
+        is_left = without_attention and any(is_attention(name, part) for name, part in child.module.named_modules())
+        if without_attention and is_attention(child.path, child.module):
             continue
-        if holds or not is_callable(module):
+        if is_left or not is_callable(child.module):
             yield from _parts(child, without_attention=without_attention)
-        elif any(True for _ in module.parameters()):
-            yield module
+        elif any(True for _ in child.module.parameters()):
+            yield child.module
