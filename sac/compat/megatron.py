@@ -18,7 +18,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -53,8 +54,6 @@ __all__ = [
 _NAME = "megatron.checkpoint"
 _RANDOM = "megatron.core.tensor_parallel.random"
 
-# -- The job's tensor-parallel group, ranks and random states, from Megatron-Core or from the user
-
 CudaRNGStatesTracker = RngTracker
 
 
@@ -79,20 +78,6 @@ def set_tensor_model_parallel_group(group: Any) -> None:
     _job.group = group
 
 
-def _tensor_model_parallel_group() -> Any:
-    """Return the group that was set, or Megatron's; raises ``ConfigError`` if there is neither."""
-    state = sys.modules.get("megatron.core.parallel_state")
-    group = _job.group
-    if group is None and state is not None:
-        with suppress(AssertionError):  # raised if nothing was initialised
-            group = state.get_tensor_model_parallel_group()
-    if group is None:
-        found = "there is no tensor-parallel group to scatter over"
-        fix = "call set_tensor_model_parallel_group(group), or initialise megatron.core.parallel_state"
-        raise ConfigError(Problem(f"{_NAME}.distribute_saved_activations", found, fix=fix))
-    return group
-
-
 def get_cuda_rng_tracker(
     use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
 ) -> Any:
@@ -101,14 +86,12 @@ def get_cuda_rng_tracker(
     Raises ``ConfigError`` without Megatron if another type of tracker is requested.
     """
     flags = (use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
-    theirs = sys.modules.get(_RANDOM)
-    if theirs is not None:
-        return theirs.get_cuda_rng_tracker(*flags)
+    if _RANDOM in sys.modules:
+        return sys.modules[_RANDOM].get_cuda_rng_tracker(*flags)
     if any(flags):
         found, fix = "this type of tracker belongs to Megatron", "leave the flags out, or import megatron"
         raise ConfigError(Problem("megatron.get_cuda_rng_tracker", found, fix=fix))
-    if _job.tracker is None:
-        _job.tracker = RngTracker()
+    _job.tracker = _job.tracker if _job.tracker is not None else RngTracker()
     return _job.tracker
 
 
@@ -130,10 +113,9 @@ def model_parallel_cuda_manual_seed(
     Raises ``ConfigError`` if no rank is known, or without Megatron if another type of tracker is requested.
     """
     flags = (te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
-    theirs = sys.modules.get(_RANDOM)
-    if theirs is not None:
-        ranks = {"tp_rank": tp_rank, "ep_rank": ep_rank, "etp_rank": etp_rank}
-        theirs.model_parallel_cuda_manual_seed(seed, *flags, **ranks, force_reset_rng=force_reset_rng)
+    if _RANDOM in sys.modules:
+        ranks = {"tp_rank": tp_rank, "ep_rank": ep_rank, "etp_rank": etp_rank, "force_reset_rng": force_reset_rng}
+        sys.modules[_RANDOM].model_parallel_cuda_manual_seed(seed, *flags, **ranks)
         return
     if tp_rank is None and _job.group is None:
         found = "the rank in the tensor-parallel group is not known"
@@ -158,18 +140,20 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool 
     """Run ``function(*args)`` as a region that is recomputed in backward; return its result.
 
     ``distribute_saved_activations``: keep the first floating-point input scattered over the tensor-parallel group; None
-    means false, as in Megatron. The tracker of ``get_cuda_rng_tracker`` is always restored for recomputation. Without
-    grad mode this is the plain call.
+    means false, as in Megatron. The tracker of ``get_cuda_rng_tracker`` is always restored for recomputation.
 
     Raises ``ConfigError`` if there is no group to scatter over, and for FP8 in a version of TransformerEngine whose
     state cannot be restored; ``RegionError`` in backward as ``sac.checkpoint`` does.
     """
-    if not isinstance(distribute_saved_activations, bool | None):
-        found = f"a {type(distribute_saved_activations).__name__} is not true or false"
+    scatters, group, state = distribute_saved_activations, _job.group, sys.modules.get("megatron.core.parallel_state")
+    if not isinstance(scatters, bool | None):
+        found = f"a {type(scatters).__name__} is not true or false"
         fix = "call checkpoint(function, distribute_saved_activations, *args)"
         raise ConfigError(Problem(f"{_NAME}.distribute_saved_activations", found, "true, false", fix=fix))
-    group = _tensor_model_parallel_group() if distribute_saved_activations and torch.is_grad_enabled() else None
-    return _run(function, args, {}, CallOptions(distribute_saved_activations=group is not None, tp_group=group))
+    if scatters and group is None and state is not None:
+        with suppress(AssertionError):  # raised if nothing was initialised
+            group = state.get_tensor_model_parallel_group()
+    return _run(function, args, {}, CallOptions(distribute_saved_activations=bool(scatters), tp_group=group))
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
@@ -186,15 +170,14 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 # Note [Discarded outputs]
 #
 # The ops after a region usually save the region's output for their own backward, although the region can recompute it.
-# Releasing it takes three steps:
 #
 # Forward. After the function, inside the region, the outputs are saved in a node on which nothing else depends (the
-# anchor). So the region's recomputation has to produce them last, as long as somebody may ask for them.
+# anchor). So the region's recomputation has to produce them, as long as somebody may ask for them.
 #
 # Discard. The graph between the region and a later tensor is walked. Each saved tensor in the storage of an output gets
 # hooks (autograd's own, as in `saved_tensors_hooks`, but added afterwards): its data is released, and its position in
-# the storage is kept. No storage is resized. What the walk does not see (a consumer that does not lead to that tensor,
-# a saved tensor with hooks, an attribute) holds the output as before; gradients are right either way.
+# the storage is kept. What the walk does not see (a consumer that does not lead to that tensor, a saved tensor with
+# hooks, an attribute) holds the output as before; gradients are right either way.
 #
 # Backward. The first consumer that unpacks its tensor reads what the anchor saved. This reruns the region, once for all
 # consumers and for the region's own backward, and the consumer's tensor is built on the recomputed storage.
@@ -214,18 +197,16 @@ class CheckpointWithoutOutput:
     """
 
     def __init__(self, fp8: Any = False) -> None:
-        del fp8
         self._outputs: list[_Output] | None = None
 
     def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
         """Run ``run_function(*args)`` as a region; return its result. In a compiled function, it runs in eager mode."""
         if torch.compiler.is_compiling():  # discarding walks an autograd graph, which a compiled one is not
             return run_in_eager(self.checkpoint, run_function, *args)
-        anchor = _Anchor()
         region = partial(_call_and_save, run_function)  # not a closure: calls are recognized by the function's parts
-        region.__qualname__ = getattr(run_function, "__qualname__", type(run_function).__name__)  # type: ignore[attr-defined]
+        region.__qualname__ = getattr(run_function, "__qualname__", "function")  # type: ignore[attr-defined]
+        anchor, taken = _Anchor(), {None, *map(plain_address, tree_leaves(args))}
         output = _run(region, args, {"anchor": anchor}, CallOptions())
-        taken = {None, *map(plain_address, tree_leaves(args))}
         outputs = (_Output(anchor.node, index, tensor) for index, tensor in enumerate(anchor.tensors))
         self._outputs = [one for one in outputs if one.address not in taken]
         for one in self._outputs:
@@ -246,9 +227,27 @@ class CheckpointWithoutOutput:
             where, fix = "megatron.CheckpointWithoutOutput", "call checkpoint(run_function, *args) first"
             raise RegionError(Problem(where, "there is no output to discard", fix=fix))
         outputs, self._outputs = self._outputs, []
-        ends = [leaf for leaf in tree_leaves(hook_tensor) if isinstance(leaf, torch.Tensor)]
         if outputs:
-            _release(outputs, ends)
+            _release(outputs, [leaf for leaf in tree_leaves(hook_tensor) if isinstance(leaf, torch.Tensor)])
+
+
+def _release(outputs: list[_Output], ends: list[torch.Tensor]) -> None:
+    """Release the outputs in what was saved between their region and ``ends``."""
+    unchanged = [one for one in outputs if version_of(one.watch) == one.version]
+    released = {one.address: one for one in reversed(unchanged)}
+    starts = {one.start for one in outputs} - {None}
+    nodes = {*nodes_since(ends, min(node._sequence_nr() for node in starts or {outputs[0].anchor.grad_fn}))}
+    for saved in chain.from_iterable(map(saved_without_hooks, nodes)):
+        output = released.get(plain_address(saved.data))
+        if output is not None:
+            saved.register_hooks(partial(_discarded, output), _fetch)
+    reason = "" if SHOWS_SAVED_TENSORS else "this version of torch does not show what its graph has saved"
+    if starts and not starts & nodes:
+        reason = "the tensor given does not depend on the region's output"
+    if len(unchanged) < len(outputs):
+        reason = "the region's output was changed in place after the region"
+    if reason:
+        warn(f"{reason}: it is kept until backward")
 
 
 @dataclass
@@ -268,8 +267,7 @@ def _call_and_save(function: Callable[..., Any], *args: Any, anchor: _Anchor) ->
     output = function(*args)
     tensors = tuple(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
     if tensors and torch.is_grad_enabled():
-        saved = (tensor.detach() for tensor in tensors)
-        node = _Save.apply(torch.empty(0, requires_grad=True), *saved)  # type: ignore[no-untyped-call]
+        node = _Save.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors))  # type: ignore[no-untyped-call]
         if not anchor.is_set:
             anchor.is_set, anchor.tensors, anchor.node = True, tensors, node
     return output
@@ -289,77 +287,47 @@ class _Save(torch.autograd.Function):
 
 
 class _Output:
-    """A tensor that a region call returned, which is not held: how it lay in memory, and how to have it again.
+    """A tensor that a region call returned, which is not held: how it lay in memory, and the node that saved it.
 
     ``start``: the graph node that produced it, if it needs a gradient. See Note [Discarded outputs].
     """
 
-    def __init__(self, anchor: torch.Tensor, index: int, tensor: torch.Tensor) -> None:
-        self.anchor, self.index, self.start = anchor, index, tensor.grad_fn
-        self.address, self._version, self._watch = plain_address(tensor), version_of(tensor), version_watch(tensor)
-        self._layout = _layout_of(tensor)
-        self._keeps_address = StorageWeakRef(tensor.untyped_storage())  # which is then not given to other memory
-
-    def is_unchanged(self) -> bool:
-        """Return whether nothing has written to the tensor since the region returned it."""
-        return version_of(self._watch) == self._version
-
-    def recomputed(self) -> torch.Tensor:
-        """Return the tensor, which the region recomputes now unless it has before.
-
-        Raises ``RegionError`` if it lies in its memory in another way, or if that is the same memory, which is then not
-        the region's own, and was written to.
-        """
-        tensor: torch.Tensor = self.anchor.grad_fn.saved_tensors[self.index]  # type: ignore[union-attr]
-        layout, found, fix = _layout_of(tensor), "", ""
-        if layout != self._layout:
-            found = f"has (dtype, offset, shape, strides, bytes) {self._layout} in forward, {layout} in recomputation"
-            fix = "let the region make its results in the same way in both passes: look for a branch that decides how"
-        elif plain_address(tensor) == self.address and version_of(tensor) != self._version:
-            found = "lies in memory that is not the region's own and was written to after the forward"
-            fix = "do not write to the region's result, nor to what it is a view of, before backward"
-        if found:
-            raise RegionError(Problem("region", f"output {self.index} {found}", fix=fix))
-        return tensor
+    def __init__(self, anchor: Any, index: int, tensor: torch.Tensor) -> None:
+        self.anchor, self.index, self.start, self.layout = anchor, index, tensor.grad_fn, _layout_of(tensor)
+        self.address, self.version, self.watch = plain_address(tensor), version_of(tensor), version_watch(tensor)
+        self.keeps_address = StorageWeakRef(tensor.untyped_storage())  # which is then not given to other memory
 
 
 def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    offset, shape, stride = place_of(tensor)
-    return tensor.dtype, offset, tuple(shape), stride, tensor.untyped_storage().nbytes()
+    return tensor.dtype, *map(tuple, place_of(tensor)[1:]), tensor.storage_offset(), tensor.untyped_storage().nbytes()
 
 
-class _Discarded:
-    """A tensor in the memory of an output, held by its position there."""
-
-    __slots__ = ("_dtype", "_output", "_place")
-
-    def __init__(self, output: _Output, tensor: torch.Tensor) -> None:
-        self._output, self._dtype, self._place = output, tensor.dtype, place_of(tensor)
-
-    def fetch(self) -> torch.Tensor:
-        """Return the tensor, in memory that it shares with other fetches."""
-        with torch.no_grad():
-            output = self._output.recomputed()
-            return output.new_empty(0, dtype=self._dtype).set_(output.untyped_storage(), *self._place)
+# A tensor in the memory of an output is held by its dtype and its position there.
+_Held: TypeAlias = tuple[_Output, torch.dtype, Any]
 
 
-def _release(outputs: list[_Output], ends: list[torch.Tensor]) -> None:
-    """Release the outputs in what was saved between their region and ``ends``; warn if that changes nothing."""
-    released = {one.address: one for one in reversed(outputs) if one.is_unchanged()}
-    starts = {one.start for one in outputs} - {None}
-    first, is_missed = min(node._sequence_nr() for node in starts or {outputs[0].anchor.grad_fn}), bool(starts)  # type: ignore[union-attr]
-    for node in nodes_since(ends, first):
-        is_missed = is_missed and node not in starts
-        for saved in saved_without_hooks(node):
-            output = released.get(plain_address(saved.data))
-            if output is not None:
-                saved.register_hooks(partial(_Discarded, output), _Discarded.fetch)
-    if not SHOWS_SAVED_TENSORS:
-        warn("this version of torch does not show what its graph has saved: the output is kept until backward")
-    if is_missed:
-        warn("the tensor given does not depend on the region's output, which is therefore kept until backward")
-    if not all(one.is_unchanged() for one in outputs):
-        warn("the region's output was changed in place after the region: it is kept until backward")
+def _discarded(output: _Output, tensor: torch.Tensor) -> _Held:
+    return output, tensor.dtype, place_of(tensor)
+
+
+def _fetch(held: Any) -> torch.Tensor:
+    """Return the tensor, in memory that it shares with others; the region recomputes the output unless it has before.
+
+    Raises ``RegionError`` if the output lies in its memory in another way than in forward, or if that is the same
+    memory, which is then not the region's own, and was written to.
+    """
+    if not isinstance(held, tuple):
+        return fetch(held)
+    output, dtype, place = held
+    tensor = output.anchor.grad_fn.saved_tensors[output.index]
+    layout, is_same_memory = _layout_of(tensor), plain_address(tensor) == output.address
+    if layout != output.layout or (is_same_memory and version_of(tensor) != output.version):
+        found = f"output {output.index} was {output.layout} and is {layout} in recomputation, or was written to"
+        fix = "let the region make its results in the same way in both passes, in memory of their own"
+        raise RegionError(Problem("region", found, fix=fix))
+    with torch.no_grad():
+        found_tensor: torch.Tensor = tensor.new_empty(0, dtype=dtype).set_(tensor.untyped_storage(), *place)
+        return found_tensor
 
 
 _discardable: WeakValueDictionary[int | None, _Output] = WeakValueDictionary()  # by storage address
@@ -369,10 +337,11 @@ def _discardable_inputs(inputs: Any) -> AbstractContextManager[Any]:
     """Return a context in which a region with these inputs does not itself hold those that are discardable outputs."""
     if not _discardable or not any(plain_address(leaf) in _discardable for leaf in tree_leaves(inputs)):
         return nullcontext()
-    return saved_tensors_hooks(partial(_pack, active_hooks()), fetch)
+    return saved_tensors_hooks(partial(_pack, active_hooks()), _fetch)
 
 
 def _pack(outer: PackHooks | None, tensor: torch.Tensor) -> Any:
     output = _discardable.get(plain_address(tensor))
-    is_held = output is None or not output.is_unchanged()
-    return pack_with_outer_hooks(tensor, outer) if is_held else _Discarded(output, tensor)
+    if output is not None and version_of(tensor) == output.version:
+        return _discarded(output, tensor)
+    return pack_with_outer_hooks(tensor, outer)
