@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from sac.checkpointing import run_with
 from sac.config import DEFAULT_CONFIG, CallOptions, FullConfig, settings_of
 from sac.config_keys import read_flag
 from sac.engine.settings import Settings
-from sac.errors import ConfigError, Problem, listing, nearest
+from sac.errors import ConfigError, Problem, listing
 from sac.full import RngTracker
+from sac.policy.syntax import shown
 from sac.rng_tracker import MODEL_PARALLEL, checked_seed
 from sac.torch_private import tree_leaves, when_backward_ends
 
@@ -45,7 +46,6 @@ __all__ = [
 
 CudaRNGStatesTracker = RngTracker
 
-SECTION = "activation_checkpointing"
 _NAME = "deepspeed.configure"
 _THEIRS = "deepspeed.runtime.activation_checkpointing.checkpointing"
 _log = logging.getLogger("sac.deepspeed")
@@ -61,16 +61,16 @@ _KEYS = {
 }
 
 
+@dataclass
 class _Process:
     """The configuration of this process, which DeepSpeed keeps in globals. ``flags``: by argument of ``configure``."""
 
-    def __init__(self) -> None:
-        self.is_configured = False
-        self.tracker: RngTracker | None = None
-        self.mpu: Any = None
-        self.flags: dict[str, bool] = {}
-        self.config = DEFAULT_CONFIG
-        self.settings = settings_of(self.config, _OPTIONS, _NAME)
+    settings: Settings
+    config: FullConfig = DEFAULT_CONFIG
+    flags: Mapping[str, bool] = field(default_factory=dict)
+    mpu: Any = None
+    is_configured: bool = False
+    tracker: RngTracker | None = None
 
 
 def configure(
@@ -100,21 +100,19 @@ def configure(
     arguments = (
         partition_activations, contiguous_checkpointing, num_checkpoints, checkpoint_in_cpu, synchronize, profile,
     )  # fmt: skip
-    values = _section_of(deepspeed_config) if deepspeed_config is not None else {}
+    values = {} if deepspeed_config is None else _section_of(deepspeed_config)
     values |= {name: value for name, value in zip(_KEYS, arguments, strict=True) if value is not None}
     count = values.pop("num_checkpoints", None)
     flags = {name: read_flag(value, f"{_NAME}.{name}") for name, value in values.items()}
-    mpu = mpu_ if mpu_ is not None else _process.mpu
-    if mpu is not None:
-        _ask(mpu, "rank")
-    options = _OPTIONS
-    if flags.get("partition_activations") and mpu is not None and _ask(mpu, "world_size") > 1:
+    mpu, options = mpu_ if mpu_ is not None else _process.mpu, _OPTIONS
+    ranks = [_ask(mpu, what) for what in ("rank", "world_size")] if mpu is not None else [0, 1]
+    if flags.get("partition_activations") and ranks[1] > 1:
         options = replace(options, distribute_saved_activations=True, tp_group=_ask(mpu, "group"))
     words = {"host": "checkpoint_in_cpu", "contiguous": "contiguous_checkpointing"}
     store = "+".join(word for word, name in words.items() if flags.get(name)) or "whole"
     config = FullConfig(_is_activation, store, num_checkpoints=count if "contiguous" in store else None)
     settings = settings_of(config, options, _NAME)
-    _process.flags, _process.mpu, _process.config, _process.settings = flags, mpu, config, settings
+    _process.settings, _process.config, _process.flags, _process.mpu = settings, config, flags, mpu
     _process.is_configured = True
 
 
@@ -127,19 +125,14 @@ def _section_of(source: Any) -> dict[str, Any]:
             config = json.loads(Path(source).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(Problem(where, f"it cannot be read as JSON: {error}")) from error
-    section = _mapping(_mapping(config, where).get(SECTION, {}), f"{where}.{SECTION}")
-    names = {key: name for name, key in _KEYS.items()}
-    for key in section.keys() - names.keys():
-        raise ConfigError(
-            Problem(f"{where}.{SECTION}.{key}", "it is not known", listing([*names]), nearest(str(key), names))
+    section = config.get("activation_checkpointing", {}) if isinstance(config, Mapping) else config
+    if not isinstance(section, Mapping) or not section.keys() <= {*_KEYS.values()}:
+        found, legal = (
+            f"activation_checkpointing is {shown(repr(section))}",
+            f"a mapping of {listing([*_KEYS.values()])}",
         )
-    return {names[key]: value for key, value in section.items()}
-
-
-def _mapping(value: Any, where: str) -> Mapping[Any, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(Problem(where, f"it is a {type(value).__name__}", expected="a mapping"))
-    return value
+        raise ConfigError(Problem(where, found, legal))
+    return {name: section[key] for name, key in _KEYS.items() if key in section}
 
 
 def _ask(mpu: Any, what: str) -> Any:
@@ -189,9 +182,8 @@ class CheckpointFunction:
     def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
         """Run ``run_function(*args)`` as ``checkpoint``, append its results to ``all_outputs``, return the tensors."""
         output = _run(run_function, args, {}, _process.settings)
-        results = list(output) if isinstance(output, (tuple, list)) else [output]
-        all_outputs += results
-        return output if isinstance(output, torch.Tensor) else tuple(filter(torch.is_tensor, results))
+        all_outputs += output if isinstance(output, (tuple, list)) else [output]
+        return output if isinstance(output, torch.Tensor) else tuple(filter(torch.is_tensor, output))
 
 
 def _single(output: Any) -> Any:
@@ -210,7 +202,7 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     started = _now()
     output = run_with(settings, function, args, kwargs)
     _note(f"{name}: forward", started)
-    _note_backward(f"{name}: backward", _differentiable((args, kwargs)), _differentiable(output))
+    _note_backward(f"{name}: backward", (args, kwargs), output)
     return output
 
 
@@ -231,15 +223,10 @@ def _note(name: str, started: float) -> None:
         _log.info("%s %.3f ms", name, took)
 
 
-def _differentiable(values: Any) -> list[torch.Tensor]:
-    """Return the tensors with a graph. A hook on a leaf would outlive it."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
-
-
-def _note_backward(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+def _note_backward(name: str, inputs: Any, outputs: Any) -> None:
     """Note each backward of a region, from the first gradient of its outputs until all inputs have theirs.
 
-    It includes recomputation, and ends at the latest with the whole backward.
+    It includes recomputation, and ends at the latest with the whole backward. A hook on a leaf would outlive the graph.
     """
     started: list[float] = []
 
@@ -252,10 +239,11 @@ def _note_backward(name: str, inputs: list[torch.Tensor], outputs: list[torch.Te
         if started:
             _note(name, started.pop())
 
-    for node in {tensor.grad_fn for tensor in outputs}:
-        node.register_prehook(begin)  # type: ignore[union-attr]
-    if inputs:
-        register_multi_grad_hook(inputs, end)
+    for node in {getattr(leaf, "grad_fn", None) for leaf in tree_leaves(outputs)} - {None}:
+        node.register_prehook(begin)
+    results = [leaf for leaf in tree_leaves(inputs) if getattr(leaf, "grad_fn", None) is not None]
+    if results:
+        register_multi_grad_hook(results, end)
 
 
 # -- Seeds
@@ -283,4 +271,4 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 _OPTIONS = CallOptions(use_reentrant=True, get_rng_state_tracker=get_cuda_rng_tracker)
-_process = _Process()
+_process = _Process(settings_of(DEFAULT_CONFIG, _OPTIONS, _NAME))

@@ -2,13 +2,11 @@
 
 ``from sac.compat.megatron import checkpoint`` replaces the import from ``megatron.core``.
 
-If Megatron-Core is loaded in this process, its tensor-parallel group, its ranks and its tracker of random states are
-used, so its layers and this module use the same ones. Without it, pass the group to ``set_tensor_model_parallel_group``
-and the ranks to ``model_parallel_cuda_manual_seed``.
+If Megatron-Core is loaded in this process, its tensor-parallel group, ranks and tracker of random states are used.
+Without it, pass the group to ``set_tensor_model_parallel_group`` and the ranks to ``model_parallel_cuda_manual_seed``.
 
-Intentional differences: regions are non-reentrant, so recomputation stops early and ``torch.autograd.grad`` works; the
-caller's tensor is not touched; autocast is restored; arguments and results have any structure. FP8 state of
-TransformerEngine is restored, whatever ``fp8`` says.
+Intentional differences: regions are non-reentrant; the caller's tensor is not touched; autocast is restored, and FP8
+state of TransformerEngine, whatever ``fp8`` says; arguments and results have any structure.
 """
 
 from __future__ import annotations
@@ -34,27 +32,20 @@ from sac.engine.fp8 import check_fp8
 from sac.errors import ConfigError, Problem, RegionError, warn
 from sac.full import RngTracker, seed_model_parallel
 from sac.outer_hooks import PackHooks, active_hooks, fetch, pack_with_outer_hooks
-from sac.rng_tracker import DATA_PARALLEL, EXPERT_PARALLEL
 from sac.saved_in_graph import nodes_since, saved_without_hooks
 from sac.stores.scatter import group_problem, process_group
 from sac.tensors import place_of, plain_address, version_of, version_watch
 from sac.torch_private import SHOWS_SAVED_TENSORS, tree_leaves
 
 __all__ = [
-    "CheckpointWithoutOutput",
-    "CudaRNGStatesTracker",
-    "checkpoint",
-    "get_cuda_rng_tracker",
-    "get_data_parallel_rng_tracker_name",
-    "get_expert_parallel_rng_tracker_name",
-    "model_parallel_cuda_manual_seed",
-    "set_tensor_model_parallel_group",
-]
+    "CheckpointWithoutOutput", "CudaRNGStatesTracker", "checkpoint", "get_cuda_rng_tracker",
+    "model_parallel_cuda_manual_seed", "set_tensor_model_parallel_group",
+]  # fmt: skip
+
+CudaRNGStatesTracker = RngTracker
 
 _NAME = "megatron.checkpoint"
 _RANDOM = "megatron.core.tensor_parallel.random"
-
-CudaRNGStatesTracker = RngTracker
 
 
 class _Job:
@@ -108,9 +99,7 @@ def model_parallel_cuda_manual_seed(
     """Seed the default generator and the streams of ``get_cuda_rng_tracker``; see ``sac.full.seed_model_parallel``.
 
     If Megatron is loaded, it does the seeding. Otherwise ``tp_rank`` defaults to this rank's position in the group that
-    was set, ``ep_rank`` to 0, and ``etp_rank`` to ``tp_rank``, as for a job without expert parallelism.
-
-    Raises ``ConfigError`` if no rank is known, or without Megatron if another type of tracker is requested.
+    was set, ``ep_rank`` to 0, and ``etp_rank`` to ``tp_rank``. Raises ``ConfigError`` if no rank is known.
     """
     flags = (te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
     if _RANDOM in sys.modules:
@@ -118,22 +107,13 @@ def model_parallel_cuda_manual_seed(
         sys.modules[_RANDOM].model_parallel_cuda_manual_seed(seed, *flags, **ranks)
         return
     if tp_rank is None and _job.group is None:
-        found = "the rank in the tensor-parallel group is not known"
-        fix = "pass tp_rank=, or call set_tensor_model_parallel_group(group) first"
-        raise ConfigError(Problem("megatron.model_parallel_cuda_manual_seed.tp_rank", found, fix=fix))
+        where, found = "megatron.model_parallel_cuda_manual_seed.tp_rank", "the rank in the group is not known"
+        raise ConfigError(
+            Problem(where, found, fix="pass tp_rank=, or call set_tensor_model_parallel_group(group) first")
+        )
     tp_rank = tp_rank if tp_rank is not None else dist.get_rank(process_group(_job.group))
     etp_rank = etp_rank if etp_rank is not None else tp_rank
     seed_model_parallel(seed, tp_rank, ep_rank or 0, etp_rank, tracker=get_cuda_rng_tracker(*flags))
-
-
-def get_data_parallel_rng_tracker_name() -> str:
-    """Return the name of the stream that is the same on all tensor-parallel ranks."""
-    return DATA_PARALLEL
-
-
-def get_expert_parallel_rng_tracker_name() -> str:
-    """Return the name of the stream of experts."""
-    return EXPERT_PARALLEL
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any) -> Any:
@@ -170,17 +150,12 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 # Note [Discarded outputs]
 #
 # The ops after a region usually save the region's output for their own backward, although the region can recompute it.
-#
-# Forward. After the function, inside the region, the outputs are saved in a node on which nothing else depends (the
-# anchor). So the region's recomputation has to produce them, as long as somebody may ask for them.
-#
-# Discard. The graph between the region and a later tensor is walked. Each saved tensor in the storage of an output gets
-# hooks (autograd's own, as in `saved_tensors_hooks`, but added afterwards): its data is released, and its position in
-# the storage is kept. What the walk does not see (a consumer that does not lead to that tensor, a saved tensor with
-# hooks, an attribute) holds the output as before; gradients are right either way.
-#
-# Backward. The first consumer that unpacks its tensor reads what the anchor saved. This reruns the region, once for all
-# consumers and for the region's own backward, and the consumer's tensor is built on the recomputed storage.
+# At the end of the region, the outputs are saved in a node on which nothing else depends (the anchor): so a
+# recomputation produces them. To discard an output, the graph between the region and a later tensor is walked. Each
+# saved tensor in the storage of the output gets hooks (as in `saved_tensors_hooks`, but added afterwards): its data is
+# released, and its position in the storage is kept. What the walk does not see holds the output as before. The first
+# consumer that unpacks its tensor in backward reads what the anchor saved. This reruns the region, once for all
+# consumers and for the region's own backward.
 #
 # Regions that take such an output as their input hold it themselves, not through autograd. `_discardable_inputs` puts
 # hooks around them, to which they pass their inputs: a chain of regions then holds none of the outputs between them.
@@ -189,11 +164,9 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 class CheckpointWithoutOutput:
     """One region whose output is released once its consumers have run, and recomputed in backward.
 
-    ``fp8`` is not needed: FP8 state is always restored.
-
-    Intentional differences from Megatron: no storage is resized. The output's memory is freed with the caller's own
-    references; consumers that do not lead to the hook tensor keep what they saved; a wrong hook tensor causes a
-    warning, and gradients are right. Each region discards its own output, also in a chain: there is no manager.
+    Intentional differences from Megatron: FP8 state is always restored. No storage is resized: the output's memory is
+    freed with the caller's own references, consumers that do not lead to the hook tensor keep what they saved, and a
+    wrong hook tensor causes a warning. Each region discards its own output, also in a chain: there is no manager.
     """
 
     def __init__(self, fp8: Any = False) -> None:
@@ -232,7 +205,6 @@ class CheckpointWithoutOutput:
 
 
 def _release(outputs: list[_Output], ends: list[torch.Tensor]) -> None:
-    """Release the outputs in what was saved between their region and ``ends``."""
     unchanged = [one for one in outputs if version_of(one.watch) == one.version]
     released = {one.address: one for one in reversed(unchanged)}
     starts = {one.start for one in outputs} - {None}
@@ -250,12 +222,9 @@ def _release(outputs: list[_Output], ends: list[torch.Tensor]) -> None:
         warn(f"{reason}: it is kept until backward")
 
 
-@dataclass
+@dataclass  # empty when the region begins, so that all calls of one function look the same
 class _Anchor:
-    """The tensors that one forward returned, and the node that saved them.
-
-    A plain dataclass, empty when the region begins, so that all calls of one function look the same.
-    """
+    """The tensors that one forward returned, and the node that saved them."""
 
     is_set: bool = False
     tensors: tuple[torch.Tensor, ...] = ()
@@ -267,7 +236,7 @@ def _call_and_save(function: Callable[..., Any], *args: Any, anchor: _Anchor) ->
     output = function(*args)
     tensors = tuple(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
     if tensors and torch.is_grad_enabled():
-        node = _Save.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors))  # type: ignore[no-untyped-call]
+        node: Any = _Save.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors))  # type: ignore[no-untyped-call]
         if not anchor.is_set:
             anchor.is_set, anchor.tensors, anchor.node = True, tensors, node
     return output
@@ -281,16 +250,9 @@ class _Save(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         return anchor.detach()
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise AssertionError("nothing depends on this node")
-
 
 class _Output:
-    """A tensor that a region call returned, which is not held: how it lay in memory, and the node that saved it.
-
-    ``start``: the graph node that produced it, if it needs a gradient. See Note [Discarded outputs].
-    """
+    """A tensor that a region call returned, which is not held: how it lay in memory, and the node that saved it."""
 
     def __init__(self, anchor: Any, index: int, tensor: torch.Tensor) -> None:
         self.anchor, self.index, self.start, self.layout = anchor, index, tensor.grad_fn, _layout_of(tensor)
@@ -299,11 +261,10 @@ class _Output:
 
 
 def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, *map(tuple, place_of(tensor)[1:]), tensor.storage_offset(), tensor.untyped_storage().nbytes()
+    return tensor.dtype, place_of(tensor), tensor.untyped_storage().nbytes()
 
 
-# A tensor in the memory of an output is held by its dtype and its position there.
-_Held: TypeAlias = tuple[_Output, torch.dtype, Any]
+_Held: TypeAlias = tuple[_Output, torch.dtype, Any]  # a tensor in the memory of an output: its dtype and position there
 
 
 def _discarded(output: _Output, tensor: torch.Tensor) -> _Held:
@@ -311,7 +272,7 @@ def _discarded(output: _Output, tensor: torch.Tensor) -> _Held:
 
 
 def _fetch(held: Any) -> torch.Tensor:
-    """Return the tensor, in memory that it shares with others; the region recomputes the output unless it has before.
+    """Return a tensor in memory that it shares with others; the region recomputes the output unless it has before.
 
     Raises ``RegionError`` if the output lies in its memory in another way than in forward, or if that is the same
     memory, which is then not the region's own, and was written to.
@@ -326,8 +287,8 @@ def _fetch(held: Any) -> torch.Tensor:
         fix = "let the region make its results in the same way in both passes, in memory of their own"
         raise RegionError(Problem("region", found, fix=fix))
     with torch.no_grad():
-        found_tensor: torch.Tensor = tensor.new_empty(0, dtype=dtype).set_(tensor.untyped_storage(), *place)
-        return found_tensor
+        shared: torch.Tensor = tensor.new_empty(0, dtype=dtype).set_(tensor.untyped_storage(), *place)
+        return shared
 
 
 _discardable: WeakValueDictionary[int | None, _Output] = WeakValueDictionary()  # by storage address
