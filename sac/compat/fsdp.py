@@ -39,6 +39,13 @@ __all__ = ["CheckpointImpl", "apply_activation_checkpointing", "checkpoint_wrapp
 
 _NAME = "checkpoint_wrapper"
 _ON_HOST = FullConfig(store="host", keep="all")
+_LEGAL = {
+    "checkpoint_impl": "a CheckpointImpl",
+    "checkpoint_fn": "torch's checkpoint, sac.checkpoint",
+    "context_fn": "the result of sac.context_fn, for NO_REENTRANT; FullConfig(state=...) restores other state",
+    "debug": "false: errors of recomputation name the saved tensor without it",
+    "offload_to_cpu": "true without a config, which says where inputs are kept",
+}
 
 
 class CheckpointImpl(enum.Enum):
@@ -82,25 +89,19 @@ def _chosen(
 ) -> Chosen:
     """Return the modules with the meaning of ``checkpoint_wrapper``'s arguments for them."""
     implementation, policy = getattr(checkpoint_impl, "name", None), policy_of_contexts(context_fn)
-    problem = None
-    if implementation not in CheckpointImpl.__members__:
-        problem = Problem("checkpoint_impl", f"{checkpoint_impl!r} is not an implementation", "a CheckpointImpl")
-    elif checkpoint_fn not in (None, torch_checkpoint, checkpoint):
-        fix = "leave it out, or call the function in the module's own forward"
-        problem = Problem("checkpoint_fn", f"{checkpoint_fn!r} cannot be made a region", fix=fix)
-    elif policy is None and context_fn not in (None, noop_context_fn):
-        fix = "choose per op with context_fn=sac.context_fn(policy), or put state back with FullConfig(state=...)"
-        problem = Problem("context_fn", "the caller's contexts are not entered", fix=fix)
-    elif debug:
-        problem = Problem("debug", "it is not supported: errors of recomputation name the saved tensor without it")
-    elif read_flag(offload_to_cpu, f"{_NAME}.offload_to_cpu") and config not in (None, DEFAULT_CONFIG):
-        problem = Problem("offload_to_cpu", "config says where inputs are kept", fix="leave one of the two out")
     options.setdefault("use_reentrant", implementation == CheckpointImpl.REENTRANT.name)
-    if policy is not None and options["use_reentrant"]:
-        problem = Problem("context_fn", "per-op decisions need the non-reentrant mode", fix="use NO_REENTRANT")
-    if problem is not None:
-        raise ConfigError(replace(problem, where=f"{_NAME}.{problem.where}"))
-    config = _ON_HOST if offload_to_cpu else config or DEFAULT_CONFIG
+    is_foreign = policy is None and context_fn not in (None, noop_context_fn)
+    refused = {
+        "checkpoint_impl": implementation not in CheckpointImpl.__members__,
+        "checkpoint_fn": checkpoint_fn not in (None, torch_checkpoint, checkpoint),
+        "context_fn": is_foreign or (policy is not None and options["use_reentrant"]),
+        "debug": bool(debug),
+        "offload_to_cpu": bool(offload_to_cpu) and config is not None,
+    }
+    wrong = [name for name, is_refused in refused.items() if is_refused]
+    if wrong:
+        raise ConfigError([Problem(f"{_NAME}.{name}", "a region cannot do this", _LEGAL[name]) for name in wrong])
+    config = _ON_HOST if read_flag(offload_to_cpu, f"{_NAME}.offload_to_cpu") else config or DEFAULT_CONFIG
     return Chosen(modules, policy or FULL, settings_of(config, CallOptions(**options), _NAME))
 
 
@@ -120,22 +121,19 @@ def offload_wrapper(module: nn.Module) -> nn.Module:
 
     Raises ``ModelError`` for a module inside a region, and for one whose tensors are already kept elsewhere.
     """
-    forward, found = ours_on(module), ""
+    forward, fault = ours_on(module), ("", "")
     if isinstance(forward, RegionForward) and forward.applied.settings.input_storing is None:
         keeping = settings_of(_ON_HOST, CallOptions(), _NAME).input_storing
         forward.applied = replace(forward.applied, settings=replace(forward.applied.settings, input_storing=keeping))
     elif forward is not None:
-        found, fix = (
-            "it is inside a region, or its tensors are kept elsewhere",
-            "call offload_wrapper once, on the region",
-        )
+        fault = "it is inside a region, or its tensors are kept elsewhere", "call offload_wrapper once, on the region"
     elif not is_callable(module):
-        found, fix = "it is not called itself", "call offload_wrapper on each of its children"
+        fault = "it is not called itself", "call offload_wrapper on each of its children"
     else:
         applied = Applied("offload", (), UnmatchedRules((), (), strict=False))
         set_forward(module, OffloadedForward(module, applied))
-    if found:
-        raise ModelError(Problem(type(module).__name__, found, fix=fix))
+    if fault[0]:
+        raise ModelError(Problem(type(module).__name__, fault[0], fix=fault[1]))
     return module
 
 
@@ -173,10 +171,9 @@ def apply_activation_checkpointing(
 
     # torch's own function selects: it is what the script called before (private path, torch 1.12 to 2.13).
     wrap_for_checkpointing()(model, note, check_fn, auto_wrap_policy)
-    function: Any = checkpoint_wrapper_fn
-    given: dict[str, Any] = {}
-    while isinstance(function, partial) and not function.args:
-        function, given = function.func, {**function.keywords, **given}
+    function, given = checkpoint_wrapper_fn, {}
+    if isinstance(function, partial) and not function.args:
+        function, given = function.func, function.keywords
     if function is checkpoint_wrapper and not any(chosen.values()):  # equal layers then share a decision table
         put_regions(model, [_chosen(tuple(chosen), **given)])
         return

@@ -4,11 +4,10 @@
 ``nemo_automodel.components.distributed.activation_checkpointing``.
 
 Differences: nothing is wrapped. The layers themselves become regions, so lists of them stay valid and ``sac.remove``
-removes the regions. A policy file (that of the model's family, if there is one) decides what is saved, not a list in
-code; ``SAC_TRACE`` and ``sac.report`` show the decisions.
-
-Regions restore attention backends and run ops that appear only in recomputation, so the functions that make context
-functions and those that let ops be ignored are for remaining calls of torch's own ``checkpoint``.
+removes the regions. A policy file (that of the model's family, if there is one) decides what is saved; ``SAC_TRACE``
+and ``sac.report`` show the decisions. Regions restore attention backends and run ops that appear only in recomputation,
+so the functions that make context functions and those that let ops be ignored are for remaining calls of torch's own
+``checkpoint``.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, reduce
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import nn
@@ -37,20 +36,12 @@ from sac.policy.model import Policy
 from sac.torch_private import WRAPPED_MODULE, ignored_ops
 
 __all__ = [
-    "SELECTIVE_AC_WRAPPER_FLAG",
-    "apply_full_layer_checkpointing_to_layers",
-    "apply_selective_checkpointing_to_layers",
-    "apply_submodule_checkpointing",
-    "detect_kv_sharing_and_maybe_disable_cache",
-    "ensure_fsdp_ops_sac_ignored",
-    "ensure_profiler_ops_sac_ignored",
-    "ignore_sac_ops",
-    "is_selective_activation_checkpointing",
-    "make_selective_checkpoint_context_fn",
-    "sdpa_backend_snapshot_context_fn",
-    "transformer_engine_attention_backend_snapshot_context_fn",
-    "unwrap_checkpoint_wrapper",
-]
+    "SELECTIVE_AC_WRAPPER_FLAG", "apply_full_layer_checkpointing_to_layers", "apply_selective_checkpointing_to_layers",
+    "apply_submodule_checkpointing", "detect_kv_sharing_and_maybe_disable_cache", "ensure_fsdp_ops_sac_ignored",
+    "ensure_profiler_ops_sac_ignored", "ignore_sac_ops", "is_selective_activation_checkpointing",
+    "make_selective_checkpoint_context_fn", "sdpa_backend_snapshot_context_fn",
+    "transformer_engine_attention_backend_snapshot_context_fn", "unwrap_checkpoint_wrapper",
+]  # fmt: skip
 
 Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -74,20 +65,17 @@ def unwrap_checkpoint_wrapper(module: nn.Module) -> nn.Module:
     return inner
 
 
-class _AsInForward(AbstractContextManager[None]):
-    """The process flags at the time of construction, with ``inner`` inside; may be entered repeatedly."""
+class _AsInForward(ExitStack):
+    """The process flags at the time of construction, inside ``inner``; may be entered repeatedly."""
 
     def __init__(self, inner: AbstractContextManager[Any]) -> None:
+        super().__init__()
         self._flags, self._inner = BackendFlags(), inner
 
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            self._flags.enter_on(stack)
-            stack.enter_context(self._inner)
-            self._entered = stack.pop_all()
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.__exit__(*error)
+    def __enter__(self) -> Self:
+        self.enter_context(self._inner)
+        self._flags.enter_on(self)
+        return self
 
 
 def sdpa_backend_snapshot_context_fn() -> Contexts:
@@ -105,14 +93,13 @@ def transformer_engine_attention_backend_snapshot_context_fn(
 
 # The ops with which FSDP2 gathers parameters: in recomputation only, if the forward found them prefetched.
 _GATHERING = (
-    "fsdp.all_gather_copy_in.default", "fsdp.split_with_sizes_copy.default", "fsdp.chunk_cat.default",
-    "fsdp.copy_.default", "c10d._allgather_base_.default", "aten.empty.memory_format", "aten.empty_like.default",
-    "aten.view.default",
-)  # fmt: skip
+    "fsdp.all_gather_copy_in.default fsdp.split_with_sizes_copy.default fsdp.chunk_cat.default fsdp.copy_.default "
+    "c10d._allgather_base_.default aten.empty.memory_format aten.empty_like.default aten.view.default"
+)
 _RANGES = (
-    "profiler._record_function_enter.default", "profiler._record_function_enter_new.default",
-    "profiler._record_function_exit.default", "profiler._record_function_exit._RecordFunction",
-)  # fmt: skip
+    "profiler._record_function_enter.default profiler._record_function_enter_new.default "
+    "profiler._record_function_exit.default profiler._record_function_exit._RecordFunction"
+)
 
 
 def ignore_sac_ops(ops: Iterable[object | None]) -> None:
@@ -124,12 +111,12 @@ def ignore_sac_ops(ops: Iterable[object | None]) -> None:
 
 def ensure_profiler_ops_sac_ignored() -> None:
     """Let torch's own selective checkpointing ignore the ops of ``record_function``."""
-    ignore_sac_ops(map(_op, _RANGES))
+    ignore_sac_ops(map(_op, _RANGES.split()))
 
 
 def ensure_fsdp_ops_sac_ignored() -> None:
     """Let torch's own selective checkpointing ignore the ops with which FSDP2 gathers parameters."""
-    ignore_sac_ops(map(_op, _GATHERING))
+    ignore_sac_ops(map(_op, _GATHERING.split()))
 
 
 def _op(name: str) -> Any:
@@ -157,8 +144,6 @@ def apply_selective_checkpointing_to_layers(
 
     Raises ``ModelError``, with nothing changed, for layers that are already regions.
     """
-    del enable_compile
-    layers = _not_disabled(layers)
     _put_on_layers(model, layers, family_policy(model, layers), has_kv_sharing=has_kv_sharing)
 
 
@@ -167,11 +152,9 @@ def apply_full_layer_checkpointing_to_layers(model: nn.Module, layers: list[nn.M
 
     Layers that are already regions, or are inside torch's ``checkpoint_wrapper``, are skipped. If layers of the model
     share keys and values, their parts without attention become regions, with a warning.
-
-    Raises ``ModelError``, with nothing changed, for layers with their own checkpointing.
     """
-    done = [layer for layer in layers if hasattr(layer, WRAPPED_MODULE) or isinstance(ours_on(layer), InstalledForward)]
-    layers = [layer for layer in _not_disabled(layers) if layer not in done]
+    wrapped = (isinstance(ours_on(layer), InstalledForward) or hasattr(layer, WRAPPED_MODULE) for layer in layers)
+    layers = [layer for layer, is_wrapped in zip(layers, wrapped, strict=True) if not is_wrapped]
     _put_on_layers(model, layers, FULL, has_kv_sharing=bool(layers) and shares_kv(model))
 
 
@@ -181,7 +164,7 @@ def _put_on_layers(model: nn.Module, layers: list[nn.Module], policy: Policy, *,
         warn(f"{found}: their other sub-modules are recomputed as a whole")
         apply_submodule_checkpointing(layers, has_kv_sharing)
     else:
-        put_regions(model, [Chosen(tuple(layers), policy)])
+        put_regions(model, [Chosen(tuple(_not_disabled(layers)), policy)])
 
 
 def apply_submodule_checkpointing(
@@ -199,13 +182,12 @@ def apply_submodule_checkpointing(
     Raises ``ConfigError`` for another ``context_fn``; ``ModelError``, with nothing changed, for parts that are already
     regions, and if there are no parts.
     """
-    policy = _policy_in(context_fn)
     layers = _not_disabled(layers)
     parts = tuple(part for layer in layers for part in _parts(root_node(layer), without_attention=has_kv_sharing))
     if layers and not parts:
         found = "the layers have no sub-modules with parameters that could be regions"
         raise ModelError(Problem("apply_submodule_checkpointing", found))
-    put_regions(nn.ModuleList(layers), [Chosen(parts, policy)])
+    put_regions(nn.ModuleList(layers), [Chosen(parts, _policy_in(context_fn))])
 
 
 def _not_disabled(layers: list[nn.Module]) -> list[nn.Module]:
