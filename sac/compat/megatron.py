@@ -14,10 +14,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeAlias
+from types import SimpleNamespace
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -178,13 +179,14 @@ class CheckpointWithoutOutput:
             return run_in_eager(self.checkpoint, run_function, *args)
         region = partial(_call_and_save, run_function)  # not a closure: calls are recognized by the function's parts
         region.__qualname__ = getattr(run_function, "__qualname__", "function")  # type: ignore[attr-defined]
-        anchor, taken = _Anchor(), {None, *map(plain_address, tree_leaves(args))}
+        anchor, taken = SimpleNamespace(saved=None), {None, *map(plain_address, tree_leaves(args))}
         output = _run(region, args, {"anchor": anchor}, CallOptions())
-        outputs = (_Output(anchor.node, index, tensor) for index, tensor in enumerate(anchor.tensors))
+        node, tensors = anchor.saved or (None, ())
+        anchor.saved = ()  # the region holds the anchor, which must not hold the region
+        outputs = (_Output(node, index, tensor) for index, tensor in enumerate(tensors))
         self._outputs = [one for one in outputs if one.address not in taken]
         for one in self._outputs:
             _discardable.setdefault(one.address, one)
-        anchor.tensors, anchor.node = (), None  # the region holds the anchor, which must not hold the region
         return output
 
     def discard_output_and_register_recompute(self, hook_tensor: Any) -> None:
@@ -212,7 +214,7 @@ def _release(outputs: list[_Output], ends: list[torch.Tensor]) -> None:
     for saved in chain.from_iterable(map(saved_without_hooks, nodes)):
         output = released.get(plain_address(saved.data))
         if output is not None:
-            saved.register_hooks(partial(_discarded, output), _fetch)
+            saved.register_hooks(output.hold, _fetch)
     reason = "" if SHOWS_SAVED_TENSORS else "this version of torch does not show what its graph has saved"
     if starts and not starts & nodes:
         reason = "the tensor given does not depend on the region's output"
@@ -222,23 +224,14 @@ def _release(outputs: list[_Output], ends: list[torch.Tensor]) -> None:
         warn(f"{reason}: it is kept until backward")
 
 
-@dataclass  # empty when the region begins, so that all calls of one function look the same
-class _Anchor:
-    """The tensors that one forward returned, and the node that saved them."""
-
-    is_set: bool = False
-    tensors: tuple[torch.Tensor, ...] = ()
-    node: Any = None
-
-
-def _call_and_save(function: Callable[..., Any], *args: Any, anchor: _Anchor) -> Any:
+def _call_and_save(function: Callable[..., Any], *args: Any, anchor: SimpleNamespace) -> Any:
     """Call ``function`` and save the tensors that it returns; in recomputation save them again."""
     output = function(*args)
-    tensors = tuple(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     if tensors and torch.is_grad_enabled():
-        node: Any = _Save.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors))  # type: ignore[no-untyped-call]
-        if not anchor.is_set:
-            anchor.is_set, anchor.tensors, anchor.node = True, tensors, node
+        node: Any = _Save.apply(torch.empty(0, requires_grad=True), *(one.detach() for one in tensors))  # type: ignore[no-untyped-call]
+        if anchor.saved is None:
+            anchor.saved = node, tensors
     return output
 
 
@@ -259,16 +252,13 @@ class _Output:
         self.address, self.version, self.watch = plain_address(tensor), version_of(tensor), version_watch(tensor)
         self.keeps_address = StorageWeakRef(tensor.untyped_storage())  # which is then not given to other memory
 
+    def hold(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """Return what to hold in place of a tensor in the memory of the output."""
+        return self, tensor.dtype, place_of(tensor)
+
 
 def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, place_of(tensor), tensor.untyped_storage().nbytes()
-
-
-_Held: TypeAlias = tuple[_Output, torch.dtype, Any]  # a tensor in the memory of an output: its dtype and position there
-
-
-def _discarded(output: _Output, tensor: torch.Tensor) -> _Held:
-    return output, tensor.dtype, place_of(tensor)
 
 
 def _fetch(held: Any) -> torch.Tensor:
@@ -304,5 +294,5 @@ def _discardable_inputs(inputs: Any) -> AbstractContextManager[Any]:
 def _pack(outer: PackHooks | None, tensor: torch.Tensor) -> Any:
     output = _discardable.get(plain_address(tensor))
     if output is not None and version_of(tensor) == output.version:
-        return _discarded(output, tensor)
+        return output.hold(tensor)
     return pack_with_outer_hooks(tensor, outer)
