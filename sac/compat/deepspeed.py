@@ -33,16 +33,9 @@ from sac.rng_tracker import MODEL_PARALLEL, checked_seed
 from sac.torch_private import tree_leaves, when_backward_ends
 
 __all__ = [
-    "CheckpointFunction",
-    "CudaRNGStatesTracker",
-    "checkpoint",
-    "configure",
-    "get_cuda_rng_tracker",
-    "is_configured",
-    "model_parallel_cuda_manual_seed",
-    "non_reentrant_checkpoint",
-    "reset",
-]
+    "CheckpointFunction", "CudaRNGStatesTracker", "checkpoint", "configure", "get_cuda_rng_tracker", "is_configured",
+    "model_parallel_cuda_manual_seed", "non_reentrant_checkpoint", "reset",
+]  # fmt: skip
 
 CudaRNGStatesTracker = RngTracker
 
@@ -127,11 +120,8 @@ def _section_of(source: Any) -> dict[str, Any]:
             raise ConfigError(Problem(where, f"it cannot be read as JSON: {error}")) from error
     section = config.get("activation_checkpointing", {}) if isinstance(config, Mapping) else config
     if not isinstance(section, Mapping) or not section.keys() <= {*_KEYS.values()}:
-        found, legal = (
-            f"activation_checkpointing is {shown(repr(section))}",
-            f"a mapping of {listing([*_KEYS.values()])}",
-        )
-        raise ConfigError(Problem(where, found, legal))
+        found = f"activation_checkpointing is {shown(repr(section))}"
+        raise ConfigError(Problem(where, found, f"a mapping of {listing([*_KEYS.values()])}"))
     return {name: section[key] for name, key in _KEYS.items() if key in section}
 
 
@@ -239,7 +229,8 @@ def _note_backward(name: str, inputs: Any, outputs: Any) -> None:
         if started:
             _note(name, started.pop())
 
-    for node in {getattr(leaf, "grad_fn", None) for leaf in tree_leaves(outputs)} - {None}:
+    nodes: set[Any] = {getattr(leaf, "grad_fn", None) for leaf in tree_leaves(outputs)}
+    for node in nodes - {None}:
         node.register_prehook(begin)
     results = [leaf for leaf in tree_leaves(inputs) if getattr(leaf, "grad_fn", None) is not None]
     if results:

@@ -171,9 +171,9 @@ def apply_activation_checkpointing(
 
     # torch's own function selects: it is what the script called before (private path, torch 1.12 to 2.13).
     wrap_for_checkpointing()(model, note, check_fn, auto_wrap_policy)
-    function, given = checkpoint_wrapper_fn, {}
-    if isinstance(function, partial) and not function.args:
-        function, given = function.func, function.keywords
+    function: Any = checkpoint_wrapper_fn
+    is_partial = isinstance(function, partial) and not function.args
+    function, given = (function.func, function.keywords) if is_partial else (function, {})
     if function is checkpoint_wrapper and not any(chosen.values()):  # equal layers then share a decision table
         put_regions(model, [_chosen(tuple(chosen), **given)])
         return

@@ -1,20 +1,8 @@
-"""Hugging Face's training tools: a callback for the Trainer, and training arguments that fit into a JSON file.
+"""Hugging Face's training tools, for where ``sac.apply(model, value)`` before the Trainer does not do.
 
-``sac.apply(model, value)`` before the Trainer is enough; the Trainer's own switch stays off. There are two other ways:
-
-``SacCallback(value)``, for a model that the Trainer (or TRL) builds or wraps itself::
-
-    Trainer(model, args, callbacks=[SacCallback("selective")], ...)
-
-``take_over(model)``, for a training config that turns activation checkpointing on with its own keys. The mapping is a
-config value of ``sac.apply`` and is plain JSON::
-
-    TrainingArguments(activation_checkpointing=True, activation_checkpointing_kwargs={"mode": "selective"}, ...)
-    Trainer(take_over(model), args, ...)
-
-``ReportCallback(trainer)`` sends what the regions keep to the loggers of a Trainer, next to its own figures::
-
-    trainer.add_callback(ReportCallback(trainer, every=100))
+- ``Trainer(model, args, callbacks=[SacCallback("selective")])``: for a model that the Trainer (or TRL) builds or wraps.
+- ``Trainer(take_over(model), args)``: for a training config that turns activation checkpointing on with its own keys.
+- ``trainer.add_callback(ReportCallback(trainer, every=100))``: sends what the regions keep to the Trainer's loggers.
 """
 
 from __future__ import annotations
@@ -46,9 +34,8 @@ _DISABLE = ("activation_checkpointing_disable", "gradient_checkpointing_disable"
 class SacCallback(TrainerCallback):
     """Applies ``sac.apply(model, value)`` to the model of a Trainer, and logs ``sac.report`` after the first step.
 
-    This happens when the Trainer has been built, before anything wraps the model. If ``model_init`` makes the model, it
-    happens when training begins. The report goes to the logger of this module, at level INFO, on the first process
-    only.
+    This happens before anything wraps the model: when the Trainer has been built, or, if ``model_init`` makes the
+    model, when training begins. The report goes to the logger of this module, at level INFO, on the first process only.
 
     Raises ``ConfigError`` for the value, and if the Trainer is built with ``activation_checkpointing=True``; also what
     ``sac.apply`` raises.
@@ -59,7 +46,7 @@ class SacCallback(TrainerCallback):
         self.value, self._told = value, False
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Apply the value to the model that the Trainer was given."""
+        """Apply the value."""
         if getattr(args, "activation_checkpointing", False) or getattr(args, "gradient_checkpointing", False):
             found = (
                 f"activation_checkpointing is on in the {type(args).__name__} too: every block would run three times"
@@ -71,7 +58,7 @@ class SacCallback(TrainerCallback):
         apply(model, self.value)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Apply the value to a model that was created later."""
+        """Apply the value to a model that ``model_init`` has made."""
         self._told = False
         if not _is_on(model):
             apply(model, self.value)
@@ -107,9 +94,8 @@ def take_over(model: nn.Module, value: Any = "selective") -> nn.Module:
 
     A call of ``model.activation_checkpointing_enable(kwargs, every_n_layers, offload)``, by any caller, is then
     ``sac.apply(model, ...)``. Its ``kwargs`` are the config value if they have a ``mode``; otherwise they are added to
-    ``value``, for example ``{"use_reentrant": False}``. Where they do not say otherwise, ``every_n_layers=n`` is
-    ``layers: {every: n}``, and ``offload=True`` is ``store: host``. Nothing happens before the call;
-    ``sac.remove(model)`` restores the methods.
+    ``value``, for example ``{"use_reentrant": False}``. ``every_n_layers=n`` is ``layers: {every: n}``, and
+    ``offload=True`` is ``store: host``, unless ``kwargs`` say otherwise. ``sac.remove(model)`` restores the methods.
 
     Raises ``ConfigError`` or ``PolicyError`` for the value; ``ModelError`` for a model without such methods, or with
     activation checkpointing already on, its own or ours.
@@ -148,21 +134,18 @@ class _TakenOver(Switch):
         given: dict[str, Any] = {} if every_n_layers == 1 else {"layers": {"every": every_n_layers}}
         given |= {"store": "host"} if offload else {}
         given |= activation_checkpointing_kwargs or gradient_checkpointing_kwargs or {}
-        value = self.value if not given else given if "mode" in given else _mapping_of(self.value) | given
+        value: Any = given
+        if "mode" not in given:
+            config = parse_config(self.value)
+            policy = {} if config.policy is None else {"policy": config.policy}
+            own = self.value if isinstance(self.value, Mapping) else {"mode": config.mode, **policy}
+            value = {**own, **given} if given else self.value
         parse_config(value)
         if _is_on(self.model):
             remove(self.model)
             take_over(self.model, self.value)
         if self.name in _ENABLE:
             apply(self.model, value)
-
-
-def _mapping_of(value: Any) -> dict[str, Any]:
-    """Return a config value as a mapping."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    config = parse_config(value)
-    return {"mode": config.mode} | ({"policy": config.policy} if config.policy is not None else {})
 
 
 def _is_on(model: nn.Module) -> bool:

@@ -1,14 +1,6 @@
-"""Lightning: a callback, for a module that cannot call ``sac.apply`` itself.
+"""Lightning: ``Trainer(callbacks=[SacCallback("selective")])``, for a module that cannot call ``sac.apply`` itself.
 
-If you own the module, a line at the end of ``configure_model`` is enough::
-
-    def configure_model(self):
-        ...
-        sac.apply(self, self.hparams.activation_checkpointing)
-
-``SacCallback(value)`` is for a module from elsewhere::
-
-    Trainer(callbacks=[SacCallback("selective")], ...).fit(module, data)
+If you own the module, ``sac.apply(self, value)`` at the end of its ``configure_model`` is enough.
 """
 
 from __future__ import annotations

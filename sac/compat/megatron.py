@@ -209,7 +209,7 @@ class CheckpointWithoutOutput:
 def _release(outputs: list[_Output], ends: list[torch.Tensor]) -> None:
     unchanged = [one for one in outputs if version_of(one.watch) == one.version]
     released = {one.address: one for one in reversed(unchanged)}
-    starts = {one.start for one in outputs} - {None}
+    starts: set[Any] = {one.start for one in outputs} - {None}
     nodes = {*nodes_since(ends, min(node._sequence_nr() for node in starts or {outputs[0].anchor.grad_fn}))}
     for saved in chain.from_iterable(map(saved_without_hooks, nodes)):
         output = released.get(plain_address(saved.data))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, reduce
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -72,7 +72,7 @@ class _AsInForward(ExitStack):
         super().__init__()
         self._flags, self._inner = BackendFlags(), inner
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Any:
         self.enter_context(self._inner)
         self._flags.enter_on(self)
         return self
@@ -120,7 +120,8 @@ def ensure_fsdp_ops_sac_ignored() -> None:
 
 
 def _op(name: str) -> Any:
-    return reduce(lambda found, part: getattr(found, part, None), name.split("."), torch.ops)
+    root: Any = torch.ops
+    return reduce(lambda found, part: getattr(found, part, None), name.split("."), root)
 
 
 def detect_kv_sharing_and_maybe_disable_cache(model: nn.Module) -> bool:
@@ -182,32 +183,26 @@ def apply_submodule_checkpointing(
     Raises ``ConfigError`` for another ``context_fn``; ``ModelError``, with nothing changed, for parts that are already
     regions, and if there are no parts.
     """
+    restores = (sdpa_backend_snapshot_context_fn, transformer_engine_attention_backend_snapshot_context_fn)
+    inner = context_fn
+    if isinstance(inner, partial) and inner.func is restores[1]:
+        inner = next(iter((*inner.args, *inner.keywords.values())), None)
+    policy = FULL if inner in (None, noop_context_fn, *restores) else policy_of_contexts(inner)
+    if policy is None:
+        found = f"{inner!r} makes its own contexts around forward and recomputation, which regions do not enter"
+        fix = "choose per op with context_fn=sac.context_fn(policy), or leave it out"
+        raise ConfigError(Problem("apply_submodule_checkpointing.context_fn", found, fix=fix))
     layers = _not_disabled(layers)
     parts = tuple(part for layer in layers for part in _parts(root_node(layer), without_attention=has_kv_sharing))
     if layers and not parts:
         found = "the layers have no sub-modules with parameters that could be regions"
         raise ModelError(Problem("apply_submodule_checkpointing", found))
-    put_regions(nn.ModuleList(layers), [Chosen(parts, _policy_in(context_fn))])
+    put_regions(nn.ModuleList(layers), [Chosen(parts, policy)])
 
 
 def _not_disabled(layers: list[nn.Module]) -> list[nn.Module]:
     """Return the layers that NeMo has not flagged as not to be checkpointed."""
     return [layer for layer in layers if not getattr(layer, "_nemo_disable_activation_checkpointing", False)]
-
-
-def _policy_in(context_fn: Any) -> Policy:
-    """Return the policy that a context function represents; raises ``ConfigError`` if it represents none."""
-    inner, restoring = context_fn, transformer_engine_attention_backend_snapshot_context_fn
-    while isinstance(inner, partial) and inner.func is restoring:
-        inner = next(iter((*inner.args, *inner.keywords.values())), None)
-    if inner in (None, noop_context_fn, sdpa_backend_snapshot_context_fn, restoring):
-        return FULL
-    policy = policy_of_contexts(inner)
-    if policy is None:
-        found = f"{inner!r} makes its own contexts around forward and recomputation, which regions do not enter"
-        fix = "choose per op with context_fn=sac.context_fn(policy), or leave it out"
-        raise ConfigError(Problem("apply_submodule_checkpointing.context_fn", found, fix=fix))
-    return policy
 
 
 def _parts(node: Node, *, without_attention: bool) -> Iterator[nn.Module]:

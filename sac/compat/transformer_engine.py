@@ -2,11 +2,10 @@
 
 ``from sac.compat.transformer_engine import checkpoint`` replaces the import from ``transformer_engine``.
 
-Intentional differences: the caller's tensors are never touched; activations are also scattered in the non-reentrant
-mode, for functions without modules of TransformerEngine, and for any number of elements, strides and device. FP8 state
-(scales, histories of maxima, the autocast with its recipe and group) is that of the forward in recomputation, for
-backwards in the order of their forwards, and advances once. A function with modules that can run in FP8 is not
-reentrant, even with ``use_reentrant=True``.
+Intentional differences: the caller's tensors are never touched; activations are scattered in both modes, for any
+function, number of elements, strides and device. FP8 state (scales, histories of maxima, the autocast with its recipe
+and group) is that of the forward in recomputation, for backwards in the order of their forwards, and advances once. A
+function with modules that can run in FP8 is not reentrant, even with ``use_reentrant=True``.
 """
 
 from __future__ import annotations
