@@ -15,8 +15,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,18 +53,6 @@ _KEYS = {
     "synchronize": "synchronize_checkpoint_boundary",
     "profile": "profile",
 }
-
-
-@dataclass
-class _Process:
-    """The configuration of this process, which DeepSpeed keeps in globals. ``flags``: by argument of ``configure``."""
-
-    settings: Settings
-    config: FullConfig = DEFAULT_CONFIG
-    flags: Mapping[str, bool] = field(default_factory=dict)
-    mpu: Any = None
-    is_configured: bool = False
-    tracker: RngTracker | None = None
 
 
 def configure(
@@ -142,7 +131,7 @@ def _is_activation(position: int, tensor: torch.Tensor) -> bool:
 
 def is_configured() -> bool:
     """Whether ``configure`` was called."""
-    return _process.is_configured
+    return bool(_process.is_configured)
 
 
 def reset() -> None:
@@ -242,9 +231,9 @@ def _note_backward(name: str, inputs: Any, outputs: Any) -> None:
 
 def get_cuda_rng_tracker() -> RngTracker:
     """Return the tracker of this process, for the accelerator if there is one, else for the CPU."""
-    if _process.tracker is None:
-        _process.tracker = RngTracker()
-    return _process.tracker
+    _process.tracker = _process.tracker or RngTracker()
+    tracker: RngTracker = _process.tracker
+    return tracker
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
@@ -262,4 +251,11 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 _OPTIONS = CallOptions(use_reentrant=True, get_rng_state_tracker=get_cuda_rng_tracker)
-_process = _Process(settings_of(DEFAULT_CONFIG, _OPTIONS, _NAME))
+_process = SimpleNamespace(  # the configuration of this process, which DeepSpeed keeps in globals
+    settings=settings_of(DEFAULT_CONFIG, _OPTIONS, _NAME),
+    config=DEFAULT_CONFIG,
+    flags={},  # by argument of `configure`
+    mpu=None,
+    is_configured=False,
+    tracker=None,
+)

@@ -43,7 +43,6 @@ _LEGAL = {
     "checkpoint_impl": "a CheckpointImpl",
     "checkpoint_fn": "torch's checkpoint, sac.checkpoint",
     "context_fn": "the result of sac.context_fn, for NO_REENTRANT; FullConfig(state=...) restores other state",
-    "debug": "false: errors of recomputation name the saved tensor without it",
     "offload_to_cpu": "true without a config, which says where inputs are kept",
 }
 
@@ -67,7 +66,7 @@ def checkpoint_wrapper(
 
     ``checkpoint_fn``: None, torch's ``checkpoint`` or ``sac.checkpoint``, which all mean the same here.
     ``offload_to_cpu``: keep the region's inputs in host memory. ``checkpoint_fn_kwargs`` are keywords of
-    ``sac.checkpoint``, and ``context_fn`` as returned by ``sac.context_fn``.
+    ``sac.checkpoint``, ``context_fn`` as returned by ``sac.context_fn``, and ``debug``, which changes nothing.
 
     Raises ``ConfigError`` for what a region cannot do, ``ModelError`` for a module that is already a region.
     """
@@ -95,7 +94,6 @@ def _chosen(
         "checkpoint_impl": implementation not in CheckpointImpl.__members__,
         "checkpoint_fn": checkpoint_fn not in (None, torch_checkpoint, checkpoint),
         "context_fn": is_foreign or (policy is not None and options["use_reentrant"]),
-        "debug": bool(debug),
         "offload_to_cpu": bool(offload_to_cpu) and config is not None,
     }
     wrong = [name for name, is_refused in refused.items() if is_refused]

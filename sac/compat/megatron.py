@@ -49,14 +49,7 @@ _NAME = "megatron.checkpoint"
 _RANDOM = "megatron.core.tensor_parallel.random"
 
 
-class _Job:
-    """The settings of this process, which Megatron keeps in globals."""
-
-    group: Any = None
-    tracker: RngTracker | None = None
-
-
-_job = _Job()
+_job = SimpleNamespace(group=None, tracker=None)  # the settings of this process, which Megatron keeps in globals
 
 
 def set_tensor_model_parallel_group(group: Any) -> None:

@@ -48,9 +48,9 @@ def checkpoint(
     ``distribute_saved_activations``: keep the first floating-point input scattered over ``tp_group``; None is the
     default group. ``get_rng_state_tracker`` returns the tracker of named random states that the function forks. The old
     form, ``checkpoint(function, distribute_saved_activations, get_rng_state_tracker, tp_group, *args)``, is accepted
-    with a ``DeprecationWarning``.
+    with a ``DeprecationWarning``. ``debug`` changes nothing.
 
-    Raises ``ConfigError`` for a ``context_fn`` and for ``debug``, for FP8 in a version of TransformerEngine whose state
+    Raises ``ConfigError`` for a ``context_fn``, for FP8 in a version of TransformerEngine whose state
     cannot be restored, and otherwise what ``sac.checkpoint`` raises.
     """
     is_group = len(args) > 3 and (args[2] is None or isinstance(args[2], getattr(dist, "ProcessGroup", ())))
@@ -61,10 +61,9 @@ def checkpoint(
         args = tuple(rest)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    if context_fn is not noop_context_fn or debug:
-        found = "the contexts of context_fn are not entered, and debug is not supported"
+    if context_fn is not noop_context_fn:
         fix = 'choose per op with sac.apply(model, "selective"), or put state back with FullConfig(state=...)'
-        raise ConfigError(Problem(_NAME, found, fix=fix))
+        raise ConfigError(Problem(f"{_NAME}.context_fn", "its contexts are not entered", fix=fix))
     check_fp8(_NAME)
     if distribute_saved_activations is True and tp_group is None and dist.is_available() and dist.is_initialized():
         tp_group = dist.group.WORLD

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
@@ -24,13 +25,14 @@ from tests.support.stored_regions import plainly
 from tests.support.training import assert_same
 from tests.unit.compat.programs import WIDTH, Call, forking, gradients_of, trained, unequal_in_a_residual
 
+UNCONFIGURED = copy.copy(checkpointing._process)
 DEEPSPEED = {"reentrant": checkpointing.checkpoint, "non-reentrant": checkpointing.non_reentrant_checkpoint}
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `configure` was called with is that of the process, in which other tests ran."""
-    monkeypatch.setattr(checkpointing, "_process", checkpointing._Process(checkpointing._process.settings))
+    monkeypatch.setattr(checkpointing, "_process", copy.copy(UNCONFIGURED))
 
 
 @pytest.fixture(params=DEEPSPEED, name="call")

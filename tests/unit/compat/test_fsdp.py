@@ -184,7 +184,6 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [  # what is given to checkpoint
     ({"checkpoint_fn": len}, "checkpoint_fn: a region cannot do this"),
     ({"context_fn": int}, "context_fn: a region cannot do this\n    legal: the result of sac.context_fn"),
     (CONTEXTS, "context_fn: a region cannot do this"),
-    ({"debug": True}, "debug: a region cannot do this"),
     ({"offload_to_cpu": 1}, "offload_to_cpu: offload_to_cpu is 1"),
     ({"config": {"store": "host"}}, "config: .* is not a FullConfig"),
     (KEPT_TWICE, "offload_to_cpu: a region cannot do this"),

@@ -65,7 +65,7 @@ def contexts() -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"context_fn": contexts}, r"checkpoint: the contexts of context_fn are not entered"),
+        ({"context_fn": contexts}, r"checkpoint\.context_fn: its contexts are not entered"),
         ({"determinism_check": "sometimes"}, r'checkpoint\.determinism_check: determinism_check is "sometimes"'),
         ({"distribute_saved_activations": True}, r"checkpoint\.tp_group: .* no group to scatter them over"),
     ],
