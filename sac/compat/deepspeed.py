@@ -161,8 +161,9 @@ class CheckpointFunction:
     def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
         """Run ``run_function(*args)`` as ``checkpoint``, append its results to ``all_outputs``, return the tensors."""
         output = _run(run_function, args, {}, _process.settings)
-        all_outputs += output if isinstance(output, (tuple, list)) else [output]
-        return output if isinstance(output, torch.Tensor) else tuple(filter(torch.is_tensor, output))
+        results = output if isinstance(output, (tuple, list)) else [output]
+        all_outputs += results
+        return output if isinstance(output, torch.Tensor) else tuple(filter(torch.is_tensor, results))
 
 
 def _single(output: Any) -> Any:
@@ -243,10 +244,10 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     streams are removed. Raises ``ConfigError`` if ``seed`` is not a seed.
     """
     where, tracker = "deepspeed.model_parallel_cuda_manual_seed", get_cuda_rng_tracker()
-    rank = 0 if _process.mpu is None else int(_ask(_process.mpu, "rank"))
-    second = checked_seed(checked_seed(seed, where) + 2718 + rank, where)
+    first, rank = checked_seed(seed, where), 0 if _process.mpu is None else int(_ask(_process.mpu, "rank"))
+    second = checked_seed(first + 2718 + rank, where)
     tracker.reset()
-    tracker.generator.manual_seed(seed)
+    tracker.generator.manual_seed(first)
     tracker.add(MODEL_PARALLEL, second)
 
 

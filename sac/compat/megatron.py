@@ -176,8 +176,8 @@ class CheckpointWithoutOutput:
         output = _run(region, args, {"anchor": anchor}, CallOptions())
         node, tensors = anchor.saved or (None, ())
         anchor.saved = ()  # the region holds the anchor, which must not hold the region
-        outputs = (_Output(node, index, tensor) for index, tensor in enumerate(tensors))
-        self._outputs = [one for one in outputs if one.address not in taken]
+        own = ((index, tensor) for index, tensor in enumerate(tensors) if plain_address(tensor) not in taken)
+        self._outputs = [_Output(node, index, tensor) for index, tensor in own]
         for one in self._outputs:
             _discardable.setdefault(one.address, one)
         return output
