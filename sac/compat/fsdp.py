@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -140,8 +139,6 @@ class OffloadedForward(InstalledForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        if not torch.is_grad_enabled():
-            return self.original(*args, **kwargs)
         with save_on_cpu(pin_memory=True):  # pins only if there is a CUDA device
             return self.original(*args, **kwargs)
 
