@@ -12,7 +12,7 @@ results, and a model's K/V cache is turned off. What a wrapper can do and a regi
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from sac.blocks.applying import Chosen, put_regions
+from sac.blocks.applying import put_regions
 from sac.blocks.install import Applied, InstalledForward, RegionForward, UnmatchedRules, ours_on, set_forward
 from sac.blocks.stacks import is_callable
 from sac.checkpointing import checkpoint
@@ -70,12 +70,13 @@ def checkpoint_wrapper(
     Raises ``ConfigError`` for what a region cannot do, ``ModelError`` for a module that is already a region.
     """
     given = (checkpoint_impl, checkpoint_fn)
-    put_regions(module, [_chosen((module,), *given, offload_to_cpu=offload_to_cpu, **checkpoint_fn_kwargs)])
+    _put(module, (module,), *given, offload_to_cpu=offload_to_cpu, **checkpoint_fn_kwargs)
     return module
 
 
-def _chosen(
-    modules: tuple[nn.Module, ...],
+def _put(
+    model: nn.Module,
+    modules: Iterable[nn.Module],
     checkpoint_impl: Any = CheckpointImpl.NO_REENTRANT,
     checkpoint_fn: Any = None,
     *,
@@ -84,8 +85,8 @@ def _chosen(
     debug: bool = False,
     config: Any = None,
     **options: Any,
-) -> Chosen:
-    """Return the modules with the meaning of ``checkpoint_wrapper``'s arguments for them."""
+) -> None:
+    """Make the modules regions; the other arguments are those of ``checkpoint_wrapper``."""
     implementation, policy = getattr(checkpoint_impl, "name", None), policy_of_contexts(context_fn)
     options.setdefault("use_reentrant", implementation == CheckpointImpl.REENTRANT.name)
     is_foreign = policy is None and context_fn not in (None, noop_context_fn)
@@ -99,7 +100,7 @@ def _chosen(
     if wrong:
         raise ConfigError([Problem(f"{_NAME}.{name}", "a region cannot do this", _LEGAL[name]) for name in wrong])
     config = _ON_HOST if read_flag(offload_to_cpu, f"{_NAME}.offload_to_cpu") else config or DEFAULT_CONFIG
-    return Chosen(modules, policy or FULL, settings_of(config, CallOptions(**options), _NAME))
+    put_regions(model, modules, policy or FULL, settings_of(config, CallOptions(**options), _NAME))
 
 
 def policy_of_contexts(context_fn: Any) -> Policy | None:
@@ -170,7 +171,7 @@ def apply_activation_checkpointing(
     is_partial = isinstance(function, partial) and not function.args
     function, given = (function.func, function.keywords) if is_partial else (function, {})
     if function is checkpoint_wrapper and not any(chosen.values()):  # equal layers then share a decision table
-        put_regions(model, [_chosen(tuple(chosen), **given)])
+        _put(model, chosen, **given)
         return
     for module, own in chosen.items():
         wrapped = checkpoint_wrapper_fn(module, **own)

@@ -48,13 +48,9 @@ class SacCallback(TrainerCallback):
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Apply the value."""
         if getattr(args, "activation_checkpointing", False) or getattr(args, "gradient_checkpointing", False):
-            found = (
-                f"activation_checkpointing is on in the {type(args).__name__} too: every block would run three times"
-            )
-            fix = "set activation_checkpointing=False and gradient_checkpointing=False (TRL has it on by default); or "
-            raise ConfigError(
-                Problem("SacCallback", found, fix=f"{fix}leave the callback out, and call take_over(model)")
-            )
+            found = "activation_checkpointing is on in the arguments too: every block would run three times"
+            fix = "set activation_checkpointing=False (TRL has it on by default), or use take_over(model) instead"
+            raise ConfigError(Problem("SacCallback", found, fix=fix))
         apply(model, self.value)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

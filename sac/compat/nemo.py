@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
-from sac.blocks.applying import Chosen, put_regions
+from sac.blocks.applying import put_regions
 from sac.blocks.checkpoint_context import context_fn
 from sac.blocks.install import InstalledForward, ours_on
 from sac.blocks.kv_cache import is_attention, shares_kv, turn_off_cache
@@ -154,8 +154,8 @@ def apply_full_layer_checkpointing_to_layers(model: nn.Module, layers: list[nn.M
     Layers that are already regions, or are inside torch's ``checkpoint_wrapper``, are skipped. If layers of the model
     share keys and values, their parts without attention become regions, with a warning.
     """
-    wrapped = (isinstance(ours_on(layer), InstalledForward) or hasattr(layer, WRAPPED_MODULE) for layer in layers)
-    layers = [layer for layer, is_wrapped in zip(layers, wrapped, strict=True) if not is_wrapped]
+    layers = [layer for layer in layers if not hasattr(layer, WRAPPED_MODULE)]
+    layers = [layer for layer in layers if not isinstance(ours_on(layer), InstalledForward)]
     _put_on_layers(model, layers, FULL, has_kv_sharing=bool(layers) and shares_kv(model))
 
 
@@ -165,7 +165,7 @@ def _put_on_layers(model: nn.Module, layers: list[nn.Module], policy: Policy, *,
         warn(f"{found}: their other sub-modules are recomputed as a whole")
         apply_submodule_checkpointing(layers, has_kv_sharing)
     else:
-        put_regions(model, [Chosen(tuple(_not_disabled(layers)), policy)])
+        put_regions(model, _not_disabled(layers), policy)
 
 
 def apply_submodule_checkpointing(
@@ -197,7 +197,7 @@ def apply_submodule_checkpointing(
     if layers and not parts:
         found = "the layers have no sub-modules with parameters that could be regions"
         raise ModelError(Problem("apply_submodule_checkpointing", found))
-    put_regions(nn.ModuleList(layers), [Chosen(parts, policy)])
+    put_regions(nn.ModuleList(layers), parts, policy)
 
 
 def _not_disabled(layers: list[nn.Module]) -> list[nn.Module]:
