@@ -149,16 +149,10 @@ SAVED_TENSOR_PREFIX = (
 
 # -- Per-thread stacks: saved-tensor hooks, dispatch modes, torch-function modes
 
-# Without the first three a region does not see the hooks around it, and no tensor that it keeps goes through them.
-# Without them no module can be saved as a whole: an error if a policy asks for it. 2.4 to 2.13.
+# Without them a region does not see the hooks around it, and no tensor that it keeps goes through them. 2.4 to 2.13.
 top_hooks: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 pop_hooks: Any = getattr(_autograd, "_pop_saved_tensors_default_hooks", None)
 push_hooks: Any = getattr(_autograd, "_push_saved_tensors_default_hooks", None)
-HAS_STACKS = None not in (
-    top_hooks,
-    pop_hooks,
-    push_hooks,
-)
 
 # Without them torch-function modes of the forward (`with torch.device(...)` is one) are not restored: recomputation
 # runs under those of backward. 2.11 to 2.13.

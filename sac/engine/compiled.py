@@ -153,7 +153,7 @@ class TracedPolicy:
         A rule with ``do: alternate`` keeps every other module, in the order in which they are traced.
         """
         table = self.table
-        if not table.matches_modules:
+        if not table.saves_modules:
             return None
         if path not in self._whole:
             saving = [(around, bound) for around in reversed(paths_up(path)) if (bound := table.whole_rule(around))]

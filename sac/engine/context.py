@@ -17,7 +17,6 @@ from sac.engine.op_trace import compiled_calls
 from sac.engine.region import Region, group_of, parts_of_function
 from sac.engine.settings import PLAIN, Settings, as_torch_says
 from sac.engine.table import DecisionTable
-from sac.engine.taped import TapedFrame
 from sac.errors import Problem, RegionError, warn
 from sac.outer_hooks import PackHooks, active_hooks
 from sac.torch_private import CHECKPOINT_FUNCTION, last_graph_break, pop_hooks, push_hooks
@@ -113,9 +112,6 @@ class _Forward(AbstractContextManager[None]):
         outer = _hooks_around()
         self._frame = frame = Region(group, "").frame(function, owners, settings, outer)
         frame.begin(args, kwargs, outer, is_careful=bool(group.careful))
-        whole = frame.mode.whole if isinstance(frame, TapedFrame) and frame.mode is not None else None
-        if whole is not None:
-            whole.count_hooks = 2  # those of torch too
         self._stack.enter_context(frame.recording())
         if isinstance(frame.function, Fp8Function):
             self._stack.enter_context(frame.function.forward())

@@ -23,13 +23,12 @@ from torch.compiler import is_dynamo_compiling
 
 from sac.checksums import checksum, find_different
 from sac.engine.handles import Handle
-from sac.engine.objects import NotLeaf, copied, is_own_object
+from sac.engine.objects import NotLeaf, copied, is_own_object, tensors_in
 from sac.engine.rng import GeneratorStates, advanced, default_generators, set_states, states_of
 from sac.engine.table import NO_RULE, ResolvedRule, site_name
 from sac.engine.tape import DiffersError, Ref, Tape, as_refs, cast_of, from_refs
 from sac.engine.tracker import active_mode, without_mode
 from sac.engine.verify import may_differ
-from sac.engine.whole import tensors_in
 from sac.engine.wrappers import is_in_flight
 from sac.errors import Problem, RegionError
 from sac.ops.facts import OpTraits
@@ -71,7 +70,7 @@ def _called(cls: Any, *args: Any) -> Any:
         return apply_function(cls, *args)
     site = mode.sites.get(id(cls))
     if site is None or site.op is not cls:
-        rules = mode.table.rules_of_unit(mode.path, function=f"{cls.__module__}.{cls.__qualname__}")
+        rules = mode.table.rules_of_unit(mode.path, mode.saved_by, function=f"{cls.__module__}.{cls.__qualname__}")
         site = mode.sites[id(cls)] = UnitSite(cls, f"function {cls.__qualname__}", mode.path, rules)
     call = functools.partial(apply_function, cls)
     return UnitCall(mode, site, (mode.path, cls), call, args).run(lambda: call(*args))
@@ -129,7 +128,8 @@ class NamedUnit:
         label = f"unit {self.name}"
         site = mode.sites.get(label)
         if site is None:
-            site = mode.sites[label] = UnitSite(label, label, mode.path, mode.table.rules_of_unit(mode.path, self.name))
+            rules = mode.table.rules_of_unit(mode.path, mode.saved_by, self.name)
+            site = mode.sites[label] = UnitSite(label, label, mode.path, rules)
         inner = self.function
         while isinstance(inner, functools.partial):
             inner = inner.func
@@ -302,16 +302,12 @@ class UnitCall:
             value: (tensor.requires_grad, value in tape.leaves and tape.leaves[value].is_parameter)
             for value, tensor in zip(self.reads, self.arguments, strict=True)
         }
-        tape.scope, whole = scope, mode.whole
-        if whole is not None:  # no rule saves a module inside of a unit
-            was_inside, whole.is_inside = whole.is_inside, True
+        tape.scope = scope
         try:
             out = function()
             self._end(out)
         finally:
             tape.scope = None
-            if whole is not None:
-                whole.is_inside = was_inside
         if examines and self.facts is None:
             mode.facts.setdefault(self.key, Facts())
         return out

@@ -8,6 +8,7 @@ import sys
 import types
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sac.tensors import detached, placed_on
+from sac.torch_private import tree_leaves
 
 # A graph is no object of Python's garbage collector. A frame that held a tensor with the region's own history (a layer
 # that keeps its last result, a cache) would be held by that history, for ever. So frames hold stand-ins.
@@ -211,3 +213,12 @@ def copied(value: Any, copies: dict[int, Any], level: int = 0) -> Any:
         for name, part in attributes_of(value).items():
             object.__setattr__(twin, name, copied(part, copies, level + 1))
     return twin
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in containers, and in the attributes of objects in them."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_own_object(leaf):
+            yield from (part for part in tree_leaves(attributes_of(leaf)) if isinstance(part, Tensor))

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from sac.engine.table import NO_RULE as NO_RULE
 from sac.engine.table import CallSite, DecisionTable, ResolvedRule, first_tensor
@@ -21,17 +20,15 @@ from sac.ops.registry import op_name
 from sac.policy.model import Decision
 from sac.stores.offload import OffloadUse
 from sac.tensors import storage_address, storage_bytes, tensors_of
-from sac.torch_private import tree_leaves
 
 # -- Rows of the op trace: the decision on each op of one region call
 
 
 @dataclass(frozen=True, slots=True)
 class OpTraceRow:
-    """One op of a region's forward, or one module saved as a whole (then ``op`` is ``module`` and its class).
+    """One op of a region's forward.
 
-    ``bytes`` are those of an op's results, or everything that is kept of a module. ``flops`` come from torch's formulas
-    (0: none known).
+    ``bytes`` are those of its results. ``flops`` come from torch's formulas (0: none known).
 
     ``module`` is the module path relative to the region, and ``call`` counts the op's calls in that module from 0.
     ``decision`` is ``save``, ``recompute`` or ``offload``. ``reason`` says what decided: a rule's id, ``must-save``,
@@ -78,14 +75,6 @@ class OpTraceRecorder:
         flops = flops_of(site.op, args, kwargs, out)
         called = site.path, name, count if call is None else call
         self._append(called, decision, rule, _reason(site, rule, decision), size, flops, first_tensor(out))
-
-    def add_module(
-        self, call_key: tuple[str, int], rule: ResolvedRule, module: nn.Module, out: Any, *, kept_bytes: int, flops: int
-    ) -> None:
-        """Append a call of a module that is saved as a whole; ``out`` is what it returned."""
-        tensor = first_tensor(out if isinstance(out, torch.Tensor) else tree_leaves(out))
-        called = call_key[0], f"module {type(module).__name__}", call_key[1]
-        self._append(called, rule.decision, rule, f"rule {rule.rule.id}", kept_bytes, flops, tensor)
 
     def add_unit(
         self,

@@ -183,8 +183,7 @@ class Region:
         if keeps_fp8_state(owners):
             group.give_up(REASON, where)
             function, settings = Fp8Function(function, where), for_fp8(settings)
-        is_asked = table.decides_on_ops or table.matches_modules or table.saves_everything
-        is_asked = is_asked or settings.engine == REPLAY
+        is_asked = table.decides_on_ops or table.saves_everything or settings.engine == REPLAY
         if not is_asked and group.careful is False and settings.verify != ALWAYS:
             return Frame(function, owners, settings, where, group)
         # Hooks around the region must be passed the same tensors if they run it again.

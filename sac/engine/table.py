@@ -28,7 +28,6 @@ _VALUE_READERS = frozenset(
 
 Condition = Callable[[tuple[Any, ...], Mapping[str, Any], Any], bool]
 
-_INSIDE = ".*"  # ends the paths of call sites in modules that are saved as a whole
 NO_RULE = -1  # stands for the rule of what the must-save tier or the policy's default saved
 
 
@@ -91,47 +90,13 @@ class ConditionalRule:
 class CallSite:
     """Everything that the dispatch modes need to know about one op at one module path."""
 
-    __slots__ = (
-        "conditional_rules",
-        "draws",
-        "final_decision",
-        "final_rule",
-        "has_decision",
-        "is_bookkeeping",
-        "is_cheap",
-        "is_collective",
-        "is_custom_op",
-        "is_flat",
-        "is_inplace_view",
-        "is_inside",
-        "is_ordinary",
-        "is_random",
-        "is_told",
-        "is_unrecorded",
-        "is_view",
-        "key",
-        "may_save",
-        "must_save",
-        "must_save_condition",
-        "op",
-        "path",
-        "reads_value",
-        "run",
-        "savable",
-        "savable_if",
-        "tensor_positions",
-        "traits",
-        "view_of",
-        "writes",
-    )
-
-    def __init__(self, op: Any, path: str, traits: OpTraits) -> None:
+    def __init__(self, op: Any, path: str, traits: OpTraits, saved_by: ResolvedRule | None = None) -> None:
+        """``saved_by``: the rule that saves the module in which the op runs."""
         self.op = op
         self.run = op._op if type(op) is OpOverload else op  # what calling the op calls
         self.path = path
-        self.is_inside = path.endswith(_INSIDE)
+        self.saved_by = saved_by
         self.traits = traits
-        self.key = hash(op)
         self.is_view = traits.is_view
         self.writes = bool(traits.mutated_args or traits.mutated_kwargs)
         # An op that neither returns nor writes a tensor reads a size, a stride or a value: there is nothing to keep.
@@ -143,8 +108,6 @@ class CallSite:
         )
         self.reads_value = self.is_unrecorded and op_name(op) in _VALUE_READERS  # the program may branch on its result
         # An ordinary op reads tensors and returns a tensor; it has no trait that the tape must handle specially.
-        self.tensor_positions = traits.tensor_positions
-        self.view_of = traits.view_of
         self.is_ordinary = traits.is_flat and not (
             self.writes
             or traits.may_draw
@@ -165,7 +128,6 @@ class CallSite:
         self.must_save = False
         self.must_save_condition: Condition | None = None
         self.may_save = False
-        self.is_random = traits.is_random
         # It changes the layout of its argument and no contents, as `squeeze_` does.
         self.is_inplace_view = torch.Tag.inplace_view in getattr(op, "tags", ())
         self.is_custom_op = is_custom_op(op)
@@ -225,13 +187,13 @@ class DecisionTable:
         self.must_save = must_save
         self._whole: dict[str, ResolvedRule | None] = {}
         self.offloads = self._offloads()
-        self.matches_modules = any(resolved.rule.matches_module and resolved.saves for resolved in rules)
+        self.saves_modules = any(resolved.rule.matches_module and resolved.saves for resolved in rules)
         self.saves_everything = self._saves_everything()
         self.decides_on_ops = not self.saves_everything and (
-            self.default.keeps or any(one.saves and not one.rule.matches_module for one in rules)
+            self.default.keeps or any(resolved.saves for resolved in rules)
         )
-        # Path -> id of an op (its hash is Python code) -> call site.
-        self.sites_at: dict[str, dict[int, CallSite]] = {}
+        # Path and the rule that saves the module there -> id of an op (its hash is Python code) -> call site.
+        self.sites_at: dict[Any, dict[int, CallSite]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.policy, tuple(bound.index for bound in self.rules), self.must_save)
@@ -240,17 +202,13 @@ class DecisionTable:
         """Return the id of the rule with this index; ``default`` for ``NO_RULE``."""
         return next((one.rule.id for one in self.rules if one.index == index), "default")
 
-    def sites_of(self, path: str) -> dict[int, CallSite]:
+    def sites_of(self, path: str, saved_by: ResolvedRule | None = None) -> dict[int, CallSite]:
         """Return the call sites so far, by id of the op, of the module at ``path`` of the region."""
+        key = path if saved_by is None else (path, saved_by.index)
         try:
-            return self.sites_at[path]  # the usual case: each module asks when it begins
+            return self.sites_at[key]  # the usual case: each module asks when it begins
         except KeyError:
-            return self.sites_at.setdefault(path, {})
-
-    def sites_inside(self, path: str) -> tuple[str, dict[int, CallSite]]:
-        """Return path and call sites, without rules, of ops in the module at ``path`` while it is saved as a whole."""
-        path += _INSIDE
-        return path, self.sites_of(path)
+            return self.sites_at.setdefault(key, {})
 
     def _saves_everything(self) -> bool:
         """Return whether the policy leaves nothing to recompute.
@@ -263,12 +221,16 @@ class DecisionTable:
             self.default.keeps or any(_matches_every_call(resolved.rule) for resolved in self.rules)
         )
 
-    def rules_of_unit(self, path: str, unit: str = "", function: str = "") -> tuple[ConditionalRule, ...]:
+    def rules_of_unit(
+        self, path: str, saved_by: ResolvedRule | None, unit: str = "", function: str = ""
+    ) -> tuple[ConditionalRule, ...]:
         """Return the rules that may match calls in a module of a unit: a named one, or an autograd Function."""
+        if saved_by is not None:
+            return (ConditionalRule(saved_by, False, saved_by.decision, None),)
         return tuple(
             ConditionalRule(resolved, resolved.rule.do == ALTERNATE, resolved.decision, None)
             for resolved in self.rules
-            if not (path.endswith(_INSIDE) or resolved.rule.matches_module)
+            if not resolved.rule.matches_module
             and resolved.matches_unit(function, unit)
             and not (resolved.rule.do == ALTERNATE and "*" in resolved.rule.ops)  # "every second op" is about ops
             and (resolved.rule.module is None or resolved.rule.module.matches(path))
@@ -293,21 +255,21 @@ class DecisionTable:
         except KeyError:
             return self._whole.setdefault(path, next((one for one in self.rules if _decides_on(one.rule, path)), None))
 
-    def add_site(self, op: Any, path: str) -> CallSite:
+    def add_site(self, op: Any, path: str, saved_by: ResolvedRule | None = None) -> CallSite:
         """Create, store and return the call site of ``op`` in the module at ``path``."""
-        site = CallSite(op, path, traits_of(op))
+        site = CallSite(op, path, traits_of(op), saved_by)
         if site.savable and not site.is_bookkeeping:
             self._resolve(site)
         site.has_decision = bool(site.may_save or site.conditional_rules or site.final_rule is not None)
-        self.sites_of(path)[id(op)] = site
+        self.sites_of(path, saved_by)[id(op)] = site
         return site
 
     def _resolve(self, site: CallSite) -> None:
         conditional_rules: list[ConditionalRule] = []
         site.final_decision = self.default
         rules = self.rules
-        if site.is_inside:
-            site.final_decision, rules = Decision.RECOMPUTE, ()
+        if site.saved_by is not None:
+            site.final_rule, site.final_decision, rules = site.saved_by, site.saved_by.decision, ()
         elif self.saves_whole(""):
             site.final_rule, rules = self.whole_rule(""), ()
             site.final_decision = site.final_rule.decision if site.final_rule is not None else Decision.SAVE

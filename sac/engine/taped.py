@@ -62,7 +62,7 @@ class TapedFrame(Frame):
         self.tape = self._new_tape()
         self._replays = replays and not group.not_replayable
         table = group.table
-        self._is_full = not (table.decides_on_ops or table.saves_everything or table.matches_modules)
+        self._is_full = not (table.decides_on_ops or table.saves_everything)
         verify = self.settings.verify
         is_new = verify != NEVER and not group.verified
         # What a rerun is served is compared in every call: only a replay has learned what writes to it unseen.
@@ -293,7 +293,7 @@ class TapedFrame(Frame):
         tape, maker = self.tape, self.tape.makers[value]
         site = tape.sites[maker]
         is_costly = not getattr(site, "is_cheap", False) or site.must_save or maker in tape.states
-        return site.may_save and (is_costly or tape.roots[value] in asked)  # results of whole modules are not served
+        return site.may_save and (is_costly or tape.roots[value] in asked)
 
     def _compact(self, handles: list[Handle]) -> None:
         """Copy kept parts of storages of which little else is kept."""
@@ -319,7 +319,6 @@ class TapedFrame(Frame):
     def _count(self, handles: list[Handle], every: dict[int, Any]) -> SavedFigures:
         tape, mode = self.tape, self.mode
         assert mode is not None
-        hits, inside = (mode.whole.hits, mode.whole.inside) if mode.whole is not None else ({}, {})
         rules: dict[int, int] = dict.fromkeys(tape.rule_of.values(), 0)
         rule_at = {tape.roots[value]: tape.rule_of[value] for value in every}
         held: set[int] = set()
@@ -331,14 +330,10 @@ class TapedFrame(Frame):
                     held.add(address)
                     rule = rule_at.get(tape.roots[value], NO_RULE)
                     rules[rule] = rules.get(rule, 0) + storage_bytes(part)
-        for rule, inner in inside.items():
-            own = {address: size for address, size in inner.items() if address not in tape.leaf_roots}
-            rules[rule] = rules.get(rule, 0) + sum(size for address, size in own.items() if address not in held)
-            held |= own.keys()
         parts = (part for tensor in every.values() for part in tensor_parts(tensor))
         sizes = {storage_address(part): storage_bytes(part) for part in parts}
         lost = sum(size for address, size in sizes.items() if address not in held)
-        return SavedFigures(sum(rules.values()), lost, rules, {**mode.hits, **hits})
+        return SavedFigures(sum(rules.values()), lost, rules, {**mode.hits})
 
     def _pack_outside(self, handles: list[Handle]) -> None:
         """Hold inputs, and pass what this call holds to the hooks around the region."""
