@@ -387,4 +387,6 @@ def test_after_an_error_inside_a_saved_module_decisions_are_as_before() -> None:
         model(x).sum().backward()
         found.append([(row.module, row.op, row.call, row.decision) for row in decisions_of(model)])
     assert found[0] == found[1]
-    assert {"self_attn", "mlp"} <= {module.partition(".")[0] for module, _, _, decision in found[1] if decision == "save"}
+    assert {"self_attn", "mlp"} <= {
+        module.partition(".")[0] for module, _, _, decision in found[1] if decision == "save"
+    }
