@@ -259,13 +259,10 @@ def _set_warn_only(on: bool) -> None:
     torch._C._set_deterministic_algorithms(torch._C._get_deterministic_algorithms(), warn_only=on)
 
 
-# The precision of float32 products, per backend and op, and the two older switches that it replaces. Without them the
-# precision is not restored. 2.9 to 2.13.
+# The precision of float32 products, per backend and op. Without them it is not restored. 2.9 to 2.13.
 get_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 set_precision: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
-set_matmul_precision: Any = getattr(torch._C, "_set_float32_matmul_precision", None)
-set_cudnn_tf32: Any = getattr(torch._C, "_set_cudnn_allow_tf32", None)
-HAS_PRECISIONS = None not in (get_precision, set_precision, set_matmul_precision, set_cudnn_tf32)
+HAS_PRECISIONS = None not in (get_precision, set_precision)
 
 
 def mps_generator() -> torch.Generator | None:
@@ -336,15 +333,6 @@ def dynamo_is_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
-def last_graph_break() -> str:
-    """Return Dynamo's explanation of the last new graph break in this process, ``""`` if there is none; 2.0 to 2.13."""
-    counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
-    text = next(reversed(counters.get("graph_break", {})), "")
-    lines = [line.strip() for line in text.splitlines()]
-    explained = (line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: "))
-    return next(explained, lines[0] if lines else "")
-
-
 _mode_keys: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
 _TRACING = [key for name in ("PROXY", "FUNCTIONAL") if (key := getattr(_mode_keys, name, None)) is not None]
 
@@ -370,13 +358,6 @@ _FAKE: Any = getattr(_mode_keys, "FAKE", None)
 def fake_mode_is_active() -> bool:
     """Return whether all ops run without data now: DTensor finds the layout of a result in this way. 2.1 to 2.13."""
     return _FAKE is not None and torch._C._get_dispatch_mode(_FAKE) is not None
-
-
-def partitioner_budget() -> float:
-    """Return the memory budget that the user has set for torch's partitioner, 1.0 by default; 2.4 to 2.13."""
-    import torch._functorch.config
-
-    return float(getattr(torch._functorch.config, "activation_memory_budget", 1.0))
 
 
 # Whether torch shows an op's result to a policy under `torch.compile`. Without it rules on shape, dtype and size match

@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
 
 from sac.checksums import checksum, find_different
+from sac.engine.flags import Autocast
 from sac.engine.handles import Handle
 from sac.engine.objects import NotLeaf, copied, is_own_object, tensors_in
 from sac.engine.rng import GeneratorStates, advanced, default_generators, set_states, states_of
@@ -218,7 +219,7 @@ class Unit:
     needs: dict[int, tuple[bool, bool]]
     dirty: set[int]
     grad: bool
-    autocast: dict[str, dict[str, Any]]
+    autocast: Autocast
     key: Any
     served: dict[tuple[int, int], int] = field(default_factory=dict)
     then: list[tuple[int, Any, Any]] = field(default_factory=list)
@@ -295,7 +296,7 @@ class UnitCall:
                 if position < len(self.reads):
                     tape.will_write(self.reads[position])
         scope.strict = self._why_strict(examines)
-        self.grad, self.autocast, self.states = torch.is_grad_enabled(), autocast_states(), _states()
+        self.grad, self.autocast, self.states = torch.is_grad_enabled(), Autocast(self.arguments), _states()
         self.first_value, self.first_row = len(tape.roots), len(mode.op_trace.rows) if mode.op_trace else 0
         self.hits = {**mode.hits}  # of rules, before the call
         self.needs = {
@@ -569,20 +570,6 @@ class UnitCall:
             tape.wrote(self.reads[position], unit)
 
 
-def autocast_states() -> dict[str, dict[str, Any]]:
-    """Return the arguments of ``torch.autocast``, by device, that restore its state."""
-    devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
-    cache = torch.is_autocast_cache_enabled()
-    return {
-        device: {
-            "enabled": torch.is_autocast_enabled(device),
-            "dtype": torch.get_autocast_dtype(device),
-            "cache_enabled": cache,
-        }
-        for device in devices
-    }
-
-
 def _states() -> GeneratorStates:
     return states_of(default_generators())
 
@@ -727,8 +714,7 @@ def run_unit(tape: Tape, entry: int, values: dict[int, Any]) -> None:
 
     with ExitStack() as stack:
         stack.enter_context(without_mode())
-        for device, then in unit.autocast.items():
-            stack.enter_context(torch.autocast(device, **then))
+        unit.autocast.enter_on(stack)
         set_states(tape.states.get(entry, []))
         stack.enter_context(torch.set_grad_enabled(unit.grad))
         stack.enter_context(saved_tensors_hooks(pack, lambda held: held))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sac.engine.settings import Settings
-from sac.errors import ConfigError, Problem, RegionError
+from sac.errors import ConfigError, Problem
 from sac.tensors import cloned, equal, tell_of
 from sac.torch_private import UnseenByModes, mps_generator
 
@@ -152,8 +152,7 @@ class RngSnapshot:
     current device. ``also``: generators that the region's modules and arguments hold; ``trackers``: those that they
     hold.
 
-    Raises ``ConfigError`` if a function in ``settings.trackers`` returns no tracker, and ``RegionError`` while a CUDA
-    graph is captured: torch does not allow reading or setting a generator's state then.
+    Raises ``ConfigError`` if a function in ``settings.trackers`` returns no tracker.
     """
 
     __slots__ = ("_accelerators", "_states", "_trackers")
@@ -173,16 +172,12 @@ class RngSnapshot:
             for one in generators:
                 others.pop(one._cdata, None)  # type: ignore[attr-defined]
             generators += others.values()
-        try:
-            self._states = states_of(generators)
-            named = [(getter, tracker_of(getter)) for getter in settings.trackers]
-            known = {id(tracker) for _, tracker in named}
-            held = {id(tracker): tracker for tracker in trackers if id(tracker) not in known}
-            named += [(partial(_given, tracker), tracker) for tracker in held.values()]
-            self._trackers = [(getter, NamedStates(tracker, self._accelerators)) for getter, tracker in named]
-        except RuntimeError as error:
-            _blame_capture(error)
-            raise
+        self._states = states_of(generators)
+        named = [(getter, tracker_of(getter)) for getter in settings.trackers]
+        known = {id(tracker) for _, tracker in named}
+        held = {id(tracker): tracker for tracker in trackers if id(tracker) not in known}
+        named += [(partial(_given, tracker), tracker) for tracker in held.values()]
+        self._trackers = [(getter, NamedStates(tracker, self._accelerators)) for getter, tracker in named]
 
     @property
     def states(self) -> GeneratorStates:
@@ -191,17 +186,13 @@ class RngSnapshot:
 
     def enter_on(self, stack: ExitStack) -> None:
         """Restore the captured states; restore the current ones when ``stack`` is left."""
-        try:
-            stack.callback(set_states, states_of([generator for generator, _ in self._states]))
-            for getter, states in self._trackers:
-                tracker = tracker_of(getter)
-                stack.callback(set_states, states_of([generator for generator, _ in states.generators]))
-                stack.callback(NamedStates(tracker, states.defaults).put_on, tracker)
-                states.put_on(tracker)
-            set_states(self._states)
-        except RuntimeError as error:
-            _blame_capture(error)
-            raise
+        stack.callback(set_states, states_of([generator for generator, _ in self._states]))
+        for getter, states in self._trackers:
+            tracker = tracker_of(getter)
+            stack.callback(set_states, states_of([generator for generator, _ in states.generators]))
+            stack.callback(NamedStates(tracker, states.defaults).put_on, tracker)
+            states.put_on(tracker)
+        set_states(self._states)
 
 
 @contextmanager
@@ -240,19 +231,6 @@ def _accelerator_generators(tensors: Iterable[torch.Tensor]) -> list[torch.Gener
     if accelerator is not None and getattr(getattr(torch, accelerator.type, None), "is_initialized", lambda: True)():
         found.append(default_generator(accelerator))
     return list({generator: None for generator in found if generator is not None})
-
-
-def _blame_capture(error: RuntimeError) -> None:
-    """Raise an actionable error if ``error`` was caused by the capture of a CUDA graph."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise RegionError(
-            Problem(
-                where="preserve_rng_state",
-                found="random states can be neither read nor put back while a CUDA graph is captured",
-                fix="pass preserve_rng_state=False if the region draws no random numbers, or capture it without "
-                "checkpointing",
-            )
-        ) from error
 
 
 # -- Python's and NumPy's global generators

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sac.checksums import checksum
-from sac.engine.flags import BackendFlags
+from sac.engine.flags import Autocast, BackendFlags, FunctionModes, leave_function_modes
 from sac.engine.fp8 import FP8_METAS
 from sac.engine.objects import (
     PLAIN,
@@ -37,7 +37,6 @@ from sac.engine.rng import (
 )
 from sac.engine.settings import Settings
 from sac.engine.tape import Tape
-from sac.engine.thread_state import Autocast, FunctionModes, leave_function_modes
 from sac.errors import Problem, RegionError
 from sac.tensors import copy_of, describe, is_wrapper, overwrite, storage_address, version_of
 from sac.torch_private import FSDP_MANAGED, keep_graphs_in_order_of_making, set_version_counters
