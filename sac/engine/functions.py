@@ -26,8 +26,8 @@ from sac.engine.flags import Autocast
 from sac.engine.handles import Handle
 from sac.engine.objects import NotLeaf, copied, is_own_object, tensors_in
 from sac.engine.rng import GeneratorStates, advanced, default_generators, set_states, states_of
-from sac.engine.table import NO_RULE, ResolvedRule, site_name
-from sac.engine.tape import DiffersError, Ref, Tape, as_refs, cast_of, from_refs
+from sac.engine.table import NO_RULE, site_name
+from sac.engine.tape import DiffersError, Tape, as_refs, cast_of, from_refs
 from sac.engine.tracker import active_mode, without_mode
 from sac.engine.verify import may_differ
 from sac.engine.wrappers import is_in_flight
@@ -42,11 +42,8 @@ from sac.torch_private import (
     UnseenByModes,
     apply_function,
     compiler_is_tracing,
-    keystr,
     transform_is_active,
     tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
     tree_unflatten,
 )
 
@@ -71,7 +68,7 @@ def _called(cls: Any, *args: Any) -> Any:
         return apply_function(cls, *args)
     site = mode.sites.get(id(cls))
     if site is None or site.op is not cls:
-        rules = mode.table.rules_of_unit(mode.path, mode.saved_by, function=f"{cls.__module__}.{cls.__qualname__}")
+        rules = mode.table.rules_of_unit(mode.path, mode.decided_by, function=f"{cls.__module__}.{cls.__qualname__}")
         site = mode.sites[id(cls)] = UnitSite(cls, f"function {cls.__qualname__}", mode.path, rules)
     call = functools.partial(apply_function, cls)
     return UnitCall(mode, site, (mode.path, cls), call, args).run(lambda: call(*args))
@@ -129,7 +126,7 @@ class NamedUnit:
         label = f"unit {self.name}"
         site = mode.sites.get(label)
         if site is None:
-            rules = mode.table.rules_of_unit(mode.path, mode.saved_by, self.name)
+            rules = mode.table.rules_of_unit(mode.path, mode.decided_by, self.name)
             site = mode.sites[label] = UnitSite(label, label, mode.path, rules)
         inner = self.function
         while isinstance(inner, functools.partial):
@@ -298,17 +295,22 @@ class UnitCall:
         scope.strict = self._why_strict(examines)
         self.grad, self.autocast, self.states = torch.is_grad_enabled(), Autocast(self.arguments), _states()
         self.first_value, self.first_row = len(tape.roots), len(mode.op_trace.rows) if mode.op_trace else 0
-        self.hits = {**mode.hits}  # of rules, before the call
         self.needs = {
             value: (tensor.requires_grad, value in tape.leaves and tape.leaves[value].is_parameter)
             for value, tensor in zip(self.reads, self.arguments, strict=True)
         }
         tape.scope = scope
+        outer = mode.decided_by, mode.sites
+        first = self.site.conditional_rules[0].resolved if self.site.conditional_rules else None
+        if first is not None and first.rule.matches_each_call and not first.saves:  # it decides on the ops inside, too
+            mode.decided_by, mode.sites = first, mode.table.sites_of(mode.path, first)
         try:
             out = function()
+            mode.decided_by, mode.sites = outer
             self._end(out)
         finally:
             tape.scope = None
+            mode.decided_by, mode.sites = outer
         if examines and self.facts is None:
             mode.facts.setdefault(self.key, Facts())
         return out
@@ -352,8 +354,6 @@ class UnitCall:
                 self.rule = rule.index
             if self.decision.keeps:
                 scope.strict = scope.strict or "a rule saves it"
-            elif rule is not None:
-                self._recompute_inside(rule)
         self.wanted = _unexplained(tape, scope, self.results)
         is_unit = bool(self.wanted or self.written or (scope.opaque and self.op_written))
         if is_unit and (self.op_written or self.written or self._sends()) and not scope.strict:
@@ -387,23 +387,6 @@ class UnitCall:
         if inner:
             explained = [one.value for one in self.results if roots[one.value] not in self.wanted]
             _drop_kept(tape, inner, explained, scope.first)
-
-    def _recompute_inside(self, rule: ResolvedRule) -> None:
-        """Drop what later rules or the default save of the ops inside: the first rule that matches decides."""
-        tape, table, trace = self.tape, self.mode.table, self.mode.op_trace
-        earlier = {one.index: one.rule.id for one in table.rules if one.index < rule.index}
-        for value in [value for value in tape.kept if value >= self.first_value and tape.rule_of[value] not in earlier]:
-            if not getattr(tape.sites[tape.makers[value]], "must_save", False):
-                del tape.kept[value]
-                tape.kept_roots.discard(tape.roots[value])
-        hits: dict[int, int] = self.mode.hits
-        for index in [index for index in hits if index > rule.index]:
-            if index in self.hits:
-                hits[index] = self.hits[index]
-            else:
-                del hits[index]
-        if trace is not None:
-            trace.recompute_inside(rule, self.first_row, {*earlier.values()})
 
     def _results(self, out: Any) -> list[_Result]:
         results = []
@@ -740,22 +723,6 @@ def differs(tape: Tape, entry: int, values: dict[int, Any], unneeded: set[int]) 
         if not tape.is_written(value):
             values[value] = tensor
     return is_other
-
-
-def tensor_arguments(tape: Tape, entry: int) -> list[str]:
-    """Return the paths of a unit's arguments that hold tensors: ``args[0]``, ``kwargs['mask']``."""
-    call, args, kwargs = tape.units[entry].call, tape.args[entry], {}
-    if call.func is _call_again:
-        spec, count, objects = call.args[1]
-        leaves = [Ref(-1) if objects.get(index) else leaf for index, leaf in enumerate(args[:count])]
-        args, kwargs = tree_unflatten(leaves, spec)
-    paths = []
-    for name, tree in (("args", args), ("kwargs", kwargs)):
-        parts, _ = tree_flatten_with_path(tree, lambda node: type(node) not in (list, tuple, dict))
-        for path, part in parts:
-            if any(isinstance(leaf, Ref) for leaf in tree_leaves(part)):
-                paths.append(f"{name}{keystr(path)}")
-    return paths
 
 
 def _arguments(unit: Unit, values: dict[int, Any]) -> dict[int, Any]:

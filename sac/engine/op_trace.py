@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -95,14 +95,6 @@ class OpTraceRecorder:
         size = sum({storage_address(tensor): storage_bytes(tensor) for tensor in returned}.values())
         reason = "must-save" if rule is None and decision.keeps else _reason(site, rule, decision)  # it communicates
         self._append((*key, count), decision, rule, reason, size, 0, first_tensor(returned))
-
-    def recompute_inside(self, rule: ResolvedRule, first: int, earlier: Collection[str]) -> None:
-        """Have ``rule`` decide on the rows from ``first`` on, but for what must be saved and ``earlier`` rules say."""
-        for number, row in enumerate(self.rows[first:], first):
-            is_open = row.rule or row.decision != "recompute" or row.reason == "default"  # not a view, for example
-            if is_open and row.rule not in earlier and row.reason != "must-save":
-                told: dict[str, Any] = {"decision": Decision.RECOMPUTE.value, "rule": rule.rule.id}
-                self.rows[number] = replace(row, **told, reason=f"rule {rule.rule.id}")
 
     def _append(
         self,

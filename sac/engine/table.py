@@ -90,12 +90,12 @@ class ConditionalRule:
 class CallSite:
     """Everything that the dispatch modes need to know about one op at one module path."""
 
-    def __init__(self, op: Any, path: str, traits: OpTraits, saved_by: ResolvedRule | None = None) -> None:
-        """``saved_by``: the rule that saves the module in which the op runs."""
+    def __init__(self, op: Any, path: str, traits: OpTraits, decided_by: ResolvedRule | None = None) -> None:
+        """``decided_by``: a rule that decides on all ops of the module or unit in which the op runs."""
         self.op = op
         self.run = op._op if type(op) is OpOverload else op  # what calling the op calls
         self.path = path
-        self.saved_by = saved_by
+        self.decided_by = decided_by
         self.traits = traits
         self.is_view = traits.is_view
         self.writes = bool(traits.mutated_args or traits.mutated_kwargs)
@@ -192,7 +192,7 @@ class DecisionTable:
         self.decides_on_ops = not self.saves_everything and (
             self.default.keeps or any(resolved.saves for resolved in rules)
         )
-        # Path and the rule that saves the module there -> id of an op (its hash is Python code) -> call site.
+        # Path and the rule that decides on all ops there -> id of an op (its hash is Python code) -> call site.
         self.sites_at: dict[Any, dict[int, CallSite]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -202,9 +202,9 @@ class DecisionTable:
         """Return the id of the rule with this index; ``default`` for ``NO_RULE``."""
         return next((one.rule.id for one in self.rules if one.index == index), "default")
 
-    def sites_of(self, path: str, saved_by: ResolvedRule | None = None) -> dict[int, CallSite]:
+    def sites_of(self, path: str, decided_by: ResolvedRule | None = None) -> dict[int, CallSite]:
         """Return the call sites so far, by id of the op, of the module at ``path`` of the region."""
-        key = path if saved_by is None else (path, saved_by.index)
+        key = path if decided_by is None else (path, decided_by.index)
         try:
             return self.sites_at[key]  # the usual case: each module asks when it begins
         except KeyError:
@@ -222,11 +222,11 @@ class DecisionTable:
         )
 
     def rules_of_unit(
-        self, path: str, saved_by: ResolvedRule | None, unit: str = "", function: str = ""
+        self, path: str, decided_by: ResolvedRule | None, unit: str = "", function: str = ""
     ) -> tuple[ConditionalRule, ...]:
         """Return the rules that may match calls in a module of a unit: a named one, or an autograd Function."""
-        if saved_by is not None:
-            return (ConditionalRule(saved_by, False, saved_by.decision, None),)
+        if decided_by is not None and decided_by.saves:
+            return (ConditionalRule(decided_by, False, decided_by.decision, None),)
         return tuple(
             ConditionalRule(resolved, resolved.rule.do == ALTERNATE, resolved.decision, None)
             for resolved in self.rules
@@ -255,21 +255,24 @@ class DecisionTable:
         except KeyError:
             return self._whole.setdefault(path, next((one for one in self.rules if _decides_on(one.rule, path)), None))
 
-    def add_site(self, op: Any, path: str, saved_by: ResolvedRule | None = None) -> CallSite:
+    def add_site(self, op: Any, path: str, decided_by: ResolvedRule | None = None) -> CallSite:
         """Create, store and return the call site of ``op`` in the module at ``path``."""
-        site = CallSite(op, path, traits_of(op), saved_by)
+        site = CallSite(op, path, traits_of(op), decided_by)
         if site.savable and not site.is_bookkeeping:
             self._resolve(site)
         site.has_decision = bool(site.may_save or site.conditional_rules or site.final_rule is not None)
-        self.sites_of(path, saved_by)[id(op)] = site
+        self.sites_of(path, decided_by)[id(op)] = site
         return site
 
     def _resolve(self, site: CallSite) -> None:
         conditional_rules: list[ConditionalRule] = []
         site.final_decision = self.default
         rules = self.rules
-        if site.saved_by is not None:
-            site.final_rule, site.final_decision, rules = site.saved_by, site.saved_by.decision, ()
+        if (around := site.decided_by) is not None:
+            site.final_rule, site.final_decision = around, Decision.RECOMPUTE
+            rules = tuple(resolved for resolved in rules if resolved.index < around.index)  # they are asked first
+            if around.saves:
+                site.final_decision, rules = around.decision, ()
         elif self.saves_whole(""):
             site.final_rule, rules = self.whole_rule(""), ()
             site.final_decision = site.final_rule.decision if site.final_rule is not None else Decision.SAVE

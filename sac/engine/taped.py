@@ -13,7 +13,6 @@ from torch.autograd.forward_ad import unpack_dual
 from sac.checksums import checksum, find_different
 from sac.engine.fp8 import Fp8Function, fp8_storages
 from sac.engine.frame import Frame, alive
-from sac.engine.functions import tensor_arguments
 from sac.engine.handles import EXTERNAL, KEPT, MISSING, OTHER, OTHER_FIX, WRITTEN, Handle
 from sac.engine.inputs import Inputs
 from sac.engine.offload import offload
@@ -267,27 +266,7 @@ class TapedFrame(Frame):
             site = tape.sites[entry]
             if not site.is_view and not all(value in kept for value in tape.results(entry)):
                 asked.update(tape.roots[value] for value in tape.reads[entry])
-        inside = self._inside_only()
-        return {
-            value
-            for value in kept
-            if tape.makers[value] < last and value not in inside and self._is_asked(value, asked)
-        }
-
-    def _inside_only(self) -> set[int]:
-        """Return the kept values that only a Function's forward uses: without a region, nothing would hold them."""
-        tape, saved = self.tape, {self.tape.roots[handle.position[0]] for handle in alive(self._handles)}
-        inside: set[int] = set()
-        for span, _, _ in self._spans:
-            made = {value for value in tape.kept if tape.makers[value] in span and tape.roots[value] not in saved}
-            later = range(span.stop, len(tape.sites)) if made else ()
-            used = {tape.roots[value] for entry in later for value in tape.reads[entry]}
-            inside |= {
-                value
-                for value in made
-                if tape.roots[value] not in used and not tape.sites[tape.makers[value]].must_save
-            }
-        return inside
+        return {value for value in kept if tape.makers[value] < last and self._is_asked(value, asked)}
 
     def _is_asked(self, value: int, asked: set[int]) -> bool:
         tape, maker = self.tape, self.tape.makers[value]
@@ -508,8 +487,6 @@ class TapedFrame(Frame):
         unit, self._sums = self.tape.units[entry], {}
         path, facts = self.tape.sites[entry].path, self.group.functions[unit.key]
         found = f"{unit.name} in {_module(path)} gives other values when it runs again"
-        if arguments := tensor_arguments(self.tape, entry):
-            found += f" (arguments: {', '.join(arguments)})"
         rule = f"save it: a rule with `{unit.name.replace(' ', ': ')}` and `do: save`"
         if self.settings.refuses_differences:
             raise RegionError(Problem(self.where, found, fix=rule))

@@ -128,7 +128,7 @@ class RegionMode(BareMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.table = table
         self.path = ""
-        self.saved_by: ResolvedRule | None = None  # the rule that saves the module that runs
+        self.decided_by: ResolvedRule | None = None  # the rule that decides on all ops that run
         self.sites = table.sites_of("")
         self._turns: dict[int, int] = defaultdict(int)  # of rules that save every second call of a module
 
@@ -140,10 +140,10 @@ class RegionMode(BareMode):
     def enter_module(self, path: str) -> Any:
         """Ops run in the module at ``path`` from now on, also for regions around this one; return what was before."""
         outer = None if self._outer is None else self._outer.enter_module(path)
-        before = self.path, self.saved_by, self.sites, outer
-        if self.table.saves_modules and self.saved_by is None:
-            self.saved_by = self._rule_of(path)
-        self.path, self.sites = path, self.table.sites_of(path, self.saved_by)
+        before = self.path, self.decided_by, self.sites, outer
+        if self.table.saves_modules and self.decided_by is None:
+            self.decided_by = self._rule_of(path)
+        self.path, self.sites = path, self.table.sites_of(path, self.decided_by)
         return before
 
     def _rule_of(self, path: str) -> ResolvedRule | None:
@@ -158,7 +158,7 @@ class RegionMode(BareMode):
 
     def leave_module(self, before: Any) -> None:
         """Take back ``enter_module``, which has returned ``before``."""
-        self.path, self.saved_by, self.sites, outer = before
+        self.path, self.decided_by, self.sites, outer = before
         if self._outer is not None:
             self._outer.leave_module(outer)
 
