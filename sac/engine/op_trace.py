@@ -57,24 +57,12 @@ class OpTraceRecorder:
         self._calls: dict[tuple[str, str], int] = {}
 
     def add(
-        self,
-        site: CallSite,
-        rule: ResolvedRule | None,
-        decision: Decision,
-        args: Any,
-        kwargs: Any,
-        out: Any,
-        *,
-        call: int | None = None,
+        self, site: CallSite, rule: ResolvedRule | None, decision: Decision, args: Any, kwargs: Any, out: Any
     ) -> None:
         """Append the op that has just run."""
-        name = op_name(site.op)
-        count = self._calls.get((site.path, name), 0)
-        self._calls[site.path, name] = count + 1
         size = 0 if site.is_view else sum(map(storage_bytes, tensors_of(out)))
-        flops = flops_of(site.op, args, kwargs, out)
-        called = site.path, name, count if call is None else call
-        self._append(called, decision, rule, _reason(site, rule, decision), size, flops, first_tensor(out))
+        flops, reason = flops_of(site.op, args, kwargs, out), _reason(site, rule, decision)
+        self._append((site.path, op_name(site.op)), decision, rule, reason, size, flops, first_tensor(out))
 
     def add_unit(
         self,
@@ -86,19 +74,17 @@ class OpTraceRecorder:
         first: int,
     ) -> None:
         """Append a call of an autograd Function or of a named piece; rows from ``first`` are those of its ops."""
-        key = site.path, site.name
         if decision.keeps:
             for number in range(first, len(self.rows)):
                 if self.rows[number].reason == "default":
                     self.rows[number] = replace(self.rows[number], reason=f"inside {site.name}")
-        count = self._calls[key] = self._calls.get(key, -1) + 1
         size = sum({storage_address(tensor): storage_bytes(tensor) for tensor in returned}.values())
         reason = "must-save" if rule is None and decision.keeps else _reason(site, rule, decision)  # it communicates
-        self._append((*key, count), decision, rule, reason, size, 0, first_tensor(returned))
+        self._append((site.path, site.name), decision, rule, reason, size, 0, first_tensor(returned))
 
     def _append(
         self,
-        called: tuple[str, str, int],
+        key: tuple[str, str],
         decision: Decision,
         rule: ResolvedRule | None,
         reason: str,
@@ -106,10 +92,11 @@ class OpTraceRecorder:
         flops: int,
         result: torch.Tensor | None,
     ) -> None:
+        call = self._calls[key] = self._calls.get(key, -1) + 1
         rule_id = rule.rule.id if rule is not None else ""
         shape = tuple(result.shape) if result is not None else ()
         dtype = str(result.dtype).removeprefix("torch.") if result is not None else ""
-        self.rows.append(OpTraceRow(*called, decision.value, rule_id, reason, size, flops, shape, dtype))
+        self.rows.append(OpTraceRow(*key, call, decision.value, rule_id, reason, size, flops, shape, dtype))
 
 
 def _reason(site: CallSite, rule: ResolvedRule | None, decision: Decision) -> str:
@@ -211,17 +198,13 @@ def log_decisions(region: str, rows: Sequence[OpTraceRow]) -> None:
 
 
 def _log_rows(region: str, rows: Sequence[OpTraceRow]) -> None:
-    if not _log.isEnabledFor(logging.INFO) and not _log.hasHandlers():
-        logging.basicConfig(format="%(name)s: %(message)s")  # the user asked for the log but has not set up logging
     if not _log.isEnabledFor(logging.INFO):
+        if not _log.hasHandlers():
+            logging.basicConfig(format="%(name)s: %(message)s")  # the user asked for the log but has not set it up
         _log.setLevel(logging.INFO)
-    told: set[tuple[str, str, str, str]] = set()
-    for row in rows:
-        key = (row.module, row.op, row.decision, row.reason)
-        if key not in told:
-            told.add(key)
-            where = f"{region}.{row.module}" if row.module else region
-            _log.info("%-9s %s in %s (%s)", row.decision.upper(), row.op, where or "the region", row.reason)
+    for module, op, decision, reason in dict.fromkeys((row.module, row.op, row.decision, row.reason) for row in rows):
+        where = f"{region}.{module}" if module else region
+        _log.info("%-9s %s in %s (%s)", decision.upper(), op, where or "the region", reason)
 
 
 # -- What was decided in graphs of ``torch.compile``, for the report

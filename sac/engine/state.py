@@ -17,7 +17,6 @@ from sac.engine.flags import Autocast, BackendFlags, FunctionModes, leave_functi
 from sac.engine.fp8 import FP8_METAS
 from sac.engine.objects import (
     PLAIN,
-    StandIn,
     attributes_of,
     class_of,
     is_own_class,
@@ -317,7 +316,11 @@ def _set_items(table: dict[Any, Any], then: dict[Any, Any]) -> None:
     if len(table) == len(then) and all(map(is_, table.values(), then.values())) and table.keys() == then.keys():
         return  # the usual case
     if FSDP_MANAGED in then:  # FSDP1 moves parameters between the tables of a module
-        then = {name: value for name, value in then.items() if not isinstance(value, (Tensor, StandIn))}
+        then = {
+            name: value
+            for name, value in then.items()
+            if not (isinstance(value, Tensor) or getattr(value, "is_tensor", False))
+        }
         then |= {name: value for name, value in table.items() if isinstance(value, Tensor)}
     for name in [name for name in table if name not in then]:
         del table[name]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,17 +54,6 @@ class ResolvedRule:
         """Whether every match is saved, on the device or the host."""
         return self.saves and self.rule.do != ALTERNATE
 
-    def matches_unit(self, function: str, unit: str = "") -> bool:
-        """Return whether the rule names a unit: by ``function:``, ``unit:`` or ``*``, or a Function by a save-set.
-
-        ``function`` is the qualified name of the class, ``unit`` the name under ``sac.unit``, empty if there is none.
-        """
-        return self.rule.matches_unit(function, unit) or self.matcher.matches_unit(function, unit)
-
-    def names(self, op: Any) -> bool:
-        """Return whether the rule names ``op`` itself or through a set, and not only by a glob."""
-        return self.matcher.names(op)
-
 
 @dataclass(frozen=True, slots=True)
 class ConditionalRule:
@@ -82,7 +71,9 @@ class ConditionalRule:
             return False
         if rule.shape is not None or rule.dtype:
             tensor = first_tensor(out)
-            if tensor is None or not _tensor_matches(rule, tensor):
+            if tensor is None or not rule.fits_shape(tensor.shape):
+                return False
+            if rule.dtype and str(tensor.dtype).removeprefix("torch.") not in rule.dtype:
                 return False
         return self.condition is None or self.condition(args, kwargs, out)
 
@@ -134,17 +125,8 @@ class CallSite:
         self.is_cheap = op_name(op).startswith("aten.") and not has_formula(op)
 
 
-class CallCounter(Protocol):
-    """The counters of one region call that decisions depend on in addition to the op's own call."""
-
-    calls: MutableMapping[CallSite, int]
-    alternations: MutableMapping[int, int]
-
-
-def decide(
-    counter: CallCounter, site: CallSite, args: Any, kwargs: Any, out: Any
-) -> tuple[Decision, ResolvedRule | None]:
-    """Return the decision on the result of this call, and the rule that matched; count the call."""
+def decide(counter: Any, site: CallSite, args: Any, kwargs: Any, out: Any) -> tuple[Decision, ResolvedRule | None]:
+    """Return the decision on the result of this call, and the rule that matched; count the call in ``counter``."""
     call = counter.calls[site]
     counter.calls[site] = call + 1
     decision, rule = site.final_decision, site.final_rule
@@ -176,15 +158,13 @@ def run_op(site: CallSite, args: Any, kwargs: Any) -> Any:
 class DecisionTable:
     """The rules that apply to one layer of one stack, and the call sites derived from them; see ``add_site``.
 
-    ``must_save``: nondeterministic routing ops are kept even if no rule saves them (promise 10). ``offloads``: the
-    indices of the rules of which saved values wait on the host (``NO_RULE``: the default).
+    ``offloads``: the indices of the rules of which saved values wait on the host (``NO_RULE``: the default).
     """
 
-    def __init__(self, policy: Policy, rules: tuple[ResolvedRule, ...], *, must_save: bool = True) -> None:
+    def __init__(self, policy: Policy, rules: tuple[ResolvedRule, ...]) -> None:
         self.policy = policy
         self.rules = rules
         self.default = policy.default
-        self.must_save = must_save
         self._whole: dict[str, ResolvedRule | None] = {}
         self.offloads = self._offloads()
         self.saves_modules = any(resolved.rule.matches_module and resolved.saves for resolved in rules)
@@ -196,7 +176,7 @@ class DecisionTable:
         self.sites_at: dict[Any, dict[int, CallSite]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.policy, tuple(bound.index for bound in self.rules), self.must_save)
+        return _rebuild, (self.policy, tuple(bound.index for bound in self.rules))
 
     def rule_name(self, index: int) -> str:
         """Return the id of the rule with this index; ``default`` for ``NO_RULE``."""
@@ -218,7 +198,11 @@ class DecisionTable:
         if self.saves_whole(""):
             return True
         return all(resolved.always_saves for resolved in self.rules) and (
-            self.default.keeps or any(_matches_every_call(resolved.rule) for resolved in self.rules)
+            self.default.keeps
+            or any(
+                "*" in rule.ops and rule.module is None and rule.layers is None and rule.matches_each_call
+                for rule in (resolved.rule for resolved in self.rules)
+            )
         )
 
     def rules_of_unit(
@@ -231,7 +215,7 @@ class DecisionTable:
             ConditionalRule(resolved, resolved.rule.do == ALTERNATE, resolved.decision, None)
             for resolved in self.rules
             if not resolved.rule.matches_module
-            and resolved.matches_unit(function, unit)
+            and (resolved.rule.matches_unit(function, unit) or resolved.matcher.matches_unit(function, unit))
             and not (resolved.rule.do == ALTERNATE and "*" in resolved.rule.ops)  # "every second op" is about ops
             and (resolved.rule.module is None or resolved.rule.module.matches(path))
         )
@@ -303,15 +287,10 @@ class DecisionTable:
         )
 
     def _must_save(self, site: CallSite) -> tuple[bool, str]:
-        if not self.must_save:
-            return False, ""
-        named = [
-            resolved
-            for resolved in (site.final_rule, *(c.resolved for c in site.conditional_rules))
-            if resolved is not None
-        ]
+        """Return whether the results of a routing op are kept even if no rule saves them, and under which condition."""
+        rules = [resolved for resolved in (site.final_rule, *(c.resolved for c in site.conditional_rules)) if resolved]
         found = is_must_save(site.op)
-        against = [one for one in named if one.rule.do == Decision.RECOMPUTE.value and one.names(site.op)]
+        against = [one for one in rules if one.rule.do == Decision.RECOMPUTE.value and one.matcher.names(site.op)]
         if found[0] and against:
             rule = against[0].rule
             text = (
@@ -340,16 +319,6 @@ def paths_up(path: str) -> list[str]:
 
 def _decides_on(rule: Rule, path: str) -> bool:
     return rule.matches_module and rule.module is not None and rule.module.matches(path)
-
-
-def _matches_every_call(rule: Rule) -> bool:
-    return "*" in rule.ops and rule.module is None and rule.layers is None and rule.matches_each_call
-
-
-def _tensor_matches(rule: Rule, tensor: torch.Tensor) -> bool:
-    if rule.dtype and str(tensor.dtype).removeprefix("torch.") not in rule.dtype:
-        return False
-    return rule.fits_shape(tensor.shape)
 
 
 _GATHERING = frozenset({"aten.split_with_sizes_copy", "aten.set_", "aten.resize_"})  # the ops with which FSDP gathers
@@ -389,9 +358,9 @@ class ResolvedPolicy:
             or (resolved.rule.matches_region(path, layer, stack_size) and applies(resolved.rule))
         ]
 
-    def table(self, rules: Iterable[int], *, must_save: bool = True) -> DecisionTable:
+    def table(self, rules: Iterable[int]) -> DecisionTable:
         """Return the table of the rules with these indices."""
-        return DecisionTable(self.policy, tuple(self.rules[index] for index in rules), must_save=must_save)
+        return DecisionTable(self.policy, tuple(self.rules[index] for index in rules))
 
 
 def resolve_policy(policy: Policy) -> ResolvedPolicy:
@@ -419,9 +388,9 @@ def resolve_policy(policy: Policy) -> ResolvedPolicy:
     return ResolvedPolicy(policy, tuple(rules), missing)
 
 
-def _rebuild(policy: Policy, indices: Iterable[int], must_save: bool) -> DecisionTable:
+def _rebuild(policy: Policy, indices: Iterable[int]) -> DecisionTable:
     """Rebuild a table from its pickled parts."""
-    return resolve_policy(policy).table(indices, must_save=must_save)
+    return resolve_policy(policy).table(indices)
 
 
 # -- The layer index of a single block, for ``sac.context_fn``
