@@ -17,6 +17,7 @@ from sac.engine.flags import Autocast, BackendFlags, FunctionModes, leave_functi
 from sac.engine.fp8 import FP8_METAS
 from sac.engine.objects import (
     PLAIN,
+    StandIn,
     attributes_of,
     class_of,
     is_own_class,
@@ -319,7 +320,7 @@ def _set_items(table: dict[Any, Any], then: dict[Any, Any]) -> None:
         then = {
             name: value
             for name, value in then.items()
-            if not (isinstance(value, Tensor) or getattr(value, "is_tensor", False))
+            if not (isinstance(value, Tensor) or (type(value) is StandIn and value.is_tensor))
         }
         then |= {name: value for name, value in table.items() if isinstance(value, Tensor)}
     for name in [name for name in table if name not in then]:
