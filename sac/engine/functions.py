@@ -25,7 +25,7 @@ from sac.checksums import checksum, find_different
 from sac.engine.flags import Autocast
 from sac.engine.handles import Handle
 from sac.engine.objects import NotLeaf, copied, is_own_object, tensors_in
-from sac.engine.rng import GeneratorStates, advanced, default_generators, set_states, states_of
+from sac.engine.rng import advanced, default_generators, set_states, states_of
 from sac.engine.table import NO_RULE, site_name
 from sac.engine.tape import DiffersError, Tape, as_refs, cast_of, from_refs
 from sac.engine.tracker import active_mode, without_mode
@@ -58,20 +58,24 @@ def install() -> None:
 
 
 def _called(cls: Any, *args: Any) -> Any:
-    mode = _recorder()
+    mode, call, name = _recorder(), functools.partial(apply_function, cls), f"function {cls.__qualname__}"
     if mode is None and (active := active_mode()) is not None and active.spans is not None:
         first = len(active.tape.sites)
-        out = apply_function(cls, *args)
-        active.spans.append((range(first, len(active.tape.sites)), f"function {cls.__qualname__}", active.path))
+        out = call(*args)
+        active.spans.append((range(first, len(active.tape.sites)), name, active.path))
         return out
     if mode is None or cls.__module__.startswith("torch.distributed."):  # only ops, and wrappers around their results
-        return apply_function(cls, *args)
-    site = mode.sites.get(id(cls))
-    if site is None or site.op is not cls:
-        rules = mode.table.rules_of_unit(mode.path, mode.decided_by, function=f"{cls.__module__}.{cls.__qualname__}")
-        site = mode.sites[id(cls)] = UnitSite(cls, f"function {cls.__qualname__}", mode.path, rules)
-    call = functools.partial(apply_function, cls)
+        return call(*args)
+    site = _site(mode, cls, name, function=f"{cls.__module__}.{cls.__qualname__}")
     return UnitCall(mode, site, (mode.path, cls), call, args).run(lambda: call(*args))
+
+
+def _site(mode: Any, op: Any, name: str, **names: str) -> UnitSite:
+    site: UnitSite | None = mode.sites.get(op)
+    if site is None:
+        rules = mode.table.rules_of_unit(mode.path, mode.decided_by, **names)
+        site = mode.sites[op] = UnitSite(op, name, mode.path, rules)
+    return site
 
 
 def _recorder() -> Any:
@@ -124,10 +128,7 @@ class NamedUnit:
         if is_dynamo_compiling() or not torch.is_grad_enabled() or (mode := _recorder()) is None:
             return self.function(*args, **kwargs)
         label = f"unit {self.name}"
-        site = mode.sites.get(label)
-        if site is None:
-            rules = mode.table.rules_of_unit(mode.path, mode.decided_by, self.name)
-            site = mode.sites[label] = UnitSite(label, label, mode.path, rules)
+        site = _site(mode, label, label, unit=self.name)
         inner = self.function
         while isinstance(inner, functools.partial):
             inner = inner.func
@@ -292,8 +293,14 @@ class UnitCall:
             for position in self.facts.written:
                 if position < len(self.reads):
                     tape.will_write(self.reads[position])
-        scope.strict = self._why_strict(examines)
-        self.grad, self.autocast, self.states = torch.is_grad_enabled(), Autocast(self.arguments), _states()
+        if self.site.is_compiled or self.site.is_named:
+            scope.strict = "compiled, or named"
+        elif self.facts is None and not examines:
+            scope.strict = "not examined"
+        elif self.facts is not None and self.facts.strict:
+            scope.strict = "a kernel writes to what an op made"
+        self.grad, self.autocast = torch.is_grad_enabled(), Autocast(self.arguments)
+        self.states = states_of(default_generators())
         self.first_value, self.first_row = len(tape.roots), len(mode.op_trace.rows) if mode.op_trace else 0
         self.needs = {
             value: (tensor.requires_grad, value in tape.leaves and tape.leaves[value].is_parameter)
@@ -323,16 +330,9 @@ class UnitCall:
             is_outside = tape.makers[root] < 0 and not tape.leaves[root].is_parameter
             is_plain = not is_wrapper(tensor) and tensor.layout is torch.strided
             if is_outside and is_plain and root not in tape.before and root not in self.copies:
-                self.copies[root] = detached(tensor), _copied(tensor)
+                self.copies[root] = detached(tensor), copy_of(tensor.untyped_storage())
             if not (tensor.is_leaf and tensor.requires_grad):
                 self.scope.note([tensor], is_fresh=root in tape.fresh or tape.is_in_flight(root))
-
-    def _why_strict(self, examines: bool) -> str:
-        if self.site.is_compiled or self.site.is_named:
-            return "compiled, or named"
-        if self.facts is None:
-            return "" if examines else "not examined"
-        return "a kernel writes to what an op made" if self.facts.strict else ""
 
     def _end(self, out: Any) -> None:
         """Decide what is explained; add the unit."""
@@ -492,14 +492,12 @@ class UnitCall:
         """Return whether autograd saved an argument with what the call has written to it."""
         if self.positions.get(root) in self.written:
             return True
-        return root in self.op_written and handle.position[1] > self._first_write(root)
+        writers = self.tape.writers[root] if root in self.op_written else ()
+        return any(self.scope.first <= entry < handle.position[1] for entry in writers)
 
     def _sends(self) -> bool:
         """Return whether the call communicates with other ranks."""
         return bool(self.tape.collectives) and self.tape.collectives[-1] >= self.scope.first
-
-    def _first_write(self, root: int) -> int:
-        return min(entry for entry in self.tape.writers[root] if entry >= self.scope.first)
 
     def _read_inside(self, unit: int) -> list[int]:
         """Return the values from outside that ops of the call read and that are no arguments."""
@@ -512,24 +510,24 @@ class UnitCall:
             or (value in tape.leaves and value >= first_value)
         }
         others = sorted(value for value in outside.difference(self.reads) if tape.roots[value] not in self.scope.opaque)
-        if self.site.is_named:  # it would hold the graph that leads to its region
-            self._refuse_made([value for value in others if tape.makers[tape.roots[value]] >= 0])
-        return others
-
-    def _refuse_made(self, values: list[int]) -> None:
-        """Raise if a named piece reads what the region has computed, and not a cast of a parameter by autocast."""
-        tape = self.tape
         arguments = {tape.roots[value] for value in self.reads}
-        for value in values:
-            maker = tape.makers[tape.roots[value]]
+        for value in others if self.site.is_named else ():  # it would hold the graph that leads to its region
+            root, maker = tape.roots[value], tape.makers[tape.roots[value]]
+            if maker < 0 or root in arguments:
+                continue
             is_cast = tape.sites[maker].op is torch.ops.aten._to_copy.default and tape.reads[maker][0] in tape.leaves
-            if not is_cast and tape.roots[value] not in arguments:
+            if not is_cast:  # by autocast, of a parameter
                 name, op = self.site.name, site_name(tape.sites[maker])
                 found = f"{name} reads a tensor that is not among its arguments and that {op} has computed"
                 raise RegionError(Problem(self.mode.where, found, fix="pass it to the unit as an argument"))
+        return others
 
     def _what_to_keep(self, unit: int, inner: list[int]) -> tuple[dict[tuple[int, int], int], bool]:
-        """Return what is served when the function runs again, and whether its own results are saved instead."""
+        """Decide how to keep from running the ops again that the policy saves.
+
+        Their results are kept, and served when the function runs again; or the function's own results are kept. Return
+        what is served, and whether the latter is cheaper in bytes, or a rule saves the unit.
+        """
         tape, scope = self.tape, self.scope
         facts: Facts | None = self.mode.facts.get(self.key)
         if scope.sums is not None and facts is not None:
@@ -537,10 +535,24 @@ class UnitCall:
             facts.unservable |= {tape.makers[value] - scope.first for value in hidden}
         if self.decision.keeps or (facts is not None and facts.unsteady):
             return {}, True
+        if not inner:
+            return {}, False
         unservable = facts.unservable if facts is not None else set()
-        results = [(one.tensor, tape.roots[one.value]) for one in self.results]
-        wanted = [one for one in results if one[1] in self.wanted]
-        return _cheaper(tape, inner, scope.first, unit, unservable, wanted)
+        calls: dict[int, int] = {}
+        served: dict[tuple[int, int], int] = {}
+        cost, kept = 0, set(inner)
+        for entry in range(scope.first, unit):
+            op = id(tape.sites[entry].op)
+            number = calls[op] = calls.get(op, -1) + 1
+            values = tape.results(entry)
+            is_kept = all(value in kept and tape.roots[value] not in tape.writers for value in values)
+            if values and is_kept and entry - scope.first not in unservable:
+                served[op, number] = entry
+                plain = [tape.kept[value] for value in values if type(tape.kept[value]) is Tensor]
+                cost += sum(tensor.untyped_storage().nbytes() for tensor in plain)
+        results = [(tape.roots[one.value], one.tensor) for one in self.results if not is_wrapper(one.tensor)]
+        own = {root: tensor.untyped_storage().nbytes() for root, tensor in results if root in self.wanted}
+        return ({}, True) if not served or sum(own.values()) <= cost else (served, False)
 
     def _move_writes(self, unit: int) -> None:
         """Make the unit the writer of what the call has written to, in place of its ops."""
@@ -553,27 +565,12 @@ class UnitCall:
             tape.wrote(self.reads[position], unit)
 
 
-def _states() -> GeneratorStates:
-    return states_of(default_generators())
-
-
 def _sum(tensor: Tensor) -> Any:
     if is_wrapper(tensor) or tensor.layout is not torch.strided:
         return ()
-    guard = UnseenByModes()
-    try:
+    with UnseenByModes():
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         return checksum(flat.set_(tensor.untyped_storage()))
-    finally:
-        del guard
-
-
-def _copied(tensor: Tensor) -> Any:
-    guard = UnseenByModes()
-    try:
-        return copy_of(tensor.untyped_storage())
-    finally:
-        del guard
 
 
 def _unexplained(tape: Tape, scope: Scope, results: list[_Result]) -> set[int]:
@@ -596,34 +593,6 @@ def _unexplained(tape: Tape, scope: Scope, results: list[_Result]) -> set[int]:
             fresh.update(new)
     scope.bad = bad | fresh
     return {roots[one.value] for one in results} & scope.bad
-
-
-def _cheaper(
-    tape: Tape, inner: list[int], first: int, unit: int, unservable: set[int], results: list[tuple[Tensor, int]]
-) -> tuple[dict[tuple[int, int], int], bool]:
-    """Decide how to keep from running the ops again that the policy saves.
-
-    Their results are kept, and served when the function runs again; or the function's own results are kept. Return what
-    is served, and whether the latter is cheaper in bytes.
-    """
-    if not inner:
-        return {}, False
-    calls: dict[int, int] = {}
-    served: dict[tuple[int, int], int] = {}
-    cost, kept = 0, set(inner)
-    for entry in range(first, unit):
-        op = id(tape.sites[entry].op)
-        number = calls[op] = calls.get(op, -1) + 1
-        values = tape.results(entry)
-        is_kept = all(value in kept and tape.roots[value] not in tape.writers for value in values)
-        if values and is_kept and entry - first not in unservable:
-            served[op, number] = entry
-            plain = [tape.kept[value] for value in values if type(tape.kept[value]) is Tensor]
-            cost += sum(tensor.untyped_storage().nbytes() for tensor in plain)
-    own = {root: tensor.untyped_storage().nbytes() for tensor, root in results if not is_wrapper(tensor)}
-    if not served or sum(own.values()) <= cost:
-        return {}, True
-    return served, False
 
 
 def _drop_kept(tape: Tape, inner: list[int], waiting: list[int], first: int) -> None:

@@ -27,11 +27,8 @@ def default_generators() -> list[torch.Generator]:
 
 def state_of(generator: torch.Generator) -> Tensor:
     """Return a copy of a generator's state, a tensor of bytes on the CPU; modes do not see it."""
-    guard = UnseenByModes()
-    try:
+    with UnseenByModes():
         return tell_of(generator.get_state())
-    finally:
-        del guard
 
 
 def states_of(generators: Iterable[torch.Generator]) -> GeneratorStates:
