@@ -326,11 +326,6 @@ def keep_graphs_in_order_of_making() -> None:
         _order_by_use(False)
 
 
-def dynamo_is_loaded() -> bool:
-    """Return whether this process may contain compiled code; the module has had this name since 2.0."""
-    return "torch._dynamo" in sys.modules
-
-
 _mode_keys: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
 _TRACING = [key for name in ("PROXY", "FUNCTIONAL") if (key := getattr(_mode_keys, name, None)) is not None]
 

@@ -47,6 +47,8 @@ from sac.torch_private import (
     tree_unflatten,
 )
 
+_COMPILED = "CompiledFunction"  # the class of AOTAutograd's Functions (torch 2.1 to 2.13, whatever the backend)
+
 
 def install() -> None:
     """Have ``Function.apply``, which ends in ``super().apply``, come by here.
@@ -59,7 +61,10 @@ def install() -> None:
 
 def _called(cls: Any, *args: Any) -> Any:
     mode, call, name = _recorder(), functools.partial(apply_function, cls), f"function {cls.__qualname__}"
-    if mode is None and (active := active_mode()) is not None and active.spans is not None:
+    active = active_mode()
+    if active is not None and cls.__name__ == _COMPILED:
+        active.compiled_graphs += 1
+    if mode is None and active is not None and active.spans is not None:
         first = len(active.tape.sites)
         out = call(*args)
         active.spans.append((range(first, len(active.tape.sites)), name, active.path))
@@ -198,7 +203,6 @@ class UnitSite:
         self.is_named = isinstance(op, str)
         module = "" if self.is_named or op.__module__ == "__main__" else f"{op.__module__}."
         self.rule_name = op if self.is_named else f"function {module}{op.__qualname__}"
-        self.is_compiled = name == "function CompiledFunction" and hasattr(op, "compiled_fw")
 
 
 @dataclass(slots=True)
@@ -285,7 +289,7 @@ class UnitCall:
     def run(self, function: Callable[[], Any]) -> Any:
         """Run ``function``, the call itself; add a unit if there are results that the ops inside do not explain."""
         mode, tape = self.mode, self.tape
-        examines = mode.probes and (self.facts is None or mode.verifies) and not self.site.is_compiled
+        examines = mode.probes and (self.facts is None or mode.verifies)
         self.scope = scope = Scope(len(tape.sites), {} if examines else None)
         if examines:
             self._examine_arguments()
@@ -293,8 +297,8 @@ class UnitCall:
             for position in self.facts.written:
                 if position < len(self.reads):
                     tape.will_write(self.reads[position])
-        if self.site.is_compiled or self.site.is_named:
-            scope.strict = "compiled, or named"
+        if self.site.is_named:
+            scope.strict = "named"
         elif self.facts is None and not examines:
             scope.strict = "not examined"
         elif self.facts is not None and self.facts.strict:
@@ -405,7 +409,7 @@ class UnitCall:
             written = {position for position in facts.written if position < len(self.reads)}
             if facts.strict:
                 written |= self.aliased - facts.aliased
-        elif not self.site.is_compiled:
+        else:
             written = set(self.aliased)
         # An argument that was uninitialised memory: the call fills it
         written |= {position for position, value in enumerate(self.reads) if tape.roots[value] in tape.fresh}

@@ -130,7 +130,7 @@ class RegionStats:
     """What the last call of one region kept. Two are equal if their bytes, calls of ops and graphs are.
 
     ``input_host_bytes``: of inputs kept in host memory for a device. ``compiled_graphs``: those of ``torch.compile``
-    that the first call ran. ``offloads``: what became of what rules offload, by rule. ``engine``: that of the
+    that it ran where rules decide. ``offloads``: what became of what rules offload, by rule. ``engine``: that of the
     last call, empty if it needed none.
     """
 

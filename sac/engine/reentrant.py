@@ -43,7 +43,7 @@ def run_reentrant(
         inputs.store(settings.input_storing, where, node)
     arguments = (*args, *kwargs.values(), *bound_in(function))
     state = ForwardState(owners, arguments, settings, is_careful=True, copies=True)
-    call = _Call(function, inputs, state, where, checks=settings.checks_metadata)
+    call = _Call(function, inputs, state, where, settings)
     tensors = [tensor for _, tensor in inputs.tensors]
     outputs = _Node.apply(call, (args, kwargs), *tensors)  # type: ignore[no-untyped-call]
     leaves, call.leaves = call.leaves, []
@@ -57,9 +57,9 @@ class _Call:
     """One call. ``leaves``, ``spec``: its result, until the forward ends."""
 
     def __init__(
-        self, function: Callable[..., Any], inputs: Inputs, state: ForwardState, where: str, *, checks: bool
+        self, function: Callable[..., Any], inputs: Inputs, state: ForwardState, where: str, settings: Settings
     ) -> None:
-        self._checks = checks
+        self.settings = settings
         self.function, self.inputs, self.state, self.where = function, inputs, state, where
         self._indices = [index for index, _ in inputs.tensors]
         self.leaves: list[Any] = []
@@ -118,7 +118,7 @@ class _Call:
         if len(outputs) != len(grads):
             self.refuse(f"it returned {len(grads)} tensors in forward and {len(outputs)} in recomputation")
         pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
-        for output, grad in pairs if self._checks else ():
+        for output, grad in pairs if self.settings.checks_metadata else ():
             if metadata(output) != metadata(grad):
                 now, then = f"{describe(output)} on {output.device}", f"{describe(grad)} on {grad.device}"
                 self.refuse(f"a result was {then} in forward and is {now} in recomputation")
@@ -144,7 +144,8 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         call: _Call = ctx.call
         call.check_backward()
-        outputs, arrived = call.run_again()
+        with call.settings.explained():
+            outputs, arrived = call.run_again()
         pairs = call.paired(outputs, grads)
         del outputs
         if pairs:

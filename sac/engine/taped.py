@@ -80,6 +80,7 @@ class TapedFrame(Frame):
         self._schedule: Schedule | None = None
         self._wanted: list[tuple[int, int, int]] = []
         self.figures: SavedFigures | None = None
+        self.compiled_graphs = 0
         self.offloads: Mapping[int, OffloadUse] = {}
 
     def _new_tape(self) -> Tape:
@@ -150,6 +151,7 @@ class TapedFrame(Frame):
         every = tape.kept
         if self._replays:
             self._schedule_replay()
+        self.compiled_graphs = mode.compiled_graphs
         self._release()
         self._compact(handles)
         self.figures = self._count(handles, every)

@@ -116,6 +116,7 @@ class RegionMode(BareMode):
     """A mode around one run of a region that knows in which module an op runs."""
 
     supports_higher_order_operators = True
+    compiled_graphs = 0  # that ran under it
     takes_functions = False  # whether calls of autograd functions are recorded
     spans: list[tuple[range, str, str]] | None = None  # if they are not: entries, function, module
 
