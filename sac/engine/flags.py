@@ -1,10 +1,11 @@
-"""Flags of the process that select kernels, autocast and torch-function modes: a recomputation finds the forward's."""
+"""Autocast, torch-function modes and flags that select kernels: a recomputation finds those of the forward."""
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from operator import is_
 from typing import Any
@@ -18,7 +19,10 @@ from sac.torch_private import (
     HAS_FUNCTION_MODES,
     HAS_FUNCTION_STATE,
     HAS_PRECISIONS,
+    OpOverload,
+    autocast_of_caller,
     count_function_modes,
+    excluding,
     function_mode_at,
     functions_are_on,
     get_function_state,
@@ -91,6 +95,51 @@ class BackendFlags:
         with ExitStack() as stack:
             self.enter_on(stack)
             yield
+
+
+# -- Autocast in the body of a custom op, where a dispatch mode would turn it off
+
+# torch (2.11 to 2.13) excludes the autocast dispatch key while a mode's handler runs, which turns autocast off. Then a
+# custom op whose body relies on autocast would compute in another precision than without the mode. The state at the
+# op's call is in the snapshot that torch takes for reentrant dispatch. If an op has its own autocast kernel, its casts
+# are done before the mode sees it, and its body runs without autocast, with or without the mode.
+
+_BUILT_IN = frozenset({"aten", "prim", "prims", "_c10d_functional", "c10d", "fsdp", "profiler", "inductor"})
+
+
+def is_custom_op(op: Any) -> bool:
+    """Return whether ``op`` comes from a library, so that its body may call ops to which autocast applies."""
+    return isinstance(op, OpOverload) and op.namespace not in _BUILT_IN
+
+
+def as_called(op: Any, args: Any) -> AbstractContextManager[Any]:
+    """Return a context in which the body of ``op`` has the autocast state of its caller."""
+    return as_then(callers_autocast(op, args))
+
+
+def callers_autocast(op: Any, args: Any) -> tuple[Any, bool] | None:
+    """Return the autocast key and whether the caller of ``op`` excluded it; None if the op's body does not need it."""
+    tensor = next((value for value in args if isinstance(value, torch.Tensor)), None)
+    return autocast_of_caller(op, "cpu" if tensor is None else tensor.device.type)
+
+
+@contextmanager
+def as_then(found: tuple[Any, bool] | None) -> Iterator[None]:
+    """Return a context that restores the state that ``callers_autocast`` returned.
+
+    Outside of any autocast, as in a replay, the casts that the op's body made leave the cache at the end: the next
+    forward would find them there in place of its own weights.
+    """
+    if found is None:
+        yield
+        return
+    torch.autocast_increment_nesting()
+    try:
+        with excluding(*found):
+            yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
 
 
 # -- Autocast
@@ -195,3 +244,32 @@ def _state_now() -> Any:
 
 def _set_state(state: Any) -> None:
     set_function_state(FUNCTIONS_ON if state is None else state)
+
+
+# -- Whether the current thread runs the Python of a region again
+
+
+class _Depth(threading.local):
+    value = 0
+
+
+_depth = _Depth()
+
+
+def is_recomputing() -> bool:
+    """Return whether a region's Python, or an autograd Function of a replay, runs again for backward in this thread.
+
+    For code that keeps logs or counters of its own, which would otherwise count a layer twice. Under ``torch.compile``
+    no Python runs again, so it is False there.
+    """
+    return _depth.value > 0
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Run the body as a recomputation."""
+    _depth.value += 1
+    try:
+        yield
+    finally:
+        _depth.value -= 1

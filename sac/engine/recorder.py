@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sac.checksums import checksum, sums_of
-from sac.engine.autocast import callers_autocast
+from sac.engine.flags import callers_autocast
 from sac.engine.handles import EXTERNAL, KEPT, Handle
 from sac.engine.op_trace import OpTraceRecorder
 from sac.engine.rng import GeneratorStates, advanced, default_generators

@@ -186,9 +186,7 @@ def refuse_transforms(where: str) -> None:
     outside of the transforms, although backward may be batched.
     """
     if transform_is_active() and current_graph_task_id() == NO_TASK:
-        found = (
-            "it is called inside a transform of torch.func (grad, vjp, vmap, jvp, ...), whose tensors cannot be kept"
-        )
+        found = "it is called inside a transform of torch.func (grad, vmap, jvp, ...), whose tensors cannot be kept"
         fix = "call sac.remove(model) before the transform, or torch.autograd instead of torch.func; "
         fix += "torch.func.functional_call by itself is fine"
         raise RegionError(Problem(where, found, fix=fix))

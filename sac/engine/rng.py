@@ -52,16 +52,11 @@ def set_states(states: GeneratorStates) -> None:
 # Note [Trackers of others]
 #
 # A tracker is an object with `get_states()` and `set_states(states)`: those of sac, Megatron-Core, TransformerEngine
-# and DeepSpeed. A state is a tensor of bytes, or the generator itself (`graph-safe` trackers, which CUDA graphs can
-# follow). `get_states` may return live objects. So tensors are copied. For a generator, its state is copied and later
-# restored into the same generator, since CUDA graphs and other code may hold it.
-#
-# A fork of a graph-safe tracker makes the default generator share the state of the named one, so that both advance.
-# `graphsafe_get_state` returns a generator that shares the default one's current state: not a copy, but a record of
-# which state it shares. sac restores this sharing before the states themselves.
-#
-# Megatron-Core's tracker (and that of sac) records which stream is in use, and a nested fork depends on it; its
-# `get_states` does not include that.
+# and DeepSpeed. A state is a tensor of bytes, or the generator itself (`graph-safe` trackers). `get_states` may return
+# live objects: tensors are copied, and the state of a generator is restored into the same generator, since CUDA graphs
+# and other code may hold it. A fork of a graph-safe tracker makes the default generator share the state of the named
+# one; `graphsafe_get_state` records which state it shares, and sac restores this sharing first. Megatron-Core's tracker
+# records which stream is in use; its `get_states` does not include that.
 
 CURRENT = "_current_state_name"
 _MISSING = object()
@@ -132,14 +127,10 @@ def _error(found: str, expected: str) -> ConfigError:
 
 # Note [Random states]
 #
-# A region's recomputation has to draw the same numbers as its forward. So the state of each generator that the forward
-# may draw from is captured at its start: the CPU's, those of the inputs' devices and of the accelerator's current
-# device, those that the caller names, and the named streams of trackers. The recomputation restores them. When it ends,
-# also by an error, all generators have the states from before it again. If restoring fails half-way, the changes so far
-# are undone.
-#
-# A tracker's fork exchanges the state of a default generator. So trackers come first and default generators last, both
-# when states are restored and when that is undone.
+# The state of each generator that the forward may draw from is captured at its start: the CPU's, those of the inputs'
+# devices and of the accelerator's current device, those that the caller names, and the named streams of trackers. The
+# recomputation restores them; when it ends, also by an error, all have the states from before it again. A tracker's
+# fork exchanges the state of a default generator, so trackers come first and default generators last, both ways.
 
 
 class RngSnapshot:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sac.checksums import checksum
-from sac.engine.flags import Autocast, BackendFlags, FunctionModes, leave_function_modes
+from sac.engine.flags import Autocast, BackendFlags, FunctionModes, leave_function_modes, recomputing
 from sac.engine.fp8 import FP8_METAS
 from sac.engine.objects import (
     PLAIN,
@@ -26,7 +26,6 @@ from sac.engine.objects import (
     with_tensor,
     without_graph,
 )
-from sac.engine.recomputing import recomputing
 from sac.engine.rng import (
     GeneratorStates,
     RngSnapshot,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sac.engine.autocast import as_called, is_custom_op
+from sac.engine.flags import as_called, is_custom_op
 from sac.errors import PolicyError, Problem, warn
 from sac.ops.facts import OpTraits, traits_of
 from sac.ops.flops import has_formula
@@ -332,6 +332,11 @@ def gathers(site: CallSite) -> bool:
 def site_name(site: CallSite) -> str:
     """Return the name of the call site's op in messages."""
     return op_name(site.op)
+
+
+def module_name(path: str) -> str:
+    """Return the name of a module of the region in messages."""
+    return f"module {path}" if path else "the region itself"
 
 
 # -- Policies with resolved op names

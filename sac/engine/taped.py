@@ -23,7 +23,7 @@ from sac.engine.rng import python_random, same_python_random
 from sac.engine.schedule import Schedule, UnobtainableError, key_of, schedule_replay
 from sac.engine.serve import Served
 from sac.engine.settings import ALWAYS, NEVER, REPLAY
-from sac.engine.table import site_name
+from sac.engine.table import module_name, site_name
 from sac.engine.tape import CannotReplayError, DiffersError, Tape
 from sac.engine.untraced import never_compiled
 from sac.engine.verify import may_differ
@@ -195,7 +195,8 @@ class TapedFrame(Frame):
             time = time + 1
             handle.position = value, time
             tape.is_careful = True  # a rerun without a mode would stop too early
-            self._sum_again(handle.index, tape.refs[value]())
+            if self._sums.pop(handle.index, None) is not None and (tensor := tape.refs[value]()) is not None:
+                self._sums[handle.index] = checksum(tensor)  # an op has filled it since
         if tape.roots[value] in tape.fresh:
             tape.fail("autograd saved memory that no op has written to")
         handle.is_written_later = last >= time
@@ -205,11 +206,6 @@ class TapedFrame(Frame):
         if is_asked or (handle.state == KEPT and last >= time) or (handle.state == EXTERNAL and is_stored):
             handle.release()
         return (handle.index, value, time) if handle.state == MISSING else None
-
-    def _sum_again(self, index: int, tensor: Tensor | None) -> None:
-        """Take the checksum of a saved tensor once more, which an op has filled since."""
-        if self._sums.pop(index, None) is not None and tensor is not None:
-            self._sums[index] = checksum(tensor)
 
     def _schedule_replay(self) -> None:
         """Take the schedule of the group's last call if the tape is the same; otherwise make one."""
@@ -413,16 +409,12 @@ class TapedFrame(Frame):
 
     def _of_change(self, value: int) -> Problem:
         """Return the problem of a leaf that was written to after the forward."""
-        leaf = self.tape.leaves[value]
-        tensor, inputs = fetch(leaf.tensor), self._input_leaves.items()
+        tensor, inputs = fetch(self.tape.leaves[value].tensor), self._input_leaves.items()
         index = next((index for index, other in inputs if self.tape.roots[other] == self.tape.roots[value]), None)
-        if index is not None:
-            found = f"its input {index} ({describe(tensor)}) was changed in place after the forward"
-            return Problem(self.where, found, fix=WRITTEN)
-        versions = f"it is at version {version_of(tensor)}, backward expects version {leaf.version}"
-        found = f"a tensor from outside the region ({describe(tensor)}) was changed in place after the forward"
-        fix = "do not write to it between forward and backward, or pass it to the region as an argument"
-        return Problem(self.where, f"{found}: {versions}", fix=fix)
+        found = f"its input {index} ({describe(tensor)}) was changed in place after the forward"
+        if index is None:
+            found = f"a tensor from outside the region ({describe(tensor)}) was changed in place after the forward"
+        return Problem(self.where, found, fix=WRITTEN)
 
     def _verify(self, filled: list[tuple[int, Tensor]], waiting: dict[int, Handle]) -> None:
         """Compare replayed values with those of the forward."""
@@ -451,9 +443,11 @@ class TapedFrame(Frame):
         if not different:
             return
         handle = waiting[different[0]]
-        maker = self.tape.makers[handle.position[0]]
-        of = f", of {site_name(self.tape.sites[maker])} in {_module(self.tape.sites[maker].path)}" if maker >= 0 else ""
-        found = f"saved tensor {handle.index} ({describe(handle.value)}{of}{self._depends(maker)}) has other values in "
+        maker, of = self.tape.makers[handle.position[0]], ""
+        if maker >= 0:
+            site = self.tape.sites[maker]
+            of = f", of {site_name(site)} in {module_name(site.path)}{self._depends(maker)}"
+        found = f"saved tensor {handle.index} ({describe(handle.value)}{of}) has other values in "
         self._tell_of(f"{found}recomputation than in forward: {OTHER}", OTHER_FIX)
 
     def _tell(self, entry: int, found: str, fix: str) -> None:
@@ -480,7 +474,7 @@ class TapedFrame(Frame):
         for earlier in range(entry, -1, -1):  # entries read what earlier ones have made
             if earlier in depends:
                 if span := next((span for span in self._spans if earlier in span[0]), None):
-                    return f", which depends on {span[1]} in {_module(span[2])}"
+                    return f", which depends on {span[1]} in {module_name(span[2])}"
                 depends.update(self.tape.makers[value] for value in self.tape.reads[earlier])
         return ""
 
@@ -488,7 +482,7 @@ class TapedFrame(Frame):
         """Have later calls save the results of a unit that has not repeated itself; warn once, or raise if strict."""
         unit, self._sums = self.tape.units[entry], {}
         path, facts = self.tape.sites[entry].path, self.group.functions[unit.key]
-        found = f"{unit.name} in {_module(path)} gives other values when it runs again"
+        found = f"{unit.name} in {module_name(path)} gives other values when it runs again"
         rule = f"save it: a rule with `{unit.name.replace(' ', ': ')}` and `do: save`"
         if self.settings.refuses_differences:
             raise RegionError(Problem(self.where, found, fix=rule))
@@ -502,7 +496,3 @@ class TapedFrame(Frame):
             if self.tape.has_collectives:
                 raise RegionError(Problem(self.where, found, fix=rule))
             raise UnsteadyError  # the region runs again as Python
-
-
-def _module(path: str) -> str:
-    return f"module {path}" if path else "the region itself"
