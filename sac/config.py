@@ -25,7 +25,7 @@ from sac.config_keys import (
 )
 from sac.engine.settings import PLAIN, RERUN, Settings
 from sac.engine.table import ResolvedPolicy, resolve_policy
-from sac.errors import ConfigError, PolicyError, Problem, listing, nearest
+from sac.errors import ConfigError, Problem, listing, nearest
 from sac.policy.load import load_policy, looks_like_path, shipped_policies
 from sac.policy.model import Chunks, Layers, Policy
 from sac.policy.patterns import PathPattern
@@ -36,7 +36,6 @@ from sac.stores.host import OnHost
 from sac.stores.scatter import Compared, FirstCalls, Scattered, group_problem
 from sac.stores.store import InputStore, InputStoring, OnDevice
 from sac.stores.transfers import TransfersByDevice
-from sac.torch_private import HAS_STACKS
 
 # -- ``FullConfig``: options of the full-recompute path in addition to the arguments of ``sac.checkpoint``
 
@@ -370,8 +369,4 @@ def _family_names(model: nn.Module) -> Iterator[str]:
 
 def usable_policy(policy: Policy) -> ResolvedPolicy:
     """Return ``policy`` with its names resolved; raises ``PolicyError`` for unknown names and unsupported features."""
-    for rule in () if HAS_STACKS else policy.rules:
-        if rule.matches_module and rule.kept_as.keeps:
-            found = f'rule "{rule.id}" saves whole modules, for which torch {torch.__version__} lacks a way'
-            raise PolicyError(Problem(rule.where("module"), found, fix='add `ops`, for example ops: "*"'))
     return resolve_policy(policy)

@@ -1,19 +1,15 @@
-"""Saved-tensor hooks that are active around a region, and temporary removal of those of sac."""
+"""Saved-tensor hooks that are active around a region."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sac.tensors import is_plain, storage_address, version_of, version_watch
-from sac.torch_private import (
-    pop_hooks,
-    push_hooks,
-    top_hooks,
-)
+from sac.torch_private import top_hooks
 
 # -- Saved-tensor hooks around a region
 
@@ -68,51 +64,3 @@ def active_hooks() -> PackHooks | None:
     that it keeps, as in ``torch.utils.checkpoint``.
     """
     return top_hooks(False) if top_hooks is not None else None
-
-
-# -- Temporary removal of a region's own hooks
-
-# Hooks of other code stay active. They are a per-thread stack. Without HAS_STACKS no module can be saved as a
-# whole, and a policy that asks for it gets an error.
-
-Pack = Callable[[torch.Tensor], Any]
-
-
-def active_packs(count: int) -> tuple[Pack, ...]:
-    """Return the pack functions of the ``count`` innermost saved-tensor hooks."""
-    pairs: list[PackHooks] = []
-    while len(pairs) < count and (top := active_hooks()) is not None:
-        pairs.append(top)
-        pop_hooks()
-    for pair in reversed(pairs):
-        push_hooks(*pair)
-    return tuple(pack for pack, _ in pairs)
-
-
-class without_hooks:  # noqa: N801
-    """Context that removes the saved-tensor hooks with these pack functions, wherever they are in the stack."""
-
-    __slots__ = ("_others", "_packs", "_taken")
-
-    def __init__(self, packs: Sequence[Pack]) -> None:
-        self._packs = packs
-
-    def __enter__(self) -> None:
-        self._taken: list[PackHooks] = []
-        self._others: list[PackHooks] = []
-        missing = len(self._packs)
-        while missing and (top := top_hooks(False)) is not None:
-            pop_hooks()
-            self._taken.append(top)
-            if any(top[0] is pack for pack in self._packs):
-                missing -= 1
-            else:
-                self._others.append(top)
-        for pair in reversed(self._others):
-            push_hooks(*pair)
-
-    def __exit__(self, *error: Any) -> None:
-        for _ in self._others:
-            pop_hooks()
-        for pair in reversed(self._taken):
-            push_hooks(*pair)

@@ -28,9 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._pytree import keystr as keystr
 from torch.utils._pytree import tree_flatten as tree_flatten
-from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
@@ -149,16 +147,10 @@ SAVED_TENSOR_PREFIX = (
 
 # -- Per-thread stacks: saved-tensor hooks, dispatch modes, torch-function modes
 
-# Without the first three a region does not see the hooks around it, and no tensor that it keeps goes through them.
-# Without them no module can be saved as a whole: an error if a policy asks for it. 2.4 to 2.13.
+# Without them a region does not see the hooks around it, and no tensor that it keeps goes through them. 2.4 to 2.13.
 top_hooks: Any = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 pop_hooks: Any = getattr(_autograd, "_pop_saved_tensors_default_hooks", None)
 push_hooks: Any = getattr(_autograd, "_push_saved_tensors_default_hooks", None)
-HAS_STACKS = None not in (
-    top_hooks,
-    pop_hooks,
-    push_hooks,
-)
 
 # Without them torch-function modes of the forward (`with torch.device(...)` is one) are not restored: recomputation
 # runs under those of backward. 2.11 to 2.13.
@@ -265,13 +257,10 @@ def _set_warn_only(on: bool) -> None:
     torch._C._set_deterministic_algorithms(torch._C._get_deterministic_algorithms(), warn_only=on)
 
 
-# The precision of float32 products, per backend and op, and the two older switches that it replaces. Without them the
-# precision is not restored. 2.9 to 2.13.
+# The precision of float32 products, per backend and op. Without them it is not restored. 2.9 to 2.13.
 get_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 set_precision: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
-set_matmul_precision: Any = getattr(torch._C, "_set_float32_matmul_precision", None)
-set_cudnn_tf32: Any = getattr(torch._C, "_set_cudnn_allow_tf32", None)
-HAS_PRECISIONS = None not in (get_precision, set_precision, set_matmul_precision, set_cudnn_tf32)
+HAS_PRECISIONS = None not in (get_precision, set_precision)
 
 
 def mps_generator() -> torch.Generator | None:
@@ -337,20 +326,6 @@ def keep_graphs_in_order_of_making() -> None:
         _order_by_use(False)
 
 
-def dynamo_is_loaded() -> bool:
-    """Return whether this process may contain compiled code; the module has had this name since 2.0."""
-    return "torch._dynamo" in sys.modules
-
-
-def last_graph_break() -> str:
-    """Return Dynamo's explanation of the last new graph break in this process, ``""`` if there is none; 2.0 to 2.13."""
-    counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
-    text = next(reversed(counters.get("graph_break", {})), "")
-    lines = [line.strip() for line in text.splitlines()]
-    explained = (line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: "))
-    return next(explained, lines[0] if lines else "")
-
-
 _mode_keys: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
 _TRACING = [key for name in ("PROXY", "FUNCTIONAL") if (key := getattr(_mode_keys, name, None)) is not None]
 
@@ -376,13 +351,6 @@ _FAKE: Any = getattr(_mode_keys, "FAKE", None)
 def fake_mode_is_active() -> bool:
     """Return whether all ops run without data now: DTensor finds the layout of a result in this way. 2.1 to 2.13."""
     return _FAKE is not None and torch._C._get_dispatch_mode(_FAKE) is not None
-
-
-def partitioner_budget() -> float:
-    """Return the memory budget that the user has set for torch's partitioner, 1.0 by default; 2.4 to 2.13."""
-    import torch._functorch.config
-
-    return float(getattr(torch._functorch.config, "activation_memory_budget", 1.0))
 
 
 # Whether torch shows an op's result to a policy under `torch.compile`. Without it rules on shape, dtype and size match
