@@ -12,11 +12,10 @@ state of TransformerEngine, whatever ``fp8`` says; arguments and results have an
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -33,10 +32,9 @@ from sac.engine.fp8 import check_fp8
 from sac.errors import ConfigError, Problem, RegionError, warn
 from sac.full import RngTracker, seed_model_parallel
 from sac.outer_hooks import PackHooks, active_hooks, fetch, pack_with_outer_hooks
-from sac.saved_in_graph import nodes_since, saved_without_hooks
 from sac.stores.scatter import group_problem, process_group
 from sac.tensors import place_of, plain_address, version_of, version_watch
-from sac.torch_private import SHOWS_SAVED_TENSORS, tree_leaves
+from sac.torch_private import SAVED_TENSOR_PREFIX, SHOWS_SAVED_TENSORS, tree_leaves
 
 __all__ = [
     "CheckpointWithoutOutput", "CudaRNGStatesTracker", "checkpoint", "get_cuda_rng_tracker",
@@ -203,11 +201,19 @@ def _release(outputs: list[_Output], ends: list[torch.Tensor]) -> None:
     unchanged = [one for one in outputs if version_of(one.watch) == one.version]
     released = {one.address: one for one in reversed(unchanged)}
     starts: set[Any] = {one.start for one in outputs} - {None}
-    nodes = {*nodes_since(ends, min(node._sequence_nr() for node in starts or {outputs[0].anchor.grad_fn}))}
-    for saved in chain.from_iterable(map(saved_without_hooks, nodes)):
-        output = released.get(plain_address(saved.data))
-        if output is not None:
-            saved.register_hooks(output.hold, _fetch)
+    first = min(node._sequence_nr() for node in starts or {outputs[0].anchor.grad_fn})
+    nodes: set[Any] = set()
+    waiting: list[Any] = [end.grad_fn for end in ends]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in nodes or node._sequence_nr() < first:  # a thread numbers nodes as it makes them
+            continue
+        nodes.add(node)
+        waiting += (following for following, _ in node.next_functions)
+        for saved in _saved_in(node):
+            output = released.get(plain_address(saved.data))
+            if output is not None:
+                saved.register_hooks(output.hold, _fetch)
     reason = "" if SHOWS_SAVED_TENSORS else "this version of torch does not show what its graph has saved"
     if starts and not starts & nodes:
         reason = "the tensor given does not depend on the region's output"
@@ -215,6 +221,16 @@ def _release(outputs: list[_Output], ends: list[torch.Tensor]) -> None:
         reason = "the region's output was changed in place after the region"
     if reason:
         warn(f"{reason}: it is kept until backward")
+
+
+def _saved_in(node: Any) -> Iterator[Any]:
+    """Yield the saved tensors of a graph node, except those that hooks hold: reading these could recompute them."""
+    names = [name for name in dir(type(node)) if name.startswith(SAVED_TENSOR_PREFIX)]
+    for name in names if SHOWS_SAVED_TENSORS else ():
+        found = getattr(node, name)
+        for saved in found if isinstance(found, (tuple, list)) else (found,):
+            if saved is not None and saved.unpack_hook is None and saved.data is not None:
+                yield saved
 
 
 def _call_and_save(function: Callable[..., Any], *args: Any, anchor: SimpleNamespace) -> Any:
