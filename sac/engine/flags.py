@@ -12,7 +12,6 @@ import torch
 from torch.nn import functional
 
 from sac.torch_private import (
-    HAS_PRECISIONS,
     get_precision,
     process_flags,
     set_cudnn_tf32,
@@ -106,9 +105,8 @@ def _flags() -> Iterator[Flag]:
     yield torch.get_default_dtype, torch.set_default_dtype
     yield _attention, _put_attention
     yield attention_choice, _put_attention_choice
-    if HAS_PRECISIONS:
-        yield _precision(("cuda", "matmul"), ("mkldnn", "matmul"), _MATMUL_WORDS, set_matmul_precision)
-        yield _precision(("cuda", "conv"), ("cuda", "rnn"), _CUDNN_WORDS, set_cudnn_tf32)
+    yield _precision(("cuda", "matmul"), ("mkldnn", "matmul"), _MATMUL_WORDS, set_matmul_precision)
+    yield _precision(("cuda", "conv"), ("cuda", "rnn"), _CUDNN_WORDS, set_cudnn_tf32)
 
 
 _FLAGS = [*_flags()]

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from sac.torch_private import (
     FUNCTIONS_ON,
-    HAS_FUNCTION_MODES,
-    HAS_FUNCTION_STATE,
     count_function_modes,
     function_mode_at,
     functions_are_on,
@@ -114,7 +112,7 @@ def _put_on(stack: ExitStack, modes: Sequence[Any], state: Any) -> None:
 
 def _modes_now() -> Sequence[Any]:
     """Return the active modes, outermost first."""
-    length = count_function_modes() if HAS_FUNCTION_MODES else 0
+    length = count_function_modes()
     return [function_mode_at(index) for index in range(length)] if length else ()
 
 
@@ -128,7 +126,7 @@ def _set_modes(modes: Sequence[Any]) -> None:
 
 def _state_now() -> Any:
     """Return None if modes and subclasses are on; otherwise torch's value for the state."""
-    return None if not HAS_FUNCTION_STATE or functions_are_on() else get_function_state()
+    return None if functions_are_on() else get_function_state()
 
 
 def _set_state(state: Any) -> None:

@@ -16,9 +16,8 @@ from torch import Tensor
 from sac.engine.objects import attributes_of, is_own_object
 from sac.engine.op_trace import OpTraceRecorder
 from sac.engine.table import DecisionTable, ResolvedRule
-from sac.outer_hooks import active_packs, without_hooks
+from sac.outer_hooks import active_packs, nodes_since, saved_without_hooks, without_hooks
 from sac.policy.model import ALTERNATE
-from sac.saved_in_graph import nodes_since, saved_without_hooks
 from sac.tensors import detached, storage_address, storage_bytes, tensor_parts
 from sac.torch_private import next_node_number, transform_is_active, tree_leaves
 

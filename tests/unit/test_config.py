@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import sac
@@ -174,12 +173,4 @@ def test_all_that_is_wrong_is_told_with_its_place(tmp_path: Path) -> None:
         'policy.yaml:7:29: unknown save-set "attentionn"',
         "    did you mean: attention",
         "    fix: write an op with its namespace, or define the set under `sets:`",
-    ]
-
-
-def test_whole_modules_cannot_be_saved_where_torch_lacks_a_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sac.config.HAS_STACKS", False)
-    assert told(UNFIT, tmp_path).splitlines() == [
-        f'policy.yaml:4:13: rule "mlp" saves whole modules, for which torch {torch.__version__} lacks a way',
-        '    fix: add `ops`, for example ops: "*"',
     ]
