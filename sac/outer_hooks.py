@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -73,7 +74,6 @@ def active_hooks() -> PackHooks | None:
 # -- Temporary removal of a region's own hooks
 
 # Hooks of other code stay active. They are a per-thread stack.
-
 Pack = Callable[[torch.Tensor], Any]
 
 
@@ -88,32 +88,24 @@ def active_packs(count: int) -> tuple[Pack, ...]:
     return tuple(pack for pack, _ in pairs)
 
 
-class without_hooks:  # noqa: N801
-    """Context that removes the saved-tensor hooks with these pack functions, wherever they are in the stack."""
-
-    __slots__ = ("_others", "_packs", "_taken")
-
-    def __init__(self, packs: Sequence[Pack]) -> None:
-        self._packs = packs
-
-    def __enter__(self) -> None:
-        self._taken: list[PackHooks] = []
-        self._others: list[PackHooks] = []
-        missing = len(self._packs)
-        while missing and (top := top_hooks(False)) is not None:
+@contextmanager
+def without_hooks(packs: Sequence[Pack]) -> Iterator[None]:
+    """Remove the saved-tensor hooks with these pack functions, wherever they are in the stack."""
+    taken: list[PackHooks] = []
+    others: list[PackHooks] = []
+    while len(taken) - len(others) < len(packs) and (top := active_hooks()) is not None:
+        pop_hooks()
+        taken.append(top)
+        if not any(top[0] is pack for pack in packs):
+            others.append(top)
+    for pair in reversed(others):
+        push_hooks(*pair)
+    try:
+        yield
+    finally:
+        for _ in others:
             pop_hooks()
-            self._taken.append(top)
-            if any(top[0] is pack for pack in self._packs):
-                missing -= 1
-            else:
-                self._others.append(top)
-        for pair in reversed(self._others):
-            push_hooks(*pair)
-
-    def __exit__(self, *error: Any) -> None:
-        for _ in self._others:
-            pop_hooks()
-        for pair in reversed(self._taken):
+        for pair in reversed(taken):
             push_hooks(*pair)
 
 

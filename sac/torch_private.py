@@ -1,4 +1,4 @@
-"""Every private or version-dependent name of torch that sac uses, each with a feature test and a reason.
+"""Every private or version-dependent name of torch that sac uses, each with its reason.
 
 See Note [Private names of torch]. tests/repository/test_torch_private.py checks that no other file reads a private name
 of torch, and that the installed torch has all names listed here.
@@ -18,24 +18,19 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
-from torch._higher_order_ops.effects import has_effects as has_effects  # of registered ops, and of TorchScript objects
-from torch._ops import HigherOrderOperator as HigherOrderOperator
-from torch._ops import OpOverload as OpOverload
-from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch._higher_order_ops.effects import has_effects
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses import fake_tensor as _fake_tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
-from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
-from torch._subclasses.fake_tensor import FakeCopyMode as FakeCopyMode
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch._subclasses.fake_tensor import UnsupportedOperatorException as UnsupportedOperatorException
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._pytree import keystr as keystr
-from torch.utils._pytree import tree_flatten as tree_flatten
-from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
-from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map_only as tree_map_only
-from torch.utils._pytree import tree_unflatten as tree_unflatten
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
 
 # Note [Private names of torch]
 #

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -34,8 +36,7 @@ class Layout:
 
     ``once``: the shape without repetition. ``order``: its dimensions with more than one element, outermost first.
     ``extent``: the number of elements from the first to the last, gaps included. ``misalignment``: the address modulo
-    64. ``bits``: the bits for lazy conjugation and negation. ``distributed``: the mesh, placements, shape and strides
-    that turn the local tensor into a DTensor.
+    64. ``bits``: the bits for lazy conjugation and negation. ``distributed`` turns the local tensor into a DTensor.
     """
 
     shape: torch.Size
@@ -45,7 +46,7 @@ class Layout:
     extent: int
     misalignment: int
     bits: int
-    distributed: Distribution | None = None
+    distributed: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @staticmethod
     def fits(tensor: torch.Tensor) -> bool:
@@ -80,7 +81,7 @@ class Layout:
             ordered = self._ordered(tensor.as_strided(self.once, self.stride))
             ordered.copy_(flat.view(ordered.shape))
         tensor = with_lazy_bits(tensor.as_strided(self.shape, self.stride), self.bits)
-        return tensor if self.distributed is None else distributed_again(tensor, self.distributed)
+        return tensor if self.distributed is None else self.distributed(tensor)
 
     def _ordered(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor``, of shape ``once``, with its dimensions in memory order, outermost first."""
@@ -113,22 +114,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
-Distribution = tuple[Any, Any, torch.Size, tuple[int, ...]]
-
-
-def distribution_of(tensor: torch.Tensor) -> Distribution | None:
-    """Return what turns the local tensor into this DTensor: mesh, placements, shape, strides; None if it is none."""
+def distribution_of(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return what makes this DTensor of its local tensor again; None if it is none."""
     if not is_dtensor(tensor):
         return None
-    return tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()  # type: ignore[attr-defined]
-
-
-def distributed_again(local: torch.Tensor, distribution: Distribution) -> torch.Tensor:
-    """Return the DTensor of a local tensor."""
-    mesh, placements, shape, stride = distribution
-    cls = sys.modules["torch.distributed.tensor"].DTensor
-    whole: torch.Tensor = cls.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-    return whole
+    whole: Any = tensor
+    placed = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+    return partial(type(whole).from_local, device_mesh=whole.device_mesh, placements=whole.placements, **placed)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

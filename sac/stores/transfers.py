@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -142,14 +142,14 @@ class Transfers:
     def __init__(self, device: torch.device, module: Any, limits: TransferLimits = LIMITS) -> None:
         self.limits = limits
         self._device, self._module = device, module
+        self._current: Callable[[], Any] = partial(module.current_stream, device)
         self._down, self._up = module.Stream(device), module.Stream(device)
         self._host_limit, self._failure = limits.host, ""
         self._is_full = False
         self._lock = threading.RLock()
-        # All copies; those with sources on the device, the oldest first; and those brought up ahead and not asked for.
+        # All copies; and those with sources on the device, the oldest first.
         self._copies: weakref.WeakSet[HostCopy] = weakref.WeakSet()
         self._flying: weakref.WeakKeyDictionary[HostCopy, None] = weakref.WeakKeyDictionary()
-        self._early: weakref.WeakSet[HostCopy] = weakref.WeakSet()
 
     def put(self, sources: Sequence[torch.Tensor], call: CallNode | None = None) -> list[HostCopy | None]:
         """Start to copy ``sources``, which nothing else holds, down; free the oldest sources over the limit.
@@ -182,7 +182,7 @@ class Transfers:
             if made:
                 down = self._run(self._down, [(copy.memory, copy.source) for copy in made])
                 for copy in made:
-                    copy.home, copy.down = self.current(), down
+                    copy.home, copy.down = self._current(), down
             return copies
 
     def used_host_bytes(self) -> int:
@@ -215,7 +215,7 @@ class Transfers:
 
     def _run(self, stream: Any, pairs: Iterable[tuple[Any, Any]], after: Iterable[Any] = ()) -> Any:
         """Let ``stream`` copy targets from sources, after the current stream and events; return the event after it."""
-        stream.wait_stream(self.current())
+        stream.wait_stream(self._current())
         for event in after:
             stream.wait_event(event)
         with self._module.stream(stream):
@@ -226,7 +226,7 @@ class Transfers:
     def settle(self, copy: HostCopy) -> None:
         """The source is about to be written to or freed: its stream and the current one wait for the copy down."""
         if copy.source is not None:
-            current = self.current()
+            current = self._current()
             if current != copy.home:
                 current.wait_event(copy.down)
             copy.free_source()
@@ -234,7 +234,7 @@ class Transfers:
     def look(self, copy: HostCopy) -> torch.Tensor:
         """Return the bytes on the device, which others read too; they stay there until the running backward ends."""
         with self._lock:
-            task, current = current_graph_task_id(), self.current()
+            task, current = current_graph_task_id(), self._current()
             found = copy.source if current == copy.home else None
             if found is None:
                 if current != copy.target_home:
@@ -248,7 +248,6 @@ class Transfers:
                 copy.free_target()
             elif copy.task != task:
                 copy.task = task
-                self._early.discard(copy)
                 self._look_ahead(copy.call, task)
             return found
 
@@ -267,10 +266,9 @@ class Transfers:
         if call is None or call.looked_ahead_in == (self, task):
             return
         call.looked_ahead_in = self, task
-        own = call.alive()
-        self._bring_up([copy for copy in own if self._is_away(copy, task)], task)
-        self._early.difference_update(own)
-        room = self.limits.ahead - _bytes_of(self._flying) - _bytes_of(self._early)
+        self._bring_up([copy for copy in call.alive() if self._is_away(copy, task)], task)
+        ahead = [one for one in self._copies if one.target is not None and one.task != task and one.call is not call]
+        room = self.limits.ahead - _bytes_of(self._flying) - _bytes_of(ahead)
         for upcoming in islice(call.upcoming(), _CALLS_AHEAD):
             batch = []
             for copy in reversed(upcoming.alive()):
@@ -281,7 +279,6 @@ class Transfers:
                     break
                 batch.append(copy)
             self._bring_up(batch, task)
-            self._early.update(batch)
             if room < 0:
                 return
 
@@ -292,7 +289,7 @@ class Transfers:
     def _bring_up(self, copies: Sequence[HostCopy], task: int) -> None:
         if not copies:
             return
-        home = self.current()
+        home = self._current()
         targets = [torch.empty(copy.size, dtype=torch.uint8, device=self._device) for copy in copies]
         pairs = [(target, copy.memory) for target, copy in zip(targets, copies, strict=True)]
         up = self._run(self._up, pairs, dict.fromkeys(copy.down for copy in copies))
@@ -306,12 +303,7 @@ class Transfers:
         with self._lock:
             for reference in copies:
                 if (copy := reference()) is not None:
-                    self._early.discard(copy)
                     copy.free_target()
-
-    def current(self) -> Any:
-        """Return the device's current stream."""
-        return self._module.current_stream(self._device)
 
 
 def _rounded(size: int) -> int:
