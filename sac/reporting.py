@@ -458,8 +458,7 @@ def _rule_lines(rules: Sequence[OffloadUse]) -> Iterator[str]:
 
 
 def _offload_text(one: OffloadUse) -> str:
-    spared = f", of which {bytes_text(one.spared_bytes)} were still on the device" if one.spared_bytes else ""
-    parts = [f"{bytes_text(one.host_bytes)} to host memory{spared}"] if one.host_bytes else []
+    parts = [f"{bytes_text(one.host_bytes)} to host memory"] if one.host_bytes else []
     parts += [f"{bytes_text(size)} held on the device: {reason}" for reason, size in one.held_bytes.items()]
     return "; ".join(parts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -28,7 +29,7 @@ from sac.tensors import cloned
 
 MODEL_PARALLEL = "model-parallel-rng"
 
-_SMALLEST_SEED, _SEEDS = -(2**63), 2**64  # what torch.manual_seed takes; a negative seed counts from 2**64 down
+_SEEDS = 2**64  # what torch.manual_seed takes; a negative seed counts from 2**64 down
 
 
 class RngTracker:
@@ -78,17 +79,14 @@ class RngTracker:
 
         Raises ``ConfigError`` if the name or the seed is taken, the name is not a string, or the seed is invalid.
         """
-        seed = checked_seed(seed, "RngTracker.add")
+        where, seed = "RngTracker.add", checked_seed(seed, "RngTracker.add")
         if not isinstance(name, str):
-            raise config_error("RngTracker.add", f"{name!r} is not a name", expected="a string")
+            raise _error(where, f"{name!r} is not a name", legal="a string")
         if name in self._states:
-            raise config_error("RngTracker.add", f"{name!r} was added before", fix="give each stream a name of its own")
+            raise _error(where, f"{name!r} was added before", fix="give each stream a name of its own")
         if seed % _SEEDS in self._seeds:
-            raise config_error(
-                "RngTracker.add",
-                f"seed {seed} belongs to another stream",
-                fix=f"give {name!r} a seed of its own, or it draws the same numbers",
-            )
+            fix = f"give {name!r} a seed of its own, or it draws the same numbers"
+            raise _error(where, f"seed {seed} belongs to another stream", fix=fix)
         self._states[name] = torch.Generator(self._device).manual_seed(seed).get_state()
         self._seeds.add(seed % _SEEDS)
 
@@ -98,12 +96,15 @@ class RngTracker:
         The stream continues where its last fork ended, even if an exception ended that fork. A fork nested in a fork of
         the same name continues the stream. Raises ``ConfigError`` for an unknown name.
         """
-        self._check_known(name)
+        if not isinstance(name, str) or name not in self._states:
+            known = listing(self.names) or "none: no stream was added"
+            near = nearest(name, self.names) if isinstance(name, str) else ""
+            found, fix = f"{name!r} was not added", "add(name, seed) it first"
+            raise ConfigError(Problem("RngTracker.fork", found, known, near, fix=fix))
         return self._forked(name)
 
     @contextmanager
     def _forked(self, name: str) -> Iterator[None]:
-        self._check_known(name)
         outer = self._current_state_name
         generator = self.generator
         before = generator.get_state()
@@ -114,19 +115,14 @@ class RngTracker:
         try:
             yield
         finally:
-            self._leave(name, outer, generator, before)
-
-    def _leave(self, name: str, outer: str | None, generator: torch.Generator, before: torch.Tensor) -> None:
-        if self._current_state_name != name:
-            raise config_error(
-                "RngTracker.fork",
-                f"the fork of {name!r} ends inside the fork of {self._current_state_name!r}, which began later",
-                fix="end forks in the opposite order, and use one tracker in one thread at a time",
-            )
-        if name in self._states:
-            self._states[name] = generator.get_state()
-        generator.set_state(before if outer is None else self._states.get(outer, before))
-        self._current_state_name = outer
+            if self._current_state_name != name:
+                found = f"the fork of {name!r} ends inside the fork of {self._current_state_name!r}, which began later"
+                fix = "end forks in the opposite order, and use one tracker in one thread at a time"
+                raise _error("RngTracker.fork", found, fix=fix)
+            if name in self._states:
+                self._states[name] = generator.get_state()
+            generator.set_state(before if outer is None else self._states.get(outer, before))
+            self._current_state_name = outer
 
     def get_states(self) -> dict[str, torch.Tensor]:
         """Return a copy of each stream's current state by name, including the stream in use."""
@@ -141,7 +137,17 @@ class RngTracker:
         Inside a fork, the stream in use continues from its new state. Raises ``ConfigError`` if ``states`` contains
         anything other than names and states of this tracker's device type.
         """
-        taken = self._checked_states(states)
+        where, scratch = "RngTracker.set_states", torch.Generator(self._device)
+        if not isinstance(states, Mapping):
+            raise _error(where, f"{states!r} holds no states", legal="a mapping of name to state")
+        taken: dict[str, torch.Tensor] = {}
+        for name, state in states.items():
+            try:
+                taken[name] = scratch.set_state(state).get_state()
+            except (TypeError, RuntimeError) as problem:
+                found = f"the state of {name!r} is none of {self._device.type}: {problem}"
+                legal = "what get_states returned for a tracker of the same device type, in host memory"
+                raise _error(where, found, legal=legal) from problem
         if self._current_state_name in taken:
             self.generator.set_state(taken[self._current_state_name])
         self._states = taken
@@ -149,38 +155,10 @@ class RngTracker:
     def reset(self) -> None:
         """Remove all streams and seeds. Raises ``ConfigError`` inside a fork."""
         if self._current_state_name is not None:
-            raise config_error(
+            raise _error(
                 "RngTracker.reset", f"{self._current_state_name!r} is in use", fix="call it outside of every fork"
             )
         self._states, self._seeds = {}, set()
-
-    def _checked_states(self, states: Any) -> dict[str, torch.Tensor]:
-        if not isinstance(states, Mapping):
-            raise config_error(
-                "RngTracker.set_states", f"{states!r} holds no states", expected="a mapping of name to state"
-            )
-        scratch = torch.Generator(self._device)
-        taken: dict[str, torch.Tensor] = {}
-        for name, state in states.items():
-            if not isinstance(name, str):
-                raise config_error("RngTracker.set_states", f"{name!r} is not a name", expected="a string")
-            try:
-                taken[name] = scratch.set_state(state).get_state()
-            except (TypeError, RuntimeError) as problem:
-                raise config_error(
-                    "RngTracker.set_states",
-                    f"the state of {name!r} is none of {self._device.type}: {problem}",
-                    expected="what get_states returned for a tracker of the same device type, in host memory",
-                ) from problem
-        return taken
-
-    def _check_known(self, name: Any) -> None:
-        if not isinstance(name, str) or name not in self._states:
-            near = nearest(name, self.names) if isinstance(name, str) else ""
-            known = listing(self.names) or "none: no stream was added"
-            raise config_error(
-                "RngTracker.fork", f"{name!r} was not added", known, near, fix="add(name, seed) it first"
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         return {"device": str(self._device), "states": self.get_states(), "seeds": set(self._seeds)}
@@ -203,29 +181,28 @@ def device_of(device: Any) -> torch.device:
         torch.Generator(found)
     except (TypeError, RuntimeError) as problem:
         first = str(problem).partition("\n")[0]
-        raise config_error("RngTracker.device", f"{device!r} has no random generator here: {first}") from problem
+        raise _error("RngTracker.device", f"{device!r} has no random generator here: {first}") from problem
     return found
 
 
 def checked_seed(seed: Any, where: str) -> int:
     """Return the seed as an int; raises ``ConfigError`` if torch would not accept it."""
-    whole = whole_number(seed)
-    if whole is None or not _SMALLEST_SEED <= whole < _SEEDS:
-        raise config_error(where, f"{seed!r} is not a seed", expected="a whole number from -2**63 to 2**64 - 1")
+    return _whole_number(seed, range(-(2**63), _SEEDS), where, "a seed", "from -2**63 to 2**64 - 1")
+
+
+def _whole_number(value: Any, legal: range, where: str, what: str, limits: str) -> int:
+    """Return a whole number of any type (numpy's included, bool excluded) as an int."""
+    try:
+        whole = operator.index(value) if not isinstance(value, bool) else None
+    except TypeError:
+        whole = None
+    if whole is None or whole not in legal:
+        raise _error(where, f"{value!r} is not {what}", legal=f"a whole number {limits}")
     return whole
 
 
-def whole_number(value: Any) -> int | None:
-    """Return a whole number of any type (numpy's included, bool excluded) as an int, and None for anything else."""
-    try:
-        return operator.index(value) if not isinstance(value, bool) else None
-    except TypeError:
-        return None
-
-
-def config_error(where: str, found: str, expected: str = "", near: str = "", fix: str = "") -> ConfigError:
-    """Return an error with one problem."""
-    return ConfigError(Problem(where, found, expected=expected, nearest=near, fix=fix))
+def _error(where: str, found: str, *, legal: str = "", fix: str = "") -> ConfigError:
+    return ConfigError(Problem(where, found, legal, fix=fix))
 
 
 # -- The seeds of a model-parallel job
@@ -259,38 +236,21 @@ def seed_model_parallel(
     """
     where = "seed_model_parallel"
     if tracker is not None and device is not None and device_of(device) != tracker.device:
-        raise config_error(
-            where, f"device {device} is not that of the tracker, {tracker.device}", fix="leave device out"
-        )
+        found = f"device {device} is not that of the tracker, {tracker.device}"
+        raise _error(where, found, fix="leave device out")
     tp, ep, etp = (
-        _checked_rank(rank, f"{where}.{key}")
+        _whole_number(rank, range(sys.maxsize), f"{where}.{key}", "a rank", "from 0 on")
         for key, rank in (("tp_rank", tp_rank), ("ep_rank", ep_rank), ("etp_rank", etp_rank))
     )
     first = checked_seed(seed, where)
-    seeds = {
-        DATA_PARALLEL: first,
-        MODEL_PARALLEL: first + 2718 + tp,
-        EXPERT_PARALLEL: first + 1024 + 100 * ep + etp,
-    }
-    for name, one in seeds.items():
-        checked_seed(one, f"{where}: {name}")
-    if seeds[MODEL_PARALLEL] == seeds[EXPERT_PARALLEL]:
-        raise config_error(
-            where,
-            f"{MODEL_PARALLEL} and {EXPERT_PARALLEL} of this rank would both have seed {seeds[MODEL_PARALLEL]} "
-            f"(tp_rank {tp}, ep_rank {ep}, etp_rank {etp})",
-            fix="seed the default generator and add the streams yourself, with seeds of your own",
-        )
-    tracker = tracker if tracker is not None else RngTracker(device)
-    tracker.reset()
+    seeded = RngTracker(device if tracker is None else tracker.device)
+    seeded.add(DATA_PARALLEL, first)
+    seeded.add(MODEL_PARALLEL, first + 2718 + tp)
+    seeded.add(EXPERT_PARALLEL, first + 1024 + 100 * ep + etp)
+    if tracker is None:
+        tracker = seeded
+    else:
+        tracker.reset()
+        tracker._states, tracker._seeds = seeded._states, seeded._seeds
     tracker.generator.manual_seed(first)
-    for name, one in seeds.items():
-        tracker.add(name, one)
     return tracker
-
-
-def _checked_rank(rank: Any, where: str) -> int:
-    whole = whole_number(rank)
-    if whole is None or whole < 0:
-        raise config_error(where, f"{rank!r} is not a rank", expected="a whole number from 0 on")
-    return whole

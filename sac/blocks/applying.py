@@ -34,11 +34,11 @@ from sac.blocks.install import (
 from sac.blocks.kv_cache import kv_free_submodules, shares_kv, takes_shared_kv, turn_off_cache
 from sac.blocks.other_checkpointing import enable_guards, existing_checkpointing
 from sac.blocks.paths import parts_of, walk
-from sac.config import Config, family_policy, parse_config, settings_of, usable_policy
+from sac.config import Config, family_policy, parse_config, settings_of
 from sac.engine.op_trace import check_trace_target
 from sac.engine.region import FULL, RegionGroup
 from sac.engine.settings import PLAIN, Settings
-from sac.engine.table import ResolvedPolicy
+from sac.engine.table import ResolvedPolicy, resolve_policy
 from sac.errors import ModelError, Problem, warn
 from sac.policy.model import Chunks, Policy
 
@@ -69,13 +69,13 @@ def apply(
     settings = replace(settings, engine=config.engine, verify=config.verify, strict=config.strict)
     refuse_existing_checkpointing(model)
     named = FULL if config.mode == "full" else config.policy
-    resolved = None if named is None else usable_policy(named)
+    resolved = None if named is None else resolve_policy(named)
     blocks, notes, stage = _choose_blocks(model, config, named or FULL)
     if not blocks:
         warn(notes[0])
         return model
     if resolved is None:
-        resolved = usable_policy(family_policy(model, (block.module for block in blocks)))
+        resolved = resolve_policy(family_policy(model, (block.module for block in blocks)))
     policy = resolved.policy
     remarks = (_ADAPTERS,) if named is None and policy.name == "adapters" else ()
     for problem in rules_without_place(resolved, blocks, strict=config.strict, stage=stage):
@@ -223,7 +223,7 @@ def put_regions(model: nn.Module, groups: Sequence[Chosen]) -> None:
     """
     blocks = [blocks_at(model, group.modules) for group in groups]
     refuse_regions(block for of_group in blocks for block in of_group)
-    resolved = [usable_policy(group.policy) for group in groups]
+    resolved = [resolve_policy(group.policy) for group in groups]
     restores = turn_off_cache(model)
     for group, of_group, rules in zip(groups, blocks, resolved, strict=True):
         for block in of_group:

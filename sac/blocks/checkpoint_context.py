@@ -10,9 +10,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from sac.blocks.install import track_modules
-from sac.config import usable_policy
 from sac.engine.compiled import checkpoint_contexts
-from sac.engine.table import NAMES, DecisionTable, ResolvedPolicy, layer_index
+from sac.engine.table import NAMES, DecisionTable, ResolvedPolicy, layer_index, resolve_policy
 from sac.errors import ConfigError, ModelError, PolicyError, Problem
 from sac.policy.load import PolicySource, load_policy
 from sac.policy.model import Decision, Policy, Rule
@@ -48,7 +47,7 @@ def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callabl
 
 
 def _table(policy: Policy, module: nn.Module | None) -> DecisionTable:
-    resolved = usable_policy(policy)
+    resolved = resolve_policy(policy)
     if offloading := _offloading(resolved.policy):
         raise PolicyError(offloading)
     needing = [one for one in resolved.rules if one.rule.module is not None or one.rule.is_for_some_regions]

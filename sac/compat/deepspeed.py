@@ -32,9 +32,8 @@ from sac.engine.settings import Settings
 from sac.errors import ConfigError, Problem
 from sac.full import ContiguousBuffer, RngTracker
 from sac.rng_tracker import MODEL_PARALLEL, checked_seed
-from sac.stores.host import OnHost
 from sac.stores.scatter import FirstCalls, Scattered, group_problem, process_group
-from sac.stores.store import ArgumentInfo, InputStore, InputStoring, OnDevice, StoredTensor
+from sac.stores.store import InputStore, InputStoring, OnDevice, OnHost
 from sac.torch_private import tree_leaves, when_backward_ends
 
 __all__ = [
@@ -66,8 +65,9 @@ class ActivationCheckpointing:
 
     ``partition_activations``: keep each floating-point argument scattered over the model-parallel group.
     ``contiguous_memory_optimization``: in buffers of ``number_checkpoints`` slots, one buffer per argument.
-    ``cpu_checkpointing``: in host memory. ``synchronize_checkpoint_boundary``: wait for the device at the beginning and
-    end of a region's forward and backward. ``profile``: log how long these take, to the logger ``sac.deepspeed``.
+    ``cpu_checkpointing``: in host memory, without slots. ``synchronize_checkpoint_boundary``: wait for the device at
+    the beginning and end of a region's forward and backward. ``profile``: log how long these take, to the logger
+    ``sac.deepspeed``.
     """
 
     partition_activations: bool = False
@@ -149,8 +149,8 @@ def _storing(section: ActivationCheckpointing, mpu: Any) -> InputStoring | None:
     """Return how regions store their inputs under this section; None if the caller holds them."""
     store: InputStore | None = OnHost() if section.cpu_checkpointing else None
     if section.partition_activations:
-        if section.contiguous_memory_optimization and section.number_checkpoints is not None:
-            store = SlotsByArgument(section.number_checkpoints, on_host=section.cpu_checkpointing)
+        if store is None and section.contiguous_memory_optimization and section.number_checkpoints is not None:
+            store = ContiguousBuffer(section.number_checkpoints)
         if mpu is not None and _ask(mpu, "world_size") > 1:
             store = Scattered.over(process_group(_ask(mpu, "group")), store or OnDevice(), FirstCalls()) or store
     return InputStoring(store, _is_activation) if store is not None else None
@@ -159,23 +159,6 @@ def _storing(section: ActivationCheckpointing, mpu: Any) -> InputStoring | None:
 def _is_activation(position: int, tensor: torch.Tensor) -> bool:
     """Return whether an argument is stored elsewhere; ``no_checkpointing = True`` on a tensor prevents it."""
     return tensor.is_floating_point() and not getattr(tensor, "no_checkpointing", False)
-
-
-class SlotsByArgument(InputStore):
-    """One contiguous buffer per argument: sizes differ between arguments, but not between equal layers."""
-
-    def __init__(self, num_checkpoints: int, *, on_host: bool) -> None:
-        self.num_checkpoints, self.on_host = num_checkpoints, on_host
-        self.buffers: dict[str, ContiguousBuffer] = {}
-
-    def put(self, flat: torch.Tensor, name: ArgumentInfo) -> StoredTensor:
-        """Copy ``flat`` into a free slot of its argument's buffer."""
-        buffer = self.buffers.setdefault(name(), ContiguousBuffer(self.num_checkpoints, on_host=self.on_host))
-        return buffer.put(flat, name)
-
-    def describe(self) -> str:
-        """Describe where inputs are kept."""
-        return f"in buffers of {self.num_checkpoints} slots{' in host memory' if self.on_host else ''}"
 
 
 class _Process:
@@ -247,7 +230,9 @@ def set_num_layers(nlayers: int) -> None:
 def reset() -> None:
     """Free every slot of the contiguous buffers, for example after forwards whose backward will never run."""
     store = getattr(_process.settings.input_storing, "store", None)
-    getattr(getattr(store, "inner", store), "buffers", {}).clear()
+    buffer = getattr(store, "inner", store)
+    if isinstance(buffer, ContiguousBuffer):
+        buffer.reset()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

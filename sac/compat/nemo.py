@@ -35,7 +35,7 @@ from sac.engine.flags import BackendFlags, attention_choice
 from sac.engine.region import FULL
 from sac.errors import ConfigError, ModelError, Problem, warn
 from sac.policy.model import Policy
-from sac.torch_private import WRAPPED_MODULE, checkpoint_wrapper_class, ignored_ops
+from sac.torch_private import WRAPPED_MODULE, checkpoint_wrapper_module, ignored_ops
 
 __all__ = [
     "SELECTIVE_AC_WRAPPER_FLAG",
@@ -120,9 +120,7 @@ _RANGES = (
 
 def ignore_sac_ops(ops: Iterable[object | None]) -> None:
     """Add ops, except None, to those that torch's own selective checkpointing does not count."""
-    ignored = ignored_ops()
-    if ignored is not None:
-        ignored.update(op for op in ops if op is not None)
+    ignored_ops().update(op for op in ops if op is not None)
 
 
 def ensure_profiler_ops_sac_ignored() -> None:
@@ -179,7 +177,8 @@ def apply_full_layer_checkpointing_to_layers(model: nn.Module, layers: list[nn.M
     layers = [
         layer
         for layer in _not_disabled(layers)
-        if not isinstance(layer, checkpoint_wrapper_class()) and not isinstance(ours_on(layer), InstalledForward)
+        if not isinstance(layer, checkpoint_wrapper_module().CheckpointWrapper)
+        and not isinstance(ours_on(layer), InstalledForward)
     ]
     _put_on_layers(model, layers, FULL, has_kv_sharing=bool(layers) and shares_kv(model))
 

@@ -16,8 +16,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sac.checkpointing import run_with
 from sac.engine.settings import Settings
 from sac.errors import Problem, RegionError, warn
-from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, pack_with_outer_hooks
-from sac.saved_in_graph import nodes_since, saved_without_hooks
+from sac.outer_hooks import (
+    OuterPacked,
+    PackHooks,
+    active_hooks,
+    nodes_since,
+    pack_with_outer_hooks,
+    saved_without_hooks,
+)
 from sac.tensors import place_of, plain_address, version_of
 from sac.torch_private import SHOWS_SAVED_TENSORS, tree_leaves
 

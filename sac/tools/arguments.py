@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sac.config import parse_config, usable_policy
+from sac.config import parse_config
 from sac.engine.op_trace import check_trace_target
+from sac.engine.table import resolve_policy
 from sac.errors import ConfigError, Problem, SacError, nearest
 from sac.extras import import_extra
 from sac.tools.comparison import NONE, Training, check_device
@@ -60,7 +61,7 @@ def check_value(value: Any, where: str) -> None:
     try:
         config = parse_config(value)
         if config.policy is not None:
-            usable_policy(config.policy)
+            resolve_policy(config.policy)
     except SacError as error:
         raise ConfigError(
             [replace(one, where=where) if one.where == "activation_checkpointing" else one for one in error.problems]

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "sac"
 LAYERS = (
     {"errors"},
     {"torch_private"},
-    {"extras", "memory_timeline", "saved_in_graph", "tables"},
+    {"extras", "memory_timeline", "tables"},
     {"tensors"},
     {"outer_hooks"},
     {"checksums"},
