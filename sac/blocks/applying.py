@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -205,33 +205,22 @@ def groups_of(resolved: ResolvedPolicy, blocks: Sequence[Block], mode: str) -> l
 # -- Regions on modules that the caller chooses one by one
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Modules that become regions under one policy, with the same settings."""
-
-    modules: tuple[nn.Module, ...]
-    policy: Policy = FULL
-    settings: Settings = PLAIN
-
-
-def put_regions(model: nn.Module, groups: Sequence[Chosen]) -> None:
-    """Make each module of ``groups``, a part of ``model``, a region; regions may be nested.
+def put_regions(
+    model: nn.Module, modules: Iterable[nn.Module], policy: Policy = FULL, settings: Settings = PLAIN
+) -> None:
+    """Make each of ``modules``, parts of ``model``, a region; regions may be nested.
 
     ``sac.remove`` removes them again. Turns off the model's K/V cache, as ``sac.apply`` does. Raises ``ModelError`` for
     modules that are already regions or have their own checkpointing, and ``PolicyError`` for policies that cannot be
     carried out; the model is then unchanged.
     """
-    blocks = [blocks_at(model, group.modules) for group in groups]
-    refuse_regions(block for of_group in blocks for block in of_group)
-    resolved = [resolve_policy(group.policy) for group in groups]
-    restores = turn_off_cache(model)
-    for group, of_group, rules in zip(groups, blocks, resolved, strict=True):
-        for block in of_group:
-            take_off(block.module)  # the module tracking of an outer region: the region installed here tracks instead
-        mode = "full" if group.policy is FULL else "selective"
-        watch = UnmatchedRules((), (), strict=False)
-        applied = Applied(mode, restores, watch, settings=group.settings)
-        install(groups_of(rules, of_group, mode), applied)
+    blocks, mode = blocks_at(model, modules), "full" if policy is FULL else "selective"
+    refuse_regions(blocks)
+    rules = resolve_policy(policy)
+    applied = Applied(mode, turn_off_cache(model), UnmatchedRules((), (), strict=False), settings=settings)
+    for block in blocks:
+        take_off(block.module)  # the module tracking of an outer region: the region installed here tracks instead
+    install(groups_of(rules, blocks, mode), applied)
 
 
 def refuse_regions(blocks: Iterable[Block]) -> None:
