@@ -26,9 +26,9 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from sac.blocks.applying import refuse_existing_checkpointing
+from sac.blocks.applying import refuse_second
 from sac.blocks.install import regions_of, remove
-from sac.blocks.other_checkpointing import Switch, disable_guards
+from sac.blocks.other_checkpointing import Switch, disable_guards, refuse_existing_checkpointing
 from sac.config import parse_config
 from sac.errors import ConfigError, ModelError, Problem
 from sac.planner.applying import apply
@@ -122,9 +122,7 @@ def take_over(model: nn.Module, value: Any = "selective") -> nn.Module:
     """
     parse_config(value)
     where = type(model).__name__
-    if _is_on(model):
-        before = "sac.apply has been called on this model before"
-        raise ModelError(Problem(where, before, fix="call sac.remove(model) first, or leave take_over out"))
+    refuse_second(model)
     refuse_existing_checkpointing(model)
     disable_guards(model)
     switch_classes = dict.fromkeys(_ENABLE, _Enable) | dict.fromkeys(_DISABLE, _Disable)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sac.blocks.install import regions_of
+from sac.blocks.applying import refuse_second
 from sac.config import parse_config
 from sac.engine.rng import random_state_kept
 from sac.errors import ConfigError, ModelError, Problem
@@ -112,9 +112,7 @@ def label_of(value: Any) -> str:
 
 
 def _checked(model: nn.Module, inputs: Any) -> tuple[Inputs, str]:
-    if next(regions_of(model), None) is not None:
-        found = "sac.apply has been called on this model before"
-        raise ModelError(Problem(type(model).__name__, found, fix="call sac.remove(model) first"))
+    refuse_second(model)
     if not isinstance(inputs, (tuple, list, Mapping)):
         found = f"a {type(inputs).__name__} is not what a model is called with"
         raise ConfigError(Problem("inputs", found, "a tuple or a dict of arguments", fix="write (x,) for one argument"))

@@ -89,7 +89,7 @@ def test_a_rule_for_layers_of_another_stage_is_no_mistake(name: str, strict: boo
 
 def test_a_module_that_only_other_stages_have_is_told_and_no_error() -> None:
     model = part(3, 4, first=True, last=True)
-    with pytest.warns(SacWarning, match=r"which no region has"):
+    with pytest.warns(SacWarning, match="no region has the module"):
         sac.apply(model, selective(rule("all", module="mlp.router")))
     with pytest.warns(SacWarning, match="matched no op"):
         model(batch(SIZES)[0]).sum().backward()
@@ -97,9 +97,9 @@ def test_a_module_that_only_other_stages_have_is_told_and_no_error() -> None:
 
 def test_on_a_whole_model_these_are_mistakes() -> None:
     whole = Llama(SIZES)
-    with pytest.raises(PolicyError, match=r"names layers \(the model has stacks of 8\) that no region has"):
+    with pytest.raises(PolicyError, match=r"no region has the layers .* \(the model has stacks of 8\)"):
         sac.apply(whole, selective(rule(["8-9"])))
-    with pytest.raises(PolicyError, match="which no region has"):
+    with pytest.raises(PolicyError, match="no region has the module"):
         sac.apply(whole, selective(rule("all", module="mlp.router")))
     with pytest.raises(ModelError, match="`layers` leaves no block"):
         sac.apply(whole, {"mode": "full", "layers": ["8-9"]})
