@@ -40,8 +40,8 @@ def refuse_existing_checkpointing(model: nn.Module) -> None:
         if what := _checkpointing_of(module):
             where = clean_path(path, model) or "the model"
             found = f"the model's own checkpointing is on: {what} at {where}"
-            fix = "turn it off with model.activation_checkpointing_disable() or model.set_grad_checkpointing(False), or "
-            fix += f"build the model without it, then call sac.apply; {TWICE}"
+            fix = "turn it off, with model.activation_checkpointing_disable() or model.set_grad_checkpointing(False), "
+            fix += f"or build the model without it, then call sac.apply; {TWICE}"
             raise ModelError(Problem(type(model).__name__, found, fix=fix))
 
 

@@ -38,7 +38,7 @@ def test_one_loop_over_the_parts_serves_a_rank_whose_part_holds_no_block(value: 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert [sac.apply(model, value) for model in parts] == parts
-    assert ["nothing is in `layers`. sac.apply had nothing to do" in str(one.message) for one in told] == [True]
+    assert ["its stack is empty. sac.apply had nothing to do" in str(one.message) for one in told] == [True]
     assert "forward" not in vars(parts[0])
     assert regions(parts[1]) == ["layers.3-4 (x2)"]
 
@@ -54,7 +54,7 @@ class Head(nn.Module):
 
 @pytest.mark.parametrize("stand_ins", [(), (nn.Identity(), nn.Identity())], ids=["empty", "placeholders"])
 def test_what_a_stage_without_layers_has_besides_is_no_block(stand_ins: tuple[nn.Module, ...]) -> None:
-    with pytest.warns(SacWarning, match="nothing is in `blocks`"):
+    with pytest.warns(SacWarning, match="its stack is empty"):
         sac.apply(Head(*stand_ins), "full")
 
 
@@ -64,7 +64,7 @@ def test_layers_are_counted_over_the_whole_model() -> None:
 
 
 def test_layers_that_are_all_on_other_stages_leave_this_one_as_it_is() -> None:
-    with pytest.warns(SacWarning, match=r"chooses none of the layers it has \(3 of 8, 4 of 8\)"):
+    with pytest.warns(SacWarning, match=r"chooses none of those it has, 3 of 8, 4 of 8"):
         model = sac.apply(part(3, 4), {"mode": "full", "layers": {"first": 2}})
     assert "forward" not in vars(model.layers["3"])
 

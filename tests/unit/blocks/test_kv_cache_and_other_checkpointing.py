@@ -43,7 +43,7 @@ def test_layers_that_share_through_the_cache_keep_it() -> None:
     model.config = SimpleNamespace(model_type="outer", use_cache=True)
     assert turn_off_cache(model) == ()
     assert model.config.use_cache
-    with pytest.raises(ModelError, match="they pass through the K/V cache\n.*fix: use a later release"):
+    with pytest.raises(ModelError, match=r"they pass through the K/V cache\n.*fix: use a later release"):
         sac.apply(model, {"mode": "full", "blocks": "*"})
 
 
