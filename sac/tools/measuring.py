@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from sac.errors import ConfigError, ModelError, Problem
 from sac.planner.applying import apply
 from sac.policy.model import Policy
 from sac.reporting import Trace, trace_of
-from sac.tools.arguments import check_value, refuse
+from sac.tools.arguments import check_value
 from sac.tools.comparison import NONE, Comparison, Training, forward_backward, inputs_on
 from sac.tools.comparison import compare as compare_copies
 from sac.tools.models import BuiltModel, Inputs
@@ -80,7 +79,8 @@ def compare(
     """
     given, device = _checked(model, inputs)
     values = _labelled([modes] if isinstance(modes, str | Policy) else modes)
-    refuse([partial(check_value, value, "modes") for value in values.values()])
+    for value in values.values():
+        check_value(value, "modes")
     try:
         training = Training(steps, optimizer, lr, seed, device, loss_fn)
     except ConfigError as error:
