@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -61,30 +60,24 @@ def sums_of(out: Any) -> Sums:
 
 def find_different(pairs: Sequence[tuple[Sums, Sums]]) -> list[int]:
     """Return the indices of the pairs whose checksums differ; waits at most once for each device."""
-    different = []
-    compared: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
-    for index, (left, right) in enumerate(pairs):
-        if left and type(left[0]) is int:  # on the CPU
-            if (right and type(right[0]) is not int) or left != right:
-                different.append(index)
-            continue
-        if len(left) != len(right):
-            different.append(index)
-            continue
-        for one, other in zip(left, right, strict=True):
-            if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-                if isinstance(one, Tensor) or isinstance(other, Tensor) or one != other:
-                    different.append(index)
-            elif one.shape != other.shape or one.device != other.device:
-                different.append(index)
-            elif not (one.is_cuda and torch.cuda.is_current_stream_capturing()):
-                indices, answers = compared.setdefault(one.device, ([], []))
-                indices.append(index)
-                answers.append(_equal(one, other))
-    for indices, answers in compared.values():
-        found: list[bool] = _unseen(lambda answers=answers: torch.stack(answers).tolist())
-        different += [index for index, is_equal in zip(indices, found, strict=True) if not is_equal]
-    return sorted(set(different))
+    different: set[int] = set()
+    compared: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    with UnseenByModes(), torch.no_grad():
+        for index, (left, right) in enumerate(pairs):
+            if len(left) != len(right):
+                different.add(index)
+            for one, other in zip(left, right, strict=False):
+                if not isinstance(one, Tensor) or not isinstance(other, Tensor):  # numbers, of tensors on the CPU
+                    if isinstance(one, Tensor) or isinstance(other, Tensor) or one != other:
+                        different.add(index)
+                elif one.shape != other.shape or one.device != other.device:
+                    different.add(index)
+                elif not (one.is_cuda and torch.cuda.is_current_stream_capturing()):
+                    compared.setdefault(one.device, []).append((index, (one == other).all()))
+        for found in compared.values():
+            answers = torch.stack([answer for _, answer in found]).tolist()
+            different |= {index for (index, _), is_equal in zip(found, answers, strict=True) if not is_equal}
+    return sorted(different)
 
 
 def same(left: Sums, right: Sums) -> bool:
@@ -103,21 +96,12 @@ def _of_plain(tensor: Tensor, in_order: bool) -> Sums:
             return (_crc(tensor, size),)
     elif tensor.device.type == "meta" or cls.__name__ == "FakeTensor":
         return ()
-    return _unseen(partial(_sums, tensor, in_order))  # type: ignore[no-any-return]
+    with UnseenByModes(), torch.no_grad():
+        return _sums(tensor, in_order)
 
 
 def _crc(tensor: Tensor, size: int) -> int:
     return zlib.crc32(memoryview(_Bytes.from_address(tensor.data_ptr()))[:size]) if size else 0
-
-
-def _unseen(function: Any) -> Any:
-    """Call ``function`` without a graph, unseen by dispatch modes."""
-    guard = UnseenByModes() if UnseenByModes is not None else None
-    try:
-        with torch.no_grad():
-            return function()
-    finally:
-        del guard
 
 
 def _sums(tensor: Tensor, in_order: bool) -> Sums:
@@ -168,8 +152,3 @@ def _of_flat(flat: Tensor) -> list[Tensor | int]:
     if flat.is_cpu:
         return [_crc(part, part.numel() * part.element_size()) for part in parts]
     return [*parts]
-
-
-def _equal(left: Tensor, right: Tensor) -> Tensor:
-    answer: Tensor = _unseen(lambda: (left == right).all())
-    return answer

@@ -24,7 +24,6 @@ from sac.config_keys import (
     stores_in,
 )
 from sac.engine.settings import PLAIN, RERUN, Settings
-from sac.engine.table import ResolvedPolicy, resolve_policy
 from sac.errors import ConfigError, Problem, listing, nearest
 from sac.policy.load import load_policy, looks_like_path, shipped_policies
 from sac.policy.model import Chunks, Layers, Policy
@@ -32,9 +31,8 @@ from sac.policy.patterns import PathPattern
 from sac.policy.read import word_of
 from sac.policy.syntax import shown
 from sac.stores.contiguous import ContiguousBuffer
-from sac.stores.host import OnHost
 from sac.stores.scatter import Compared, FirstCalls, Scattered, group_problem
-from sac.stores.store import InputStore, InputStoring, OnDevice
+from sac.stores.store import InputStore, InputStoring, OnDevice, OnHost
 from sac.stores.transfers import TransfersByDevice
 
 # -- ``FullConfig``: options of the full-recompute path in addition to the arguments of ``sac.checkpoint``
@@ -54,8 +52,8 @@ class FullConfig:
     - ``whole``: hold the caller's tensor, which must not change.
     - ``scattered``: scatter over the tensor-parallel group; each rank holds 1 / group size of the bytes.
     - ``host``: a copy in host memory.
-    - ``contiguous``: a slot of one preallocated buffer with ``num_checkpoints`` slots. One FullConfig has one buffer.
-    - several of the last three joined by ``+``, as in ``scattered+host``.
+    - ``contiguous``: a slot of a preallocated buffer with ``num_checkpoints`` slots, one buffer for each argument.
+    - several of the last three joined by ``+``, as in ``scattered+host``; in host memory, no slots are used.
     All stores except ``whole`` copy before the forward, so later writes to the input do not matter. Inputs are
     compared over the group before they are scattered, in the first call of each region of ``sac.apply``, and in the
     first 256 calls of functions over a group. Every rank has to make these calls.
@@ -84,12 +82,10 @@ class FullConfig:
         for name, value in read.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "transfers", TransfersByDevice(self.host_memory))
-        if "contiguous" in self.stores and self.num_checkpoints is not None:
-            on_host, transfers = "host" in self.stores, self.transfers
-            buffer = ContiguousBuffer(self.num_checkpoints, on_host=on_host, transfers=transfers)
-            object.__setattr__(self, "buffer", buffer)
-        elif "host" in self.stores:
+        if "host" in self.stores:
             object.__setattr__(self, "host", OnHost(self.transfers))
+        elif "contiguous" in self.stores and self.num_checkpoints is not None:
+            object.__setattr__(self, "buffer", ContiguousBuffer(self.num_checkpoints))
 
     @property
     def stores(self) -> tuple[str, ...]:
@@ -365,8 +361,3 @@ def _family_names(model: nn.Module) -> Iterator[str]:
         yield type(module).__name__
         if not any(True for _ in module.children()):
             return
-
-
-def usable_policy(policy: Policy) -> ResolvedPolicy:
-    """Return ``policy`` with its names resolved; raises ``PolicyError`` for unknown names and unsupported features."""
-    return resolve_policy(policy)

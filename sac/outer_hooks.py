@@ -1,4 +1,4 @@
-"""Saved-tensor hooks that are active around a region."""
+"""Saved-tensor hooks around a region, and what graphs hold without hooks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ PackHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class OuterPacked:
-    """A tensor that the saved-tensor hooks around the region have packed: they decide where it is stored."""
+    """A tensor that the saved-tensor hooks around the region have packed: they decide where it is stored.
+
+    ``watch`` shares the version counter of a plain tensor, which had this ``version`` and storage ``address``.
+    """
 
     packed: Any
     unpack: Callable[[Any], torch.Tensor]
+    watch: torch.Tensor | None = None
+    version: int = 0
+    address: int = 0
 
     def fetch(self) -> torch.Tensor:
         """Unpack and return the tensor."""
@@ -30,7 +36,12 @@ class OuterPacked:
 
 def pack_with_outer_hooks(tensor: torch.Tensor, hooks: PackHooks | None) -> torch.Tensor | OuterPacked:
     """Return ``tensor`` packed by the surrounding saved-tensor hooks, or itself if ``hooks`` is None."""
-    return tensor if hooks is None else OuterPacked(hooks[0](tensor), hooks[1])
+    if hooks is None:
+        return tensor
+    packed = hooks[0](tensor)
+    if not is_plain(tensor) or tensor.layout is not torch.strided or tensor.is_inference():
+        return OuterPacked(packed, hooks[1])
+    return OuterPacked(packed, hooks[1], version_watch(tensor), version_of(tensor), storage_address(tensor))
 
 
 def fetch(kept: Any) -> torch.Tensor:
@@ -38,29 +49,21 @@ def fetch(kept: Any) -> torch.Tensor:
     return kept if isinstance(kept, torch.Tensor) else kept.fetch()
 
 
-class Watched:
-    """A plain tensor that the hooks around the region have packed, at the end of the forward."""
+def is_written(held: Any, version: int) -> bool:
+    """Return whether a held tensor, which had this version, was written to since.
 
-    __slots__ = ("_address", "_version", "_watch")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._watch, self._version, self._address = version_watch(tensor), version_of(tensor), storage_address(tensor)
-
-    def is_written(self, held: Any) -> bool:
-        """Return whether it was written to since where the hooks hold it: they may have made a copy."""
-        return version_of(self._watch) != self._version and storage_address(fetch(held)) == self._address
-
-
-def watched(tensor: torch.Tensor, held: Any) -> Watched | None:
-    """Return what tells whether ``tensor`` is written to later, if hooks have packed it as ``held``."""
-    is_seen = held is not tensor and is_plain(tensor) and tensor.layout is torch.strided and not tensor.is_inference()
-    return Watched(tensor) if is_seen else None
+    Of one that hooks have packed, whether that was where they hold it: they may have made a copy.
+    """
+    if isinstance(held, OuterPacked):
+        is_moved = held.watch is not None and version_of(held.watch) != held.version
+        return is_moved and storage_address(held.fetch()) == held.address
+    return isinstance(held, torch.Tensor) and version_of(held) != version
 
 
 def active_hooks() -> PackHooks | None:
     """Return the innermost active saved-tensor hooks (``save_on_cpu``, an outer region).
 
-    None if there are none, or if this torch cannot return them: the hooks around a region then do not see the tensors
-    that it keeps, as in ``torch.utils.checkpoint``.
+    None if there are none.
     """
-    return top_hooks(False) if top_hooks is not None else None
+    found: PackHooks | None = top_hooks(False)
+    return found

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 # -- Numbers in human-readable units
 
@@ -46,7 +44,7 @@ def parameters_text(count: int) -> str:
 
 def percent_text(part: float, whole: float) -> str:
     """Return a share of a whole, three digits wide: `` 37 %``; empty if the whole is 0."""
-    return f"{100 * part / whole:3.0f} %".replace(" ", _FIXED) if whole > 0 else ""
+    return f"{100 * part / whole:3.0f} %" if whole > 0 else ""
 
 
 def count_text(count: int, noun: str) -> str:
@@ -56,17 +54,10 @@ def count_text(count: int, noun: str) -> str:
 
 # -- Tables of text
 
-# Note [Width of a table]
-#
-# Whatever is not a terminal (a pipe, a file, a test) gets each row on one line, however long: `grep` and `cut` need
-# whole rows, and a path that is broken in two cannot be copied. On a terminal a table gets no wider than the screen:
-# columns named in `optional` are left out first, then the cells of the widest columns are wrapped. A number stays on
-# one line with its unit.
+# Whatever is not a terminal (a pipe, a file, a test) gets every column. On a narrow terminal a table lacks the columns
+# named in `optional`. A row is one line, however long: `grep` needs whole rows, and a broken path cannot be copied.
 
-_FIXED = "\u00a0"  # a space at which no cell is wrapped; printed as an ordinary one
-_BEFORE_UNIT = re.compile(r"(?<=\d) (?=[A-Za-z%])")
 _GAP = 3
-_LEAST = 4  # characters of a column
 
 
 def screen_width() -> int | None:
@@ -100,35 +91,22 @@ class Table:
     optional: tuple[str, ...] = ()
 
     def text(self, width: int | None = None) -> str:
-        """Return the table as lines without an end of line; see Note [Width of a table] for ``width``."""
-        rows = [[_BEFORE_UNIT.sub(_FIXED, cell) for cell in row] for row in (self.columns, *self.rows)]
-        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-        while width is not None and _total(widths) > width:
-            if self.optional:
-                return self._without(self.optional[0]).text(width)
-            widest = widths.index(max(widths))
-            if widths[widest] <= _LEAST:
-                break
-            widths[widest] -= 1
-        header, *body = (self._lines(row, widths) for row in rows)
-        return "\n".join([*header, " " + "─" * (_total(widths) - 1), *(line for lines in body for line in lines)])
+        """Return the table as lines without an end of line, without optional columns that ``width`` has no room for."""
+        widths = [max(map(len, cells)) for cells in zip(self.columns, *self.rows, strict=True)]
+        total = 2 + sum(widths) + _GAP * (len(widths) - 1)
+        if width is not None and total > width and self.optional:
+            return self._without(self.optional[0]).text(width)
+        header, *body = (self._line(row, widths) for row in (self.columns, *self.rows))
+        return "\n".join([header, " " + "─" * (total - 1), *body])
 
     def _without(self, name: str) -> Table:
         place = self.columns.index(name)
         columns, *rows = (row[:place] + row[place + 1 :] for row in (self.columns, *self.rows))
         return Table(columns, tuple(rows), self.right, self.optional[1:])
 
-    def _lines(self, row: Sequence[str], widths: Sequence[int]) -> list[str]:
-        wrapped = [textwrap.wrap(cell, size, break_on_hyphens=False) for cell, size in zip(row, widths, strict=True)]
-        lines = []
-        for parts in zip_longest(*wrapped, fillvalue="") if any(wrapped) else [("",) * len(row)]:
-            cells = [
-                part.rjust(size) if name in self.right else part.ljust(size)
-                for name, part, size in zip(self.columns, parts, widths, strict=True)
-            ]
-            lines.append(("  " + (" " * _GAP).join(cells)).replace(_FIXED, " ").rstrip())
-        return lines
-
-
-def _total(widths: Sequence[int]) -> int:
-    return 2 + sum(widths) + _GAP * (len(widths) - 1)
+    def _line(self, row: Sequence[str], widths: Sequence[int]) -> str:
+        cells = [
+            cell.rjust(size) if name in self.right else cell.ljust(size)
+            for name, cell, size in zip(self.columns, row, widths, strict=True)
+        ]
+        return ("  " + (" " * _GAP).join(cells)).rstrip()

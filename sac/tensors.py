@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeGuard
 
 import torch
@@ -19,27 +20,6 @@ _STRIDED = torch.strided
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is a wrapper subclass, which holds its data in inner tensors."""
     return hasattr(type(tensor), "__tensor_flatten__")
-
-
-def storage_sizes(tensor: torch.Tensor) -> dict[int, int]:
-    """Return the bytes of each storage that holds data of ``tensor``, by address."""
-    if type(tensor) is not torch.Tensor and is_wrapper(tensor):
-        return {address: size for part in inner_tensors(tensor) for address, size in storage_sizes(part).items()}
-    if tensor.layout is not torch.strided:
-        return {id(tensor): tensor.numel() * tensor.element_size()}
-    storage = tensor.untyped_storage()
-    return {storage._cdata: storage.nbytes()}
-
-
-def storage_addresses(tensor: torch.Tensor) -> list[int]:
-    """Return the addresses of the storages of a tensor's parts; a part without a storage (sparse) has none."""
-    found = []
-    for part in tensor_parts(tensor):
-        try:
-            found.append(part.untyped_storage()._cdata)
-        except (RuntimeError, NotImplementedError):
-            continue
-    return found
 
 
 def is_plain(value: Any) -> TypeGuard[Tensor]:
@@ -63,12 +43,6 @@ def inner_tensors(tensor: Any) -> list[torch.Tensor]:
     """Return the tensors inside a wrapper subclass; a DTensor names its mesh among them (torch 2.13)."""
     names, _ = tensor.__tensor_flatten__()
     return [part for part in (getattr(tensor, name) for name in names) if isinstance(part, torch.Tensor)]
-
-
-def shares_storage(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
-    """Return whether ``tensor`` shares a storage with one of ``others``."""
-    mine = storage_sizes(tensor).keys()
-    return any(not mine.isdisjoint(storage_sizes(other)) for other in others)
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -103,42 +77,20 @@ def tell_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def unchanged(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``: the unpack function of saved-tensor hooks that only look at what autograd saves."""
-    return tensor
-
-
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor.detach()``: the same data, the same version counter, no graph."""
-    cls = type(tensor)
-    if UnseenByModes is None or (cls is not torch.Tensor and cls is not torch.nn.Parameter):
+    if type(tensor) is not Tensor and type(tensor) is not Parameter:
         return tensor.detach()
-    guard = UnseenByModes()
-    try:
+    with UnseenByModes():
         return tensor.detach()
-    finally:
-        del guard
-
-
-def has_graph(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is the result of an op that autograd recorded."""
-    if not tensor.requires_grad:
-        return False
-    try:
-        return tensor.grad_fn is not None
-    except RuntimeError:  # a view that an in-place write made unusable
-        return True
 
 
 def cloned(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor.clone()`` of a plain tensor, unseen by any mode: bookkeeping, not an op of the model."""
-    if UnseenByModes is None or type(tensor) is not torch.Tensor:
+    if type(tensor) is not Tensor:
         return tensor.clone()
-    guard = UnseenByModes()
-    try:
+    with UnseenByModes():
         return tell_of(tensor.clone())
-    finally:
-        del guard
 
 
 def version_watch(tensor: torch.Tensor) -> torch.Tensor:
@@ -149,52 +101,37 @@ def version_watch(tensor: torch.Tensor) -> torch.Tensor:
     if not is_plain(tensor) or tensor.layout is not torch.strided or tensor.is_inference():
         return tensor
     watch = detached(tensor)
-    guard = UnseenByModes() if UnseenByModes is not None and type(tensor) is Tensor else None
-    try:
+    with UnseenByModes() if type(tensor) is Tensor else nullcontext():
         watch.data = tensor.new_empty(0)
-    finally:
-        del guard
     return watch
 
 
 def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Return ``torch.equal`` of two generator states, unseen by any mode, including that of fake tensors."""
-    guard = UnseenByModes() if UnseenByModes is not None else None
-    try:
+    with UnseenByModes():
         return torch.equal(left, right)
-    finally:
-        del guard
 
 
 def same_bytes(left: torch.UntypedStorage, right: torch.UntypedStorage) -> bool:
     """Return whether two storages have the same contents, bit for bit; unseen by modes."""
-    guard = UnseenByModes() if UnseenByModes is not None else None
-    try:
+    with UnseenByModes():
         flat = [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in (left, right)]
         return torch.equal(*flat)
-    finally:
-        del guard
 
 
 def overwrite(storage: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
     """Copy the bytes of ``source`` into ``storage``, unseen by modes and version counters."""
-    guard = UnseenByModes() if UnseenByModes is not None else None
-    try:
+    with UnseenByModes():
         storage.copy_(source)
-    finally:
-        del guard
 
 
 def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """Return a copy of ``storage``, made unseen by any mode."""
-    guard = UnseenByModes() if UnseenByModes is not None else None
-    try:
+    with UnseenByModes():
         copy: torch.UntypedStorage = storage.clone()
         for watcher in STORAGE_WATCHERS:
             watcher(copy)
         return copy
-    finally:
-        del guard
 
 
 Place = tuple[int, torch.Size, tuple[int, ...]]  # offset in the storage, shape and strides
@@ -205,19 +142,10 @@ def place_of(tensor: torch.Tensor) -> Place:
     return int(tensor.storage_offset()), tensor.shape, tensor.stride()
 
 
-def last_offset(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return how many elements the last element of a tensor lies behind its first one in memory."""
-    return sum((size - 1) * int(step) for size, step in zip(shape, stride, strict=True))
-
-
-def placed_on(storage: torch.UntypedStorage, tensor: torch.Tensor, place: Place | None = None) -> torch.Tensor:
-    """Return a tensor like ``tensor`` in ``storage``, at ``place`` or at its own; plain ones unseen by any mode."""
-    guard = UnseenByModes() if UnseenByModes is not None and type(tensor) in (Tensor, Parameter) else None
-    try:
-        placed = tensor.new_empty(0).set_(storage, *(place or place_of(tensor)))
-        return with_lazy_bits(placed, lazy_bits(tensor))
-    finally:
-        del guard
+def placed_on(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like ``tensor`` in ``storage``; plain ones unseen by any mode."""
+    with UnseenByModes() if type(tensor) in (Tensor, Parameter) else nullcontext():
+        return with_lazy_bits(tensor.new_empty(0).set_(storage, *place_of(tensor)), lazy_bits(tensor))
 
 
 # -- Tensors inside arguments and results, and their storages
@@ -237,25 +165,11 @@ def tensors_of(value: Any, kind: type = torch.Tensor) -> list[Any]:
     return found
 
 
-def map_tensors(value: Any, function: Any, kind: type = torch.Tensor) -> Any:
-    """Return ``value`` with ``function`` applied to what ``tensors_of`` returns."""
-    if isinstance(value, kind):
-        return function(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(part, function, kind) for part in value)
-    return value
-
-
 def tensor_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the plain tensors that hold the data of ``tensor``: itself, or those inside a wrapper subclass."""
     cls = type(tensor)
-    if cls is Tensor or cls is Parameter or not hasattr(cls, "__tensor_flatten__"):
+    if cls is Tensor or cls is Parameter or not is_wrapper(tensor):
         return [tensor]
-    return wrapped_parts(tensor)
-
-
-def wrapped_parts(tensor: Any) -> list[torch.Tensor]:
-    """Return the plain tensors inside a wrapper subclass such as DTensor."""
     return [part for inner in inner_tensors(tensor) for part in tensor_parts(inner)]
 
 
@@ -294,7 +208,7 @@ def storage_address(tensor: torch.Tensor) -> int:
 def storage_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes that stay allocated if ``tensor`` is kept: those of its whole storage."""
     if type(tensor) is not Tensor and is_wrapper(tensor):
-        return sum(storage_bytes(part) for part in wrapped_parts(tensor))
+        return sum(storage_bytes(part) for part in tensor_parts(tensor))
     try:
         return tensor.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):
@@ -303,11 +217,8 @@ def storage_bytes(tensor: torch.Tensor) -> int:
 
 def landed(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` when the functional collectives that fill its memory have ended; modes do not see it."""
-    guard = UnseenByModes() if UnseenByModes is not None else None
-    try:
+    with UnseenByModes():
         for part in tensor_parts(tensor):
             if type(part) is Tensor:
                 torch.ops._c10d_functional.wait_tensor.default(part)
         return tensor
-    finally:
-        del guard

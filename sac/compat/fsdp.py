@@ -32,7 +32,7 @@ from sac.engine.compiled import checkpoint_contexts
 from sac.engine.region import FULL
 from sac.errors import ConfigError, ModelError, Problem
 from sac.policy.model import Policy
-from sac.torch_private import wrap_for_checkpointing
+from sac.torch_private import checkpoint_wrapper_module
 
 __all__ = ["CheckpointImpl", "apply_activation_checkpointing", "checkpoint_wrapper", "offload_wrapper"]
 
@@ -166,7 +166,7 @@ def apply_activation_checkpointing(
         return module
 
     # torch's own function selects: it is what the script called before (private path, torch 1.12 to 2.13).
-    wrap_for_checkpointing()(model, note, check_fn, auto_wrap_policy)
+    checkpoint_wrapper_module().apply_activation_checkpointing(model, note, check_fn, auto_wrap_policy)
     function: Any = checkpoint_wrapper_fn
     is_partial = isinstance(function, partial) and not function.args
     function, given = (function.func, function.keywords) if is_partial else (function, {})

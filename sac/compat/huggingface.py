@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from sac.blocks.applying import refuse_existing_checkpointing, refuse_second
+from sac.blocks.applying import refuse_second
 from sac.blocks.install import regions_of, remove
-from sac.blocks.other_checkpointing import Switch, disable_guards
+from sac.blocks.other_checkpointing import Switch, disable_guards, refuse_existing_checkpointing
 from sac.config import parse_config
 from sac.errors import ConfigError, ModelError, Problem
 from sac.planner.applying import apply

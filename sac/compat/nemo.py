@@ -104,9 +104,7 @@ _RANGES = (
 
 def ignore_sac_ops(ops: Iterable[object | None]) -> None:
     """Add ops, except None, to those that torch's own selective checkpointing does not count."""
-    ignored = ignored_ops()
-    if ignored is not None:
-        ignored.update(op for op in ops if op is not None)
+    ignored_ops().update(op for op in ops if op is not None)
 
 
 def ensure_profiler_ops_sac_ignored() -> None:

@@ -16,9 +16,6 @@ from torch.nn import functional
 
 from sac.torch_private import (
     FUNCTIONS_ON,
-    HAS_FUNCTION_MODES,
-    HAS_FUNCTION_STATE,
-    HAS_PRECISIONS,
     OpOverload,
     autocast_of_caller,
     count_function_modes,
@@ -54,7 +51,7 @@ def _flags() -> Iterator[Flag]:
     yield from process_flags()
     yield torch.get_default_dtype, torch.set_default_dtype
     yield _attention, _put_attention
-    for name in (("cuda", "matmul"), ("mkldnn", "matmul"), ("cuda", "conv"), ("cuda", "rnn")) if HAS_PRECISIONS else ():
+    for name in (("cuda", "matmul"), ("mkldnn", "matmul"), ("cuda", "conv"), ("cuda", "rnn")):
         yield partial(get_precision, *name), partial(set_precision, *name)
 
 
@@ -225,7 +222,7 @@ def _put_on(stack: ExitStack, modes: Sequence[Any], state: Any) -> None:
 
 def _modes_now() -> Sequence[Any]:
     """Return the active modes, outermost first."""
-    length = count_function_modes() if HAS_FUNCTION_MODES else 0
+    length = count_function_modes()
     return [function_mode_at(index) for index in range(length)] if length else ()
 
 
@@ -239,7 +236,7 @@ def _set_modes(modes: Sequence[Any]) -> None:
 
 def _state_now() -> Any:
     """Return None if modes and subclasses are on; otherwise torch's value for the state."""
-    return None if not HAS_FUNCTION_STATE or functions_are_on() else get_function_state()
+    return None if functions_are_on() else get_function_state()
 
 
 def _set_state(state: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,11 +13,10 @@ from torch.nn import Parameter
 from sac.engine.handles import WRITTEN
 from sac.engine.objects import copied, held_in, is_own_object, not_leaf
 from sac.errors import Problem, RegionError
-from sac.outer_hooks import Watched, fetch, watched
+from sac.outer_hooks import fetch, is_written
 from sac.stores.backward_order import CallNode
-from sac.stores.store import InputStoring, StoredInput
+from sac.stores.store import InputStoring, StoredTensor, stored_input
 from sac.tensors import (
-    cloned,
     describe,
     storage_address,
     storage_bytes,
@@ -67,14 +66,8 @@ class Inputs:
             firsts.setdefault(id(tensor), index)
         # One tensor in several places is one tensor again.
         self._same = {index: firsts[id(tensor)] for index, tensor in self.tensors if firsts[id(tensor)] != index}
-        self._stored: dict[int, StoredInput] = {}
-        self.watched: dict[int, Watched | None] = {}  # by index, what hooks have packed
+        self.stored: dict[int, StoredTensor] = {}  # those in a store, by index
         self._addresses: dict[int, int] = {}
-
-    @property
-    def stored(self) -> Mapping[int, StoredInput]:
-        """The inputs that are in a store, by index."""
-        return self._stored
 
     def store(self, storing: InputStoring, where: str, call: CallNode) -> None:
         """Copy the chosen inputs to their store before the forward."""
@@ -83,7 +76,7 @@ class Inputs:
         for index in storing.choose(leaves):
             if shared[storage_address(leaves[index])] > 1:
                 continue  # a write through one of them is seen through the other
-            self._stored[index] = StoredInput(leaves[index], storing.store, call, (where, index))
+            self.stored[index] = stored_input(leaves[index], storing.store, call, (where, index))
 
     def written(self) -> list[Tensor]:
         """Return the tensors that have been written to since the forward began."""
@@ -91,7 +84,7 @@ class Inputs:
 
     def drop(self) -> None:
         """Hold nothing any more."""
-        self.leaves, self.tensors, self._stored, self._before = [], [], {}, []
+        self.leaves, self.tensors, self.stored, self._before = [], [], {}, []
 
     def end(self, packed: Callable[[Tensor], Any]) -> None:
         """Hold the tensors as ``packed`` returns them."""
@@ -99,19 +92,17 @@ class Inputs:
             (index, version_of(tensor), tensor.requires_grad, tensor.is_leaf) for index, tensor in self.tensors
         ]
         for index, tensor in self.tensors:
-            stored = self._stored.get(index)
+            stored = self.stored.get(index)
             if stored is None:
                 self.leaves[index] = held = packed(tensor)
-                if held is not tensor:
-                    self.watched[index] = watched(tensor, held)
-                elif type(tensor) is Tensor and tensor.layout is torch.strided:
+                if held is tensor and type(tensor) is Tensor and tensor.layout is torch.strided:
                     self._addresses[index] = storage_address(tensor)
             else:
                 stored.settle()
                 self.leaves[index] = stored
-        others = [one for index, one in self.tensors if type(one) is not Parameter and index not in self._stored]
+        others = [one for index, one in self.tensors if type(one) is not Parameter and index not in self.stored]
         held = [part for tensor in others for part in tensor_parts(tensor)]
-        sizes = [stored.bytes() for stored in self._stored.values()]
+        sizes = [stored.bytes for stored in self.stored.values()]
         here = sum({storage_address(tensor): storage_bytes(tensor) for tensor in held}.values())
         self.bytes = here + sum(size for size, _ in sizes), sum(size for _, size in sizes)
         self.tensors, self._before = [], []
@@ -121,22 +112,15 @@ class Inputs:
         leaves = [leaf.again() if type(leaf) is _Copy else leaf for leaf in self.leaves]
         for index, version, requires_grad, is_leaf in self._versions:
             tensor = leaves[index]
-            if (packed := self.watched.get(index)) is not None:
-                is_written = packed.is_written(tensor)
-            else:
-                is_written = isinstance(tensor, Tensor) and version_of(tensor) != version
-            if is_written or (index in self._addresses and storage_address(tensor) != self._addresses[index]):
+            has_moved = index in self._addresses and storage_address(tensor) != self._addresses[index]
+            if has_moved or is_written(tensor, version):
                 tensor = fetch(tensor)
                 found = f"its input {index} ({describe(tensor)}) was changed in place after the forward"
                 raise RegionError(Problem(where, found, fix=WRITTEN))
             if index in self._same:
                 leaves[index] = leaves[self._same[index]]
             elif type(tensor) is not Parameter:
-                again = fetch(tensor)
-                if type(tensor) is StoredInput:
-                    tensor.prefetch()  # what other regions will need
-                    again = cloned(again) if written else again  # a store may return what it holds
-                leaves[index] = again = again.detach().requires_grad_(requires_grad)
+                leaves[index] = again = fetch(tensor).detach().requires_grad_(requires_grad)
                 if written and requires_grad and not is_leaf:
                     leaves[index] = not_leaf(again)
         if isinstance(self._spec, tuple):

@@ -13,7 +13,7 @@ from sac.engine.settings import Settings
 from sac.engine.table import NO_RULE
 from sac.engine.tape import Tape
 from sac.stores.backward_order import CallNode
-from sac.stores.offload import HOOKS, TANGENTS, OffloadUse, offload_values
+from sac.stores.offload import OffloadUse, offload_values
 from sac.tensors import version_of
 from sac.torch_private import forward_ad_level
 
@@ -34,5 +34,7 @@ def offload(
         if isinstance(tensor, Tensor):
             rule = tape.rule_of.get(value, NO_RULE)
             values.append((tensor, partial(tape.kept.__setitem__, value), rule))
-    reason = HOOKS if is_packed else TANGENTS if forward_ad_level() >= 0 else ""
+    reason = "hooks around the region decide" if is_packed else ""
+    if forward_ad_level() >= 0:
+        reason = "forward-mode differentiation is on"
     return offload_values(settings.transfers, tape.table.offloads, values, call, held=reason)

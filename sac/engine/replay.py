@@ -14,7 +14,7 @@ from sac.engine.functions import differs, run_unit
 from sac.engine.rng import set_states, states_of
 from sac.engine.schedule import Schedule, UnobtainableError, schedule_replay
 from sac.engine.tape import HOLE, CannotReplayError, DiffersError, Tape, from_refs
-from sac.outer_hooks import fetch
+from sac.outer_hooks import fetch, is_written
 from sac.tensors import copy_of, is_wrapper, placed_on, same_bytes, tensors_of, version_of
 from sac.torch_private import BelowAutograd, WithoutAutocast
 
@@ -112,11 +112,7 @@ def _changed(tape: Tape, schedule: Schedule) -> list[int]:
         if leaf.tensor is None:  # let go of, since the schedule of the forward did not need it
             changed.append(value)
         is_copied = value in schedule.copied or tape.is_small(value)
-        if leaf.watched is not None:
-            is_written = leaf.watched.is_written(leaf.tensor)
-        else:
-            is_written = isinstance(leaf.tensor, Tensor) and version_of(leaf.tensor) != leaf.version
-        if is_written and not is_copied:
+        if is_written(leaf.tensor, leaf.version) and not is_copied:
             changed.append(value)
     return [*changed, *(value for value in schedule.kept if tape.is_written_since(value))]
 

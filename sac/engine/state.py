@@ -298,7 +298,7 @@ def put_back(tensor: Tensor, contents: Any, version: int) -> None:
     if tensor.untyped_storage().nbytes() != contents.nbytes():
         return  # FSDP has freed it
     overwrite(tensor.untyped_storage(), contents)
-    if version_of(tensor) != version and set_version_counters is not None:
+    if version_of(tensor) != version:
         set_version_counters((tensor,), (version,))
 
 

@@ -15,8 +15,8 @@ from sac.engine.objects import PLAIN, attributes_of, is_own_object
 from sac.engine.rng import GeneratorStates
 from sac.engine.table import DecisionTable
 from sac.engine.wrappers import PART, WRAP, parts_of, wrap_arguments
-from sac.outer_hooks import Watched
-from sac.stores.store import StoredInput
+from sac.outer_hooks import is_written
+from sac.stores.store import StoredTensor
 from sac.tensors import (
     copy_of,
     detached,
@@ -26,7 +26,6 @@ from sac.tensors import (
     same_bytes,
     storage_address,
     storage_bytes,
-    tensors_of,
     version_of,
 )
 from sac.torch_private import next_node_number
@@ -51,16 +50,12 @@ class DiffersError(CannotReplayError):
 
 @dataclass(slots=True, eq=False)
 class Leaf:
-    """A tensor from outside. ``version``: at the end of the forward. ``is_parameter``: its storage identifies it.
-
-    ``watched``: tells of later writes, if hooks around the region have packed it.
-    """
+    """A tensor from outside. ``version``: at the end of the forward. ``is_parameter``: its storage identifies it."""
 
     tensor: Any  # may be packed by hooks around the region; None if no recomputation needs it
     version: int
     shape: torch.Size
     is_parameter: bool
-    watched: Watched | None = None
 
 
 class Tape:
@@ -89,7 +84,6 @@ class Tape:
         self.kept_roots: set[int] = set()
         self.kept_keys: tuple[int, ...] = ()  # those of `kept` at the end of the forward
         self.kept_versions: dict[int, int] = {}
-        self.kept_watched: dict[int, Watched] = {}  # of those that hooks have packed
         self.rule_of: dict[int, int] = {}  # kept value -> index of its rule
         self.states: dict[int, GeneratorStates] = {}  # entry -> generators that it advances, with states before it
         self.follows: dict[
@@ -114,7 +108,7 @@ class Tape:
         self.unit_of: dict[int, int] = {}  # collective inside of a unit -> the unit
         self.ends_early = True  # a rerun ends with the last tensor that is missing
         self.input_roots: set[int] = set()
-        self.stored: dict[int, StoredInput | None] = {}  # roots of inputs in a store, as the forward found them
+        self.stored: dict[int, StoredTensor | None] = {}  # roots of inputs in a store, as the forward found them
         self.is_careful = False  # there is something of which a forward without a mode takes no notice
         self.parts: dict[
             int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]
@@ -362,10 +356,7 @@ class Tape:
 
     def is_written_since(self, value: int) -> bool:
         """Return whether a kept value was written to after the forward, or after what it has run of it."""
-        kept = self.kept[value]
-        if (packed := self.kept_watched.get(value)) is not None:
-            return packed.is_written(kept)
-        return isinstance(kept, Tensor) and version_of(kept) != self.kept_versions[value]
+        return is_written(self.kept[value], self.kept_versions.get(value, 0))
 
     def wrote(self, value: int, entry: int) -> None:
         """Record that ``entry`` writes to the storage of ``value``."""

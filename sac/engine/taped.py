@@ -29,7 +29,7 @@ from sac.engine.untraced import never_compiled
 from sac.engine.verify import may_differ
 from sac.engine.wrappers import is_in_flight
 from sac.errors import Problem, RegionError, warn
-from sac.outer_hooks import fetch, pack_with_outer_hooks, watched
+from sac.outer_hooks import fetch, pack_with_outer_hooks
 from sac.stores.backward_order import CallNode
 from sac.stores.offload import OffloadUse
 from sac.tensors import (
@@ -318,13 +318,10 @@ class TapedFrame(Frame):
         self.inputs.end(packed)
         for index, value in self._input_leaves.items():
             self.tape.leaves[value].tensor = self.inputs.leaves[index]
-            self.tape.leaves[value].watched = self.inputs.watched.get(index)
         if self._outer is None:
             return
         for value, tensor in self.tape.kept.items():
-            self.tape.kept[value] = held = packed(tensor)
-            if (found := watched(tensor, held)) is not None:
-                self.tape.kept_watched[value] = found
+            self.tape.kept[value] = packed(tensor)
         for handle in handles:
             if handle.state != MISSING and not self._is_of_parameter(handle):
                 handle.value = pack_with_outer_hooks(handle.value, self._outer)

@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 
 from sac.engine.table import DecisionTable, ResolvedRule
 from sac.policy.model import ALTERNATE
-from sac.torch_private import CAN_SKIP_DYNAMO, TorchDispatchMode, skip_dynamo
+from sac.torch_private import TorchDispatchMode, skip_dynamo
 
 
 class _Active(threading.local):
@@ -104,12 +104,12 @@ class BareMode(TorchDispatchMode):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
         method = cls.__dict__.get("__torch_dispatch__")
-        if CAN_SKIP_DYNAMO and method is not None:
+        if method is not None:
             skip_dynamo(method.__code__)  # does what torch's own wrapper does, in a fifth less time per op
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return not CAN_SKIP_DYNAMO
+        return False
 
 
 class RegionMode(BareMode):

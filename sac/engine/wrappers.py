@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from sac.ops.facts import OpTraits
-from sac.tensors import inner_tensors, is_wrapper, storage_addresses
+from sac.tensors import inner_tensors, is_wrapper, storage_address, tensor_parts
 
 
 class WrapperSite:
@@ -61,7 +61,8 @@ def wrap_arguments(wrapper: Any) -> list[Any]:
 
 def same_memory(left: Tensor, right: Tensor) -> bool:
     """Return whether two wrappers of one class consist of the same storages."""
-    return type(left) is type(right) and storage_addresses(left) == storage_addresses(right)
+    addresses = [[*map(storage_address, tensor_parts(one))] for one in (left, right)]
+    return type(left) is type(right) and addresses[0] == addresses[1]
 
 
 def is_in_flight(tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count, shape_wrapper
 
-from sac.tensors import tensors_of, wrapped_parts
+from sac.tensors import tensor_parts, tensors_of
 
 
 def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
@@ -40,7 +40,7 @@ def _share_of_rank(out: Any) -> Fraction | int:
     placements = getattr(first, "placements", None)
     if placements is None or not first.numel():
         return 1
-    share = Fraction(sum(part.numel() for part in wrapped_parts(first)), first.numel())
+    share = Fraction(sum(part.numel() for part in tensor_parts(first)), first.numel())
     for dim, placement in enumerate(placements):
         if placement.is_partial():
             share /= first.device_mesh.size(dim)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sac.torch_private import HigherOrderOperator, OpOverload, OpOverloadPacket, higher_order_ops, registered_ops
+from sac.torch_private import HIGHER_ORDER_OPS, HigherOrderOperator, OpOverload, OpOverloadPacket, registered_ops
 
 HIGHER_ORDER = "higher_order"
 _GLOB_CHARACTERS = frozenset("*?[")
@@ -83,7 +83,7 @@ class Registry:
 
 def read_registry() -> Registry:
     """Return the ops that are registered now; a library imported later may add more."""
-    return _registry_of(tuple(registered_ops()), tuple(higher_order_ops()))
+    return _registry_of(tuple(registered_ops()), tuple(HIGHER_ORDER_OPS))
 
 
 @lru_cache(maxsize=1)  # a policy that is applied reads the registry twice, and names seldom change between two readings

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from sac.blocks import applying
-from sac.config import parse_config, usable_policy
+from sac.config import parse_config
+from sac.engine.table import resolve_policy
 from sac.errors import ConfigError, Problem
 from sac.planner.controller import Controller
 from sac.policy.model import Decision, Policy
@@ -60,7 +61,7 @@ def apply(
 
 
 def _check_policy(policy: Policy) -> None:
-    usable_policy(policy)
+    resolve_policy(policy)
     if any(rule.matches_module and rule.do != Decision.RECOMPUTE.value for rule in policy.rules):
         found = "a rule saves whole modules, but a budget chooses among ops"
         fix = "add `ops` to the rule, or leave the budget out"

@@ -49,7 +49,7 @@ def lowered_to(device_name: str) -> Iterator[None]:
         ("scaled_dot_product_attention", "AutogradCPU", partial(_attention, device)),
         *((op, "AutogradCPU", partial(_refuse_recurrent, op.partition(".")[0], device)) for op in _RECURRENT),
     ]
-    with scoped_library("aten") as library:
+    with scoped_library("aten", "IMPL") as library:
         for op, key, kernel in kernels if device != "cpu" else ():
             library.impl(op, kernel, key)
         yield

@@ -128,7 +128,7 @@ class Ledger(BareMode):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op."""
-        if func in _PLACED and type(args[0]) is FakeTensor and in_kernel is not None:
+        if func in _PLACED and type(args[0]) is FakeTensor:
             with in_kernel(args[0].fake_mode):
                 return func(*args)
         if func is _EMPTY and self.gathers is not None:

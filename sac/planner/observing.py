@@ -14,7 +14,6 @@ from sac.planner.meters import Meter
 from sac.torch_private import (
     NO_TASK,
     current_graph_task_id,
-    ending_task,
     graph_is_retained,
     tree_leaves,
     when_backward_ends,
@@ -232,7 +231,7 @@ class Observation:
         if not is_current or position not in self._waiting:  # another result of the region, or a second backward
             return
         self._waiting.remove(position)
-        task = ending_task()
+        task = current_graph_task_id()
         if task != NO_TASK and task not in self._tasks:
             self._tasks.add(task)
             when_backward_ends(partial(self._end_task, task))

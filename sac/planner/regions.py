@@ -11,11 +11,12 @@ from torch import nn
 from sac.blocks.applying import apply, groups_of
 from sac.blocks.find import Block
 from sac.blocks.install import Applied, RegionForward, ours_on, regions_of
-from sac.config import Config, usable_policy
+from sac.config import Config
 from sac.engine.compiled import run_in_eager
 from sac.engine.op_trace import RegionStats, SavedFigures
 from sac.engine.region import Region, RegionGroup
 from sac.engine.settings import REPLAY
+from sac.engine.table import resolve_policy
 from sac.planner.observing import Observation
 from sac.planner.predict import Choice, Prediction
 from sac.planner.profile import RegionProfile
@@ -149,7 +150,7 @@ class BudgetRegions:
         """Have the next calls profiled."""
         self.used = PROFILED
         forwards = {one.block.path: one for one in self.forwards}
-        resolved = usable_policy(self.config.policy or _EVERYTHING)
+        resolved = resolve_policy(self.config.policy or _EVERYTHING)
         for block, group in groups_of(resolved, [one.block for one in forwards.values()], "selective"):
             forwards[block.path].region, forwards[block.path].profiled = ProfiledRegion(block, group), group
 
@@ -171,7 +172,7 @@ class BudgetRegions:
     def plan(self, planned: PlannedRegions) -> None:
         """Have the next calls run as ``planned``."""
         forwards = {one.block.path: one for one in self.forwards}
-        resolved = usable_policy(planned.policy)
+        resolved = resolve_policy(planned.policy)
         for block, group in groups_of(resolved, [one.block for one in forwards.values()], "selective"):
             forward, region = forwards[block.path], Region(group, block.path)
             forward.planned = region

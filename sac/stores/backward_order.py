@@ -37,17 +37,17 @@ class CallNode:
     __slots__ = ("__weakref__", "_before", "_copies", "looked_ahead_in")
 
     def __init__(self) -> None:
-        self._copies: list[weakref.ref[Any]] = []
+        self._copies: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self.looked_ahead_in: tuple[Any, int] = None, NO_TASK
         self._before: list[tuple[Any, list[weakref.ref[CallNode]]]] = []  # node of an input, calls found from it
 
     def add_copy(self, copy: Any) -> None:
         """Add a value in host memory, in the order of the forward."""
-        self._copies.append(weakref.ref(copy))
+        self._copies[copy] = None
 
     def alive(self) -> list[Any]:
         """Return the values in host memory that its backward reads, in the order of the forward."""
-        return [copy for reference in self._copies if (copy := reference()) is not None]
+        return [*self._copies]
 
     def follow(self, tensor: torch.Tensor) -> None:
         """Search for the calls before this one from ``tensor``, one of its inputs."""
@@ -64,8 +64,6 @@ class CallNode:
 
     def upcoming(self) -> Iterator[CallNode]:
         """Yield the calls that the running backward reaches next, nearest first."""
-        if will_execute_node is None:
-            return
         waiting: deque[CallNode] = deque([self])
         seen = {self}
         while waiting:

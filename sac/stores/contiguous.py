@@ -1,20 +1,18 @@
-"""Input store: one contiguous buffer with a slot for each input."""
+"""Input store: contiguous buffers with a slot for each input."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import active_hooks
-from sac.stores.host import OnHost, StoredOnHost
-from sac.stores.store import InputStore, OnDevice, StoredInside, StoredOnDevice, StoredTensor
-from sac.stores.transfers import Transfers, TransfersByDevice, pinned_memory, streams_of
+from sac.stores.store import InputStore, OnDevice, StoredTensor
+from sac.stores.transfers import streams_of
 
 # Note [Slots]
 #
@@ -26,92 +24,63 @@ from sac.stores.transfers import Transfers, TransfersByDevice, pinned_memory, st
 # reads it.
 
 
-class Slots:
-    """``count`` slots of the size, dtype and device of ``flat``; see Note [Slots].
+class _Slots:
+    """``count`` slots of the size, dtype and device of ``flat``. ``free``: their numbers, each with its last use."""
 
-    They are on that device, or in host memory if ``transfers`` is given.
-    """
-
-    def __init__(self, count: int, flat: torch.Tensor, transfers: Transfers | None) -> None:
+    def __init__(self, count: int, flat: torch.Tensor) -> None:
         self.kind = _kind(flat)
-        self.transfers = transfers
-        if transfers is None:
-            self.memory = flat.new_empty((count, flat.numel()))
-        else:
-            self.memory = pinned_memory(count * flat.nbytes).view(count, flat.nbytes)
-        self.free = deque(range(count))
-        self.lock = threading.Lock()  # of uses of slots in other threads than the holder's
-        self._used: list[Any] = [None] * count  # the event after the last use of each slot, on a device with streams
-        self._streams = streams_of(flat.device) if transfers is None else None
-
-    def begin_use(self, index: int) -> torch.Tensor:
-        """Make the current stream wait for the last use of a slot, maybe on another stream; return its memory."""
-        if self._streams is not None:
-            stream = self._streams.current_stream(self.memory.device)
-            self.memory.record_stream(stream)
-            if self._used[index] is not None:
-                stream.wait_event(self._used[index])
-        return self.memory[index]
-
-    def end_use(self, index: int) -> None:
-        """Record the end of this use, for which the next use waits."""
-        if self._streams is not None:
-            self._used[index] = self._streams.current_stream(self.memory.device).record_event()
+        self.memory = flat.new_empty((count, flat.numel()))
+        self.free: deque[tuple[int, Any]] = deque((index, None) for index in range(count))
+        self.lock = threading.Lock()
+        self.streams = streams_of(flat.device)
 
 
-class StoredInSlot(StoredInside):
-    """A flat tensor in a slot, and the right to that slot; see Note [Slots]."""
+class _Slot:
+    """The right to a free slot; see Note [Slots]."""
 
-    __slots__ = ("_index", "_slots")
+    __slots__ = ("_index", "_last_use", "_slots")
 
-    def __init__(self, slots: Slots, flat: torch.Tensor, name: Callable[[], str]) -> None:
-        self._index = index = slots.free.popleft()
+    def __init__(self, slots: _Slots) -> None:
         self._slots = slots
-        slot = slots.begin_use(index)
-        if slots.transfers is None:
-            self.inner = StoredOnDevice(slot.copy_(flat))
-            slots.end_use(index)
-        else:
-            inner = StoredOnHost.put(slots.transfers, flat, name, slot)
-            assert inner is not None, "there is always room in a slot"
-            self.inner = inner
+        self._index, self._last_use = slots.free.popleft()
+
+    def use(self, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Call ``function`` with the memory, after the slot's last use, maybe on another stream."""
+        memory, streams = self._slots.memory, self._slots.streams
+        if streams is None:
+            return function(memory[self._index])
+        with self._slots.lock:
+            stream = streams.current_stream(memory.device)
+            memory.record_stream(stream)
+            if self._last_use is not None:
+                stream.wait_event(self._last_use)
+            result = function(memory[self._index])
+            self._last_use = stream.record_event()
+            return result
 
     def fetch(self) -> torch.Tensor:
         """Return a copy of the data in the slot."""
-        if self._slots.transfers is not None:
-            return self.inner.fetch()
-        with self._slots.lock:
-            flat = self._slots.begin_use(self._index).clone()
-            self._slots.end_use(self._index)
-            return flat
+        return self.use(torch.Tensor.clone)
 
     def __del__(self) -> None:
-        self._slots.free.append(self._index)
+        self._slots.free.append((self._index, self._last_use))
 
 
 class ContiguousBuffer(InputStore):
-    """One buffer of ``num_checkpoints`` equal slots, allocated for the first input with its size, dtype and device.
+    """A buffer of ``num_checkpoints`` equal slots for each argument of regions, allocated for the first such input.
 
-    ``on_host``: the buffer is in host memory, pinned if the device has streams; ``transfers`` copy into it. The
-    buffer is reallocated if an input of another size, dtype or device comes while every slot is free. Under
+    A buffer is reallocated if an input of another size, dtype or device comes while every slot is free. Under
     saved-tensor hooks around a region (``save_on_cpu``, an outer region) no slot is taken. (A reentrant region has no
-    hooks, so regions inside it do take slots while it is recomputed.) Copying or unpickling a buffer gives an empty one
-    with the same settings.
+    hooks, so regions inside it do take slots while it is recomputed.) A copy or an unpickled buffer is empty.
     """
 
-    def __init__(
-        self, num_checkpoints: int, *, on_host: bool = False, transfers: TransfersByDevice | None = None
-    ) -> None:
+    def __init__(self, num_checkpoints: int) -> None:
         self.num_checkpoints = num_checkpoints
-        self.on_host = on_host
-        self._transfers = transfers if transfers is not None else TransfersByDevice()
-        self._under_hooks = OnHost(self._transfers) if on_host else OnDevice()
-        self._slots: Slots | None = None
+        self._slots: dict[str, _Slots] = {}  # by the name of the argument
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        again = partial(ContiguousBuffer, on_host=self.on_host, transfers=self._transfers)
-        return again, (self.num_checkpoints,)
+        return ContiguousBuffer, (self.num_checkpoints,)
 
     def put(self, flat: torch.Tensor, name: Callable[[], str]) -> StoredTensor:
         """Copy ``flat`` into a free slot.
@@ -120,24 +89,26 @@ class ContiguousBuffer(InputStore):
         some of them are taken.
         """
         if active_hooks() is not None:
-            return self._under_hooks.put(flat, name)
+            return OnDevice().put(flat, name)
         with self._lock:
-            return StoredInSlot(self._slots_for(flat, name), flat, name)
+            slot = _Slot(self._slots_for(flat, name))
+        slot.use(lambda memory: memory.copy_(flat))
+        return StoredTensor(slot.fetch, (flat.nbytes, 0))
 
     def describe(self) -> str:
         """Say where inputs are kept."""
-        return f"in one buffer of {self.num_checkpoints} slots{' in host memory' if self.on_host else ''}"
+        return f"in buffers of {self.num_checkpoints} slots"
 
     def reset(self) -> None:
         """Begin anew with every slot free, for example after forwards whose backward will never run.
 
         The memory of before lives on for inputs that are still in it, and is freed with the last of them.
         """
-        self._slots = None
+        self._slots.clear()
 
-    def _slots_for(self, flat: torch.Tensor, name: Callable[[], str]) -> Slots:
+    def _slots_for(self, flat: torch.Tensor, name: Callable[[], str]) -> _Slots:
         """Return slots that fit ``flat``, at least one of them free."""
-        slots = self._slots
+        slots = self._slots.get(name())
         if slots is not None and slots.kind != _kind(flat):
             if len(slots.free) < self.num_checkpoints:
                 found = (
@@ -149,10 +120,10 @@ class ContiguousBuffer(InputStore):
                     "pending"
                 )
                 raise RegionError(Problem(name(), found, fix=fix))
-            slots = self._slots = None  # frees its memory
+            del self._slots[name()]
+            slots = None  # frees its memory
         if slots is None:
-            transfers = self._transfers.of(flat.device) if self.on_host else None
-            slots = self._slots = Slots(self.num_checkpoints, flat, transfers)
+            slots = self._slots[name()] = _Slots(self.num_checkpoints, flat)
         if not slots.free:
             found = (
                 f"no slot of the contiguous buffer is free: each of its {self.num_checkpoints} (num_checkpoints) holds "

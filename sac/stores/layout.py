@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 
-from sac.tensors import detached, is_plain, last_offset, lazy_bits, shares_storage, tell_of, with_lazy_bits
+from sac.tensors import detached, is_plain, lazy_bits, storage_address, tell_of, with_lazy_bits
 from sac.torch_private import FakeTensor, UnseenByModes
 
 # Note [Laid flat]
@@ -31,10 +34,9 @@ _ALIGNMENT = 64  # bytes
 class Layout:
     """Shape and strides of a tensor that was laid flat; see Note [Laid flat].
 
-    ``once`` is the shape without repetition. ``order``: its dimensions with more than one element, outermost first.
+    ``once``: the shape without repetition. ``order``: its dimensions with more than one element, outermost first.
     ``extent``: the number of elements from the first to the last, gaps included. ``misalignment``: the address modulo
-    64. ``bits``: the bits for lazy conjugation and negation. ``distributed``: the mesh, placements, shape and strides
-    that turn the local tensor into a DTensor.
+    64. ``bits``: the bits for lazy conjugation and negation. ``distributed`` turns the local tensor into a DTensor.
     """
 
     shape: torch.Size
@@ -44,39 +46,25 @@ class Layout:
     extent: int
     misalignment: int
     bits: int
-    distributed: Distribution | None = None
+    distributed: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @staticmethod
     def fits(tensor: torch.Tensor) -> bool:
         """Return whether the tensor can be laid flat: a plain strided one, or a DTensor whose local tensor is one."""
         local = local_of(tensor)
-        if type(local) not in (torch.Tensor, FakeTensor) or local.layout is not torch.strided or local.is_quantized:
-            return False
-        once, order = _without_repetition(local)
-        return _extent(once, local.stride(), order) > 0
+        is_strided = is_plain(local) and local.layout is torch.strided and not local.is_quantized
+        return is_strided and _packing(local)[2] > 0
 
     @staticmethod
     def of(tensor: torch.Tensor) -> tuple[Layout, torch.Tensor]:
         """Return the layout of ``tensor``, which has to fit, and its elements as a flat tensor or view."""
         local = local_of(tensor)
-        once, order = _without_repetition(local)
-        layout = Layout(
-            shape=local.shape,
-            stride=local.stride(),
-            once=once,
-            order=order,
-            extent=_extent(once, local.stride(), order),
-            misalignment=_misalignment(local),
-            bits=lazy_bits(local),
-            distributed=distribution_of(tensor),
-        )
-        return layout, layout._flatten(local)
-
-    def _flatten(self, tensor: torch.Tensor) -> torch.Tensor:
-        tensor = with_lazy_bits(tensor, self.bits)  # the second time takes them off
-        if self.has_gaps:
-            tensor = self._ordered(tensor.as_strided(self.once, self.stride)).contiguous()
-        return tensor.as_strided((prod(self.once),), (1,))
+        bits, shared = lazy_bits(local), distribution_of(tensor)
+        layout = Layout(local.shape, local.stride(), *_packing(local), _misalignment(local), bits, shared)
+        flat = with_lazy_bits(local, bits)  # the second time takes them off
+        if layout.has_gaps:
+            flat = layout._ordered(flat.as_strided(layout.once, layout.stride)).contiguous()
+        return layout, flat.as_strided((prod(layout.once),), (1,))
 
     @property
     def has_gaps(self) -> bool:
@@ -87,18 +75,13 @@ class Layout:
         """Return the restored tensor; it may share the memory of ``flat``."""
         tensor = flat
         if flat.numel() and (self.has_gaps or _misalignment(flat) != self.misalignment):
-            tensor = self._memory(flat)
+            memory = flat.new_empty(self.extent + _ALIGNMENT // flat.element_size())
+            skipped = (self.misalignment - _misalignment(memory)) % _ALIGNMENT // flat.element_size()
+            tensor = memory[skipped : skipped + self.extent]
             ordered = self._ordered(tensor.as_strided(self.once, self.stride))
             ordered.copy_(flat.view(ordered.shape))
-        tensor = tensor.as_strided(self.shape, self.stride)
-        tensor = with_lazy_bits(tensor, self.bits)
-        return tensor if self.distributed is None else distributed_again(tensor, self.distributed)
-
-    def _memory(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return memory of this extent and misalignment, with the device and dtype of ``flat``."""
-        memory = flat.new_empty(self.extent + _ALIGNMENT // flat.element_size())
-        skipped = (self.misalignment - _misalignment(memory)) % _ALIGNMENT // flat.element_size()
-        return memory[skipped : skipped + self.extent]
+        tensor = with_lazy_bits(tensor.as_strided(self.shape, self.stride), self.bits)
+        return tensor if self.distributed is None else self.distributed(tensor)
 
     def _ordered(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor``, of shape ``once``, with its dimensions in memory order, outermost first."""
@@ -113,21 +96,17 @@ def _misalignment(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() % _ALIGNMENT
 
 
-def _without_repetition(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape with repeated dimensions once, and its dimensions of several elements, outermost first."""
-    stride = tensor.stride()
-    once = tuple(1 if step == 0 and size > 1 else size for size, step in zip(tensor.shape, stride, strict=True))
-    return once, tuple(sorted((i for i, size in enumerate(once) if size > 1), key=lambda i: stride[i], reverse=True))
-
-
-def _extent(shape: tuple[int, ...], stride: tuple[int, ...], order: tuple[int, ...]) -> int:
-    """Return the number of elements from the first to the last of a strided tensor, 1 if empty, 0 if they overlap."""
+def _packing(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Return ``once``, ``order`` and ``extent`` of the layout of a tensor; the extent is 0 if elements overlap."""
+    shape, stride = tensor.shape, tensor.stride()
+    once = tuple(1 if step == 0 and size > 1 else size for size, step in zip(shape, stride, strict=True))
+    order = tuple(sorted((i for i, size in enumerate(once) if size > 1), key=lambda i: stride[i], reverse=True))
     extent = 1
-    for i in reversed(order) if 0 not in shape else ():
+    for i in reversed(order) if 0 not in once else ():
         if stride[i] < extent:
-            return 0
-        extent += (shape[i] - 1) * stride[i]
-    return extent
+            return once, order, 0
+        extent += (once[i] - 1) * stride[i]
+    return once, order, extent
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,22 +114,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
-Distribution = tuple[Any, Any, torch.Size, tuple[int, ...]]
-
-
-def distribution_of(tensor: torch.Tensor) -> Distribution | None:
-    """Return what turns the local tensor into this DTensor: mesh, placements, shape, strides; None if it is none."""
+def distribution_of(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return what makes this DTensor of its local tensor again; None if it is none."""
     if not is_dtensor(tensor):
         return None
-    return tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()  # type: ignore[attr-defined]
-
-
-def distributed_again(local: torch.Tensor, distribution: Distribution) -> torch.Tensor:
-    """Return the DTensor of a local tensor."""
-    mesh, placements, shape, stride = distribution
-    cls = sys.modules["torch.distributed.tensor"].DTensor
-    whole: torch.Tensor = cls.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-    return whole
+    whole: Any = tensor
+    placed = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+    return partial(type(whole).from_local, device_mesh=whole.device_mesh, placements=whole.placements, **placed)
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
@@ -172,13 +142,14 @@ def compacted(tensor: torch.Tensor) -> tuple[torch.Tensor, Layout | None]:
     """
     if Layout.fits(tensor):
         layout, flat = Layout.of(detached(tensor))
-        if shares_storage(flat, [tensor]):
+        if storage_address(flat) == storage_address(local_of(tensor)):
             flat = flat.clone()
         return (flat, layout) if layout.has_gaps else (layout.restore(flat), None)
     if not is_plain(tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor.clone(memory_format=torch.preserve_format), None  # a subclass has a layout of its own
     # Its elements overlap: copy all from the first to the last.
-    whole = detached(tensor).as_strided((1 + last_offset(tensor.shape, tensor.stride()),), (1,))
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    whole = detached(tensor).as_strided((1 + last,), (1,))
     return compacted(whole)[0].as_strided(tensor.shape, tensor.stride()), None
 
 
@@ -186,10 +157,6 @@ def restored(flat: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Return the tensor in its layout, in memory of its own; if it is plain, unseen by any mode."""
     # A fake tensor needs its mode, and a DTensor its class.
     is_unseen = type(flat) is torch.Tensor and layout.distributed is None
-    guard = UnseenByModes() if UnseenByModes is not None and is_unseen else None
-    try:
-        with torch.no_grad():
-            tensor = layout.restore(flat)
-            return tell_of(tensor) if guard is not None else tensor
-    finally:
-        del guard
+    with UnseenByModes() if is_unseen else nullcontext(), torch.no_grad():
+        tensor = layout.restore(flat)
+        return tell_of(tensor) if is_unseen else tensor

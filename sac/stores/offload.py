@@ -12,10 +12,10 @@ import torch
 
 from sac.outer_hooks import OuterPacked
 from sac.stores.backward_order import CallNode
-from sac.stores.layout import distributed_again, distribution_of, local_of
+from sac.stores.layout import distribution_of, local_of
 from sac.stores.transfers import HostCopy, Transfers, TransfersByDevice
 from sac.tensors import Place, lazy_bits, place_of, with_lazy_bits
-from sac.torch_private import FakeTensor, UnseenByModes, storage_use_count
+from sac.torch_private import UnseenByModes, storage_use_count
 
 # Note [Offloaded values]
 #
@@ -31,26 +31,17 @@ from sac.torch_private import FakeTensor, UnseenByModes, storage_use_count
 # Bits. What comes back has the same offset in a new storage, and device allocators align storages in the same way. So
 # kernels that choose by strides or alignment choose as before.
 
-SMALL = "small"
-SHARED = "held elsewhere too"
-FULL = "no room on the host"
-NO_GAIN = "device memory is host memory"
-HOOKS = "hooks around the region decide"
-TANGENTS = "forward-mode differentiation is on"
-OTHER_KIND = "not plain tensors"
-
 
 @dataclass(slots=True)
 class OffloadUse:
     """What became of what one rule offloads, in bytes of whole storages, in the last call of one region.
 
-    ``host_bytes``: copied to host memory; ``spared_bytes``: of these, what backward found on the device, not freed yet,
-    as in the last regions. ``held_bytes``: what stayed on the device, by reason. ``rule``: its id, in a report.
+    ``host_bytes``: copied to host memory. ``held_bytes``: what stayed on the device, by reason. ``rule``: its id, in a
+    report.
     """
 
     rule: str = ""
     host_bytes: int = 0
-    spared_bytes: int = 0
     held_bytes: dict[str, int] = field(default_factory=dict)
 
     def hold(self, reason: str, size: int) -> None:
@@ -62,15 +53,13 @@ class OffloadUse:
 class _Group:
     """The held tensors of one storage, each with its ``put``, and the ids of those that refer to the storage.
 
-    ``rule``: the first of the rules that offload it; ``stays``: whether it may not leave, as for another rule.
+    ``rules``: those that saved them.
     """
 
-    one: torch.Tensor
     storage: torch.UntypedStorage
     held: list[tuple[torch.Tensor, Callable[[Any], None]]] = field(default_factory=list)
     references: set[int] = field(default_factory=set)
-    rule: int | None = None
-    stays: bool = False
+    rules: set[int] = field(default_factory=set)
 
 
 def offload_values(
@@ -89,109 +78,76 @@ def offload_values(
     figures: defaultdict[int, OffloadUse] = defaultdict(OffloadUse)
     groups: dict[int, _Group] = {}
     for tensor, put, rule in values:
-        part = tensor if type(tensor) is torch.Tensor else local_of(tensor)
+        part = local_of(tensor)
         if not _can_leave(part):
             if rule in rules:
-                figures[rule].hold(OTHER_KIND, tensor.numel() * tensor.element_size())
+                figures[rule].hold("not plain tensors", tensor.numel() * tensor.element_size())
             continue
         storage = part.untyped_storage()
-        group = groups.setdefault(storage._cdata, _Group(part, storage))
+        group = groups.setdefault(storage._cdata, _Group(storage))
         group.references.add(id(part))
         group.held.append((tensor, put))
-        if rule not in rules:
-            group.stays = True
-        elif group.rule is None or rule < group.rule:
-            group.rule = rule
+        group.rules.add(rule)
     sent: dict[Transfers, list[tuple[_Group, OffloadUse]]] = {}
     alone = _uses_if_alone()
     for group in groups.values():
-        if group.rule is None:
+        if not (offloading := group.rules.intersection(rules)):
             continue
-        use, size = figures[group.rule], group.storage.nbytes()
-        transfers = transfers_by_device.of(group.one.device)
+        use, size = figures[min(offloading)], group.storage.nbytes()
+        transfers = transfers_by_device.of(group.storage.device)
         if held:
             use.hold(held, size)
         elif transfers is None:
-            use.hold(NO_GAIN, size)
+            use.hold("device memory is host memory", size)
         elif size < transfers.limits.smallest:
-            use.hold(SMALL, size)
-        elif group.stays or alone is None or _uses(group.storage) - len(group.references) != alone:
-            use.hold(SHARED, size)
+            use.hold("small", size)
+        elif offloading != group.rules or storage_use_count(group.storage._cdata) - len(group.references) != alone:
+            use.hold("held elsewhere too", size)
         elif size:
             sent.setdefault(transfers, []).append((group, use))
     for transfers, chosen in sent.items():
-        copies = transfers.put([_in_storage(group.storage, group.one, torch.uint8) for group, _ in chosen], call)
+        copies = transfers.put([_in_storage(group.storage, torch.uint8) for group, _ in chosen], call)
         for (group, use), copy in zip(chosen, copies, strict=True):
             if copy is None:
-                use.hold(FULL, group.storage.nbytes())
+                use.hold("no room on the host", group.storage.nbytes())
                 continue
             use.host_bytes += copy.size
-            copy.figures = use
-            read = partial(_read, copy)
             for tensor, put in group.held:
-                put(OuterPacked(_place_of(tensor), read))
+                put(_away(tensor, copy))
     return figures
 
 
 def _can_leave(part: torch.Tensor) -> bool:
-    """Return whether a tensor is of a kind that can leave the device: a plain one, or a fake one in a plan's steps."""
-    if type(part) is FakeTensor:
-        return part.layout is torch.strided
+    """Return whether a tensor is of a kind that can leave the device."""
     if type(part) is not torch.Tensor or part.layout is not torch.strided:
         return False
     return not (part.is_quantized or part.is_inference() or part._is_zerotensor())
 
 
-def _uses(storage: torch.UntypedStorage) -> int:
-    """Return how many hold ``storage``."""
-    assert storage_use_count is not None
-    return int(storage_use_count(storage._cdata))
-
-
-def _uses_if_alone() -> int | None:
-    """Return how many hold a storage that a variable holds, besides its tensors; None if torch does not say it."""
-    if storage_use_count is None:
-        return None
+def _uses_if_alone() -> float:
+    """Return how many hold a storage that a variable holds, besides its tensors."""
     fresh = torch.UntypedStorage(0)
     other = torch.empty(0).set_(fresh)  # it is counted otherwise while no tensor holds it
-    uses = _uses(fresh) - 1
+    uses = storage_use_count(fresh._cdata) - 1
     del other
     return uses
 
 
-# What a held tensor is exchanged for: dtype, offset, shape, strides, lazy bits, and how it is distributed.
-_Place = tuple[torch.dtype, int, torch.Size, tuple[int, ...], int, Any]
+def _away(tensor: torch.Tensor, copy: HostCopy) -> OuterPacked:
+    """Return what a held tensor is exchanged for: a plain one, or a DTensor whose local tensor is one."""
+    part = local_of(tensor)
+    return OuterPacked(copy, partial(_read, part.dtype, place_of(part), lazy_bits(part), distribution_of(tensor)))
 
 
-def _place_of(tensor: torch.Tensor) -> _Place:
-    """Return where ``tensor`` lies in its storage: a plain one, or a DTensor whose local tensor is one."""
-    part, distribution = tensor, None
-    if type(tensor) is not torch.Tensor:
-        part, distribution = local_of(tensor), distribution_of(tensor)
-    return part.dtype, *place_of(part), lazy_bits(part), distribution
-
-
-def _read(copy: HostCopy, place: _Place) -> torch.Tensor:
+def _read(dtype: torch.dtype, place: Place, bits: int, distribution: Any, copy: HostCopy) -> torch.Tensor:
     """Return the tensor in the bytes of ``copy`` on the device; no mode sees how it is made."""
-    dtype, offset, shape, stride, bits, distribution = place
-    flat = copy.transfers.look(copy)
-    found = _in_storage(flat.untyped_storage(), flat, dtype, (offset, shape, stride), bits)
-    return found if distribution is None else distributed_again(found, distribution)
+    found = _in_storage(copy.transfers.look(copy).untyped_storage(), dtype, place, bits)
+    return found if distribution is None else distribution(found)
 
 
 def _in_storage(
-    storage: torch.UntypedStorage, like: torch.Tensor, dtype: torch.dtype, place: Place | tuple[()] = (), bits: int = 0
+    storage: torch.UntypedStorage, dtype: torch.dtype, place: Place | tuple[()] = (), bits: int = 0
 ) -> torch.Tensor:
-    """Return a new tensor in ``storage``, which is that of ``like``, made unseen by any mode.
-
-    Without a ``place`` it is all of the storage. ``bits``: its lazy bits. Without data if ``like`` has none.
-    """
-    guard = UnseenByModes() if UnseenByModes is not None else None
-    try:
-        if type(like) is torch.Tensor:
-            return with_lazy_bits(torch.empty(0, dtype=dtype, device=like.device).set_(storage, *place), bits)
-        assert isinstance(like, FakeTensor)
-        made = torch.empty(0, dtype=dtype, device="meta").set_(storage, *place)
-        return with_lazy_bits(FakeTensor(like.fake_mode, made, like.device), bits)
-    finally:
-        del guard
+    """Return a new tensor in ``storage``, at a place in it or all of it, with lazy bits; made unseen by any mode."""
+    with UnseenByModes():
+        return with_lazy_bits(torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place), bits)

@@ -2,56 +2,58 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import sys
 import weakref
-from contextlib import suppress
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from sac.checksums import checksum
-from sac.errors import ConfigError, Problem, RegionError
+from sac.errors import Problem, RegionError
 from sac.policy.syntax import shown
 from sac.stores.layout import is_dtensor
-from sac.stores.store import ArgumentInfo, InputStore, OnDevice, StoredInside, StoredTensor
+from sac.stores.store import ArgumentInfo, InputStore, OnDevice, StoredTensor
 from sac.torch_private import gather_into, named_process_group
 
 # -- The process group
 
-LEGAL = "a process group that holds this rank, or a mesh of one dimension"
-
 
 def group_problem(group: Any, where: str) -> list[Problem]:
     """Return what is wrong with ``group`` as the tensor-parallel group of this rank; ``where`` names the call."""
-    found, fix = _fault_of(group)
-    return [Problem(f"{where}.tp_group", found, LEGAL, fix=fix)] if found else []
-
-
-def _fault_of(group: Any) -> tuple[str, str]:
-    """Return what is wrong with a group, and the fix; nothing if it can be used."""
     if group is None:
         found = "inputs are to be scattered, but there is no group to scatter them over"
-        return found, "pass tp_group=, the group whose ranks all have this input"
-    if not (dist.is_available() and dist.is_initialized()):
-        return "torch.distributed is not initialised", "call torch.distributed.init_process_group first"
+        fix = "pass tp_group=, the group whose ranks all have this input"
+    elif not (dist.is_available() and dist.is_initialized()):
+        found, fix = "torch.distributed is not initialised", "call torch.distributed.init_process_group first"
+    elif _is_mesh(group) and group.ndim != 1:
+        names = ", ".join(group.mesh_dim_names or ())
+        found, fix = f"the mesh has {group.ndim} dimensions ({names})", 'pass one of them, as in mesh["tp"]'
+    elif not isinstance(group, dist.ProcessGroup) and not _is_mesh(group) and group is not _NO_MEMBER:
+        found, fix = f"{shown(repr(group))} is not a group", ""
+    elif not _is_member(group):
+        found = f"rank {dist.get_rank()} is not in the group, or the group has been destroyed"
+        fix = "pass each rank the tensor-parallel group that it is in"
+    else:
+        return []
+    legal = "a process group that holds this rank, or a mesh of one dimension"
+    return [Problem(f"{where}.tp_group", found, legal, fix=fix)]
+
+
+_NO_MEMBER: Any = getattr(getattr(dist, "GroupMember", None), "NON_GROUP_MEMBER", None)
+
+
+def _is_member(group: Any) -> bool:
     if _is_mesh(group):
-        if group.ndim != 1:
-            found, names = f"the mesh has {group.ndim} dimensions", group.mesh_dim_names
-            if not names:
-                return found, "name its dimensions and pass one of them"
-            return f"{found} ({', '.join(names)})", f'pass one of them: mesh["{names[-1]}"]'
-        group = group.get_group() if group.get_coordinate() is not None else dist.GroupMember.NON_GROUP_MEMBER
-    elif not isinstance(group, dist.ProcessGroup) and group is not dist.GroupMember.NON_GROUP_MEMBER:
-        return f"{shown(repr(group))} is not a group", ""
+        return group.get_coordinate() is not None
     try:
-        is_member = dist.get_rank(group) >= 0
+        return dist.get_rank(group) >= 0
     except ValueError:  # torch does not know the group, or has destroyed it
-        return "the group has been destroyed", ""
-    found = f"rank {dist.get_rank()} is not in the group"
-    return ("", "") if is_member else (found, "pass each rank the tensor-parallel group that it is in")
+        return False
 
 
 def _is_mesh(group: Any) -> bool:
@@ -64,49 +66,6 @@ def process_group(group: Any) -> Any:
     return group.get_group() if _is_mesh(group) else group
 
 
-def _named_group(name: str | None) -> Any:
-    """Return the process group that was pickled as ``name``, None: the default group.
-
-    Raises ``ConfigError`` if this process lacks it.
-    """
-    missing = "torch.distributed is not initialised here"
-    if dist.is_available() and dist.is_initialized():
-        missing = "there is no such group here"
-        with suppress(RuntimeError, ValueError, KeyError):
-            group = dist.group.WORLD if name is None else named_process_group(name)
-            if group is not None:
-                return group
-    group = "the default group" if name is None else f'the process group "{name}"'
-    fix = "make the same groups in the same order before loading, or pickle the model without sac (sac.remove)"
-    raise ConfigError(Problem("tp_group", f"what is loaded scatters its inputs over {group}, and {missing}", fix=fix))
-
-
-def reaches(group: Any, device: torch.device) -> bool:
-    """Return whether ``group`` has a backend for tensors on ``device``: a group for NCCL alone has none for the CPU."""
-    types = getattr(group, "_device_types", None)  # without it the collective itself raises
-    return types is None or any(one.type == device.type for one in types)
-
-
-def is_replicated(tensor: torch.Tensor, group: Any) -> bool:
-    """Return whether the ranks of ``group`` have the same local tensor, judging by the tensor's type.
-
-    For a plain tensor this is assumed. For a DTensor it is true if all of them have the same coordinate along each mesh
-    dimension that is sharded or partial.
-    """
-    if not is_dtensor(tensor):
-        return True
-    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    divided = [dimension for dimension, store in enumerate(placements) if not store.is_replicate()]
-    if not divided:
-        return True
-    ranks_along = set()
-    for rank in dist.get_process_group_ranks(group):
-        position = (mesh.mesh == rank).nonzero()
-        if len(position):  # other ranks have their own mesh, where the same holds for them
-            ranks_along.add(tuple(position[0, divided].tolist()))
-    return len(ranks_along) <= 1
-
-
 def check_replicated(flat: torch.Tensor, argument: ArgumentInfo, group: Any) -> None:
     """Raise ``RegionError`` on every rank of ``group`` if shape, strides, dtype or bits differ between its ranks.
 
@@ -114,18 +73,15 @@ def check_replicated(flat: torch.Tensor, argument: ArgumentInfo, group: Any) -> 
     """
     layout = argument.layout
     values = [one.tolist() if isinstance(one, torch.Tensor) else one for one in checksum(flat)]
-    compared = (tuple(layout.shape), layout.stride, layout.bits, str(flat.dtype)), values
-    digests = [hashlib.blake2b(repr(one).encode(), digest_size=7).digest() for one in compared]
-    own = torch.tensor([int.from_bytes(digest, "big") for digest in digests], device=flat.device)
-    both = torch.stack([own, -own])
+    compared = repr((tuple(layout.shape), layout.stride, layout.bits, flat.dtype, values))
+    own = int.from_bytes(hashlib.blake2b(compared.encode(), digest_size=7).digest(), "big")
+    both = torch.tensor([own, -own], device=flat.device)
     dist.all_reduce(both, op=dist.ReduceOp.MIN, group=group)
-    smallest, negated = both.tolist()
-    differs = [least != -greatest for least, greatest in zip(smallest, negated, strict=True)]
-    if any(differs):
-        what = "shape, strides or dtype" if differs[0] else "values"
+    least, negated = both.tolist()
+    if least != -negated:
         found = (
-            f"its {what} differ between the {group.size()} ranks of the group that it is to be scattered over "
-            "(is it split between them, as in sequence parallelism?)"
+            f"its shape, strides, dtype or values differ between the {group.size()} ranks of the group that it is to "
+            "be scattered over (is it split between them, as in sequence parallelism?)"
         )
         fix = "scatter what all ranks have whole: choose by `keep`, or keep the inputs of this region whole"
         raise RegionError(Problem(argument(), found, fix=fix))
@@ -193,20 +149,17 @@ class Scattered(InputStore):
         over = process_group(group)
         return None if over.size() == 1 else cls(over, inner, compared)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Scattered:
-        return Scattered(self.group, copy.deepcopy(self.inner, memo), set())
-
     def __reduce__(self) -> tuple[Any, ...]:
-        name = None if self.group is dist.group.WORLD else str(self.group.group_name)
-        return _unpickled, (name, self.inner)
+        return _unpickled, (self.group.group_name, self.inner)
 
     def accepts(self, tensor: torch.Tensor) -> bool:
         """Return whether the group can gather the tensor, and all ranks have the same tensor.
 
-        The latter is assumed for plain tensors, and true for a DTensor that is replicated over the group.
+        The latter is assumed for plain tensors, and true for a DTensor that is replicated over its mesh.
         """
-        possible = reaches(self.group, tensor.device) and is_replicated(tensor, self.group)
-        return possible and self.inner.accepts(tensor)
+        placements = getattr(tensor, "placements", ()) if is_dtensor(tensor) else ()
+        devices = getattr(self.group, "_device_types", [tensor.device])  # a group for NCCL alone has none for the CPU
+        return all(one.is_replicate() for one in placements) and tensor.device.type in {one.type for one in devices}
 
     def put(self, flat: torch.Tensor, argument: ArgumentInfo) -> StoredTensor:
         """Keep this rank's share of ``flat``, which all ranks of the group have.
@@ -223,7 +176,8 @@ class Scattered(InputStore):
             padded = flat.new_zeros(elements)
             padded[: share.numel()] = share
             share = padded
-        return StoredShare(self.group, self.inner.put(share, argument), flat.numel())
+        stored = self.inner.put(share, argument)
+        return replace(stored, fetch=partial(_gathered, stored.fetch, self.group, flat.numel()))
 
     def describe(self) -> str:
         """Say where inputs are kept."""
@@ -231,23 +185,15 @@ class Scattered(InputStore):
         return f"scattered over {self.size} ranks{inner}"
 
 
-def _unpickled(name: str | None, inner: InputStore) -> Scattered:
-    return Scattered(_named_group(name), inner, set())
+def _unpickled(name: str, inner: InputStore) -> Scattered:
+    """Return a store over the group of this name, which this process has made in the same order."""
+    return Scattered(named_process_group(name), inner, set())
 
 
-class StoredShare(StoredInside):
-    """This rank's share of a flat tensor; see Note [Shares]."""
-
-    __slots__ = ("_elements", "_group")
-
-    def __init__(self, group: Any, inner: StoredTensor, elements: int) -> None:
-        self._group, self.inner, self._elements = group, inner, elements
-
-    def fetch(self) -> torch.Tensor:
-        """Return the whole flat tensor."""
-        assert gather_into is not None, "torch has no torch.distributed"
-        share = self.inner.fetch()
-        full = share.new_empty(self._group.size() * share.numel())
-        if share.numel():  # as bytes: backends know few dtypes
-            gather_into(full.view(torch.uint8), share.view(torch.uint8), group=self._group)
-        return full[: self._elements]
+def _gathered(fetch: Callable[[], torch.Tensor], group: Any, elements: int) -> torch.Tensor:
+    """Return the whole flat tensor of the shares that ``fetch`` returns; see Note [Shares]."""
+    share = fetch()
+    full = share.new_empty(group.size() * share.numel())
+    if share.numel():  # as bytes: backends know few dtypes
+        gather_into(full.view(torch.uint8), share.view(torch.uint8), group=group)
+    return full[:elements]

@@ -1,18 +1,18 @@
-"""Stores for region inputs between forward and backward."""
+"""Stores for region inputs between forward and backward: the protocol, and copies on the device and in host memory."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from sac.stores.backward_order import CallNode
 from sac.stores.layout import Layout
-
-# -- Input stores
+from sac.stores.transfers import HostCopy, TransfersByDevice
 
 # Note [Kept inputs]
 #
@@ -22,12 +22,10 @@ from sac.stores.layout import Layout
 #
 #   scattered      this rank's share of a tensor that every rank of a group holds (`scatter.Scattered`)
 #   contiguous     a slot of one preallocated buffer (`contiguous.ContiguousBuffer`)
-#   host           a copy in host memory (`host.OnHost`)
+#   host           a copy in host memory (`OnHost`)
 #
 # Each store's `put` returns a `StoredTensor`, whose `fetch` returns the flat tensor; recomputation restores its layout.
-# A chosen input is never also held by handles or by the recorder.
-#
-# What is stored is freed with its `StoredTensor`.
+# A chosen input is never also held by handles or by the recorder. What is stored is freed with its `StoredTensor`.
 #
 # Example. The store is `Scattered(group, OnHost())` over 4 GPU ranks, and x is a transposed bfloat16[4096, 8192] of
 # 64 MiB. `Layout.of` returns a flat view of 2^25 elements. `Scattered.put` takes this rank's 2^23 of them, and
@@ -35,43 +33,22 @@ from sac.stores.layout import Layout
 # and gathers the 4 shares, and `Layout.restore` returns the transposed tensor.
 
 
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One flat tensor between forward and backward. Abstract."""
+    """One tensor between forward and backward.
 
-    __slots__ = ()
+    ``fetch`` returns it, in memory that is the caller's to write to. ``bytes``: those held on the device, and in host
+    memory on behalf of a device. ``copy``: the copy in host memory, which may still be on the way.
+    """
 
-    def fetch(self) -> torch.Tensor:
-        """Return the flat tensor."""
-        raise NotImplementedError
-
-    def bytes(self) -> tuple[int, int]:
-        """Return the bytes held on the device, and in host memory on behalf of a device."""
-        raise NotImplementedError
+    fetch: Callable[[], torch.Tensor]
+    bytes: tuple[int, int]
+    copy: HostCopy | None = None
 
     def settle(self) -> None:
         """The source of the copy is about to be written to or freed: make sure that the copy is done by then."""
-
-    def prefetch(self) -> None:
-        """Start to fetch what backward needs next, if that saves time."""
-
-
-class StoredInside(StoredTensor):
-    """A tensor made of another one that is stored, ``inner``."""
-
-    __slots__ = ("inner",)
-    inner: StoredTensor
-
-    def bytes(self) -> tuple[int, int]:
-        """Return the bytes of ``inner``."""
-        return self.inner.bytes()
-
-    def settle(self) -> None:
-        """See ``StoredTensor``."""
-        self.inner.settle()
-
-    def prefetch(self) -> None:
-        """See ``StoredTensor``."""
-        self.inner.prefetch()
+        if self.copy is not None:
+            self.copy.transfers.settle(self.copy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,28 +90,43 @@ class OnDevice(InputStore):
 
     def put(self, flat: torch.Tensor, name: Callable[[], str]) -> StoredTensor:
         """Copy ``flat``."""
-        return StoredOnDevice(flat.clone())
+        value = flat.clone()
+        return StoredTensor(value.clone, (value.nbytes, 0))
 
     def describe(self) -> str:
         """Say where inputs are kept."""
         return "on the device"
 
 
-class StoredOnDevice(StoredTensor):
-    """A flat tensor on the device it came from."""
+class OnHost(InputStore):
+    """Keeps a copy in pinned host memory, copied on other streams.
 
-    __slots__ = ("value",)
+    The copy down runs while the region runs; the copy up starts before backward needs it (Note [Transfers]). An input
+    that is already in host memory is copied there; its copy counts as memory of the input's device.
+    """
 
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
+    def __init__(self, transfers: TransfersByDevice | None = None) -> None:
+        self._transfers = transfers if transfers is not None else TransfersByDevice()
 
-    def fetch(self) -> torch.Tensor:
-        """Return the tensor itself."""
-        return self.value
+    def put(self, flat: torch.Tensor, name: Callable[[], str]) -> StoredTensor:
+        """Start to copy ``flat`` to the host; ``flat`` must not be written to or freed before ``settle``."""
+        transfers, call = self._transfers.of(flat.device), None
+        if transfers is None:
+            return OnDevice().put(flat, name)
+        # Plain contiguous memory: for lazy bits or strides, torch would run more than a copy.
+        source = flat.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+        if isinstance(name, ArgumentInfo):
+            call = name.call
+            call.follow(name.tensor)
+        [copy] = transfers.start([source], call)
+        if copy is None:
+            return OnDevice().put(flat, name)
+        dtype = flat.dtype
+        return StoredTensor(lambda: transfers.take(copy).view(dtype), (0, copy.size), copy)
 
-    def bytes(self) -> tuple[int, int]:
-        """Return the bytes of the tensor."""
-        return self.value.nbytes, 0
+    def describe(self) -> str:
+        """Say where inputs are kept."""
+        return "in host memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,30 +142,28 @@ class InputStoring:
 
     def choose(self, leaves: Sequence[Any]) -> list[int]:
         """Return the positions of the leaves to put into the store."""
-        tensors = [
+        which = self.which if callable(self.which) else _is_floating
+        chosen = [
             (position, leaf)
             for position, leaf in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter)
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter) and which(position, leaf)
         ]
-        if callable(self.which):
-            chosen = [(position, leaf) for position, leaf in tensors if self.which(position, leaf)]
-        else:
-            chosen = [(position, leaf) for position, leaf in tensors if leaf.is_floating_point() or leaf.is_complex()]
-            chosen = chosen[:1] if self.which == "first" else chosen
+        chosen = chosen[:1] if self.which == "first" else chosen
         return [position for position, leaf in chosen if Layout.fits(leaf) and self.store.accepts(leaf)]
 
 
-class StoredInput(StoredInside):
-    """One input in a store, and its layout."""
+def _is_floating(position: int, tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
-    __slots__ = ("layout",)
 
-    def __init__(self, tensor: torch.Tensor, store: InputStore, call: CallNode, position: tuple[str, int]) -> None:
-        with torch.no_grad():
-            self.layout, flat = Layout.of(tensor.detach())
-            self.inner = store.put(flat, ArgumentInfo(tensor, self.layout, call, position))
+@torch.no_grad()
+def stored_input(tensor: torch.Tensor, store: InputStore, call: CallNode, position: tuple[str, int]) -> StoredTensor:
+    """Put one input into a store; fetching it returns it with its original layout."""
+    layout, flat = Layout.of(tensor.detach())
+    stored = store.put(flat, ArgumentInfo(tensor, layout, call, position))
+    return replace(stored, fetch=partial(_restored, layout, stored.fetch))
 
-    def fetch(self) -> torch.Tensor:
-        """Return the input with its original layout."""
-        with torch.no_grad():
-            return self.layout.restore(self.inner.fetch())
+
+@torch.no_grad()
+def _restored(layout: Layout, fetch: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return layout.restore(fetch())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -16,7 +15,7 @@ import torch
 from sac.errors import Problem, RegionError, warn
 from sac.policy.read import bytes_text
 from sac.stores.backward_order import CallNode
-from sac.torch_private import NO_TASK, ending_task, when_backward_ends
+from sac.torch_private import NO_TASK, current_graph_task_id, when_backward_ends
 
 # Note [Transfers]
 #
@@ -24,13 +23,12 @@ from sac.torch_private import NO_TASK, ending_task, when_backward_ends
 # of the link are busy at once. `Transfers.put` copies storages down into pinned memory; a `HostCopy` is one of them.
 # Streams run independently of each other, so every access waits for the one before it:
 #
-#   the copy down    waits for the stream that `put` was called on, which made the source; in memory that is used again
-#                    (a slot), also for the copies up
+#   the copy down    waits for the stream that `start` was called on, which made the source
 #   the copy up      waits for the copy down, and for the stream that its target was allocated on
-#   a reader         waits for the copy up, on its own stream
-#   freeing memory   The stream on which the memory was allocated waits for the copy that uses it, and for other streams
-#                    that have read it. Then the reference is released: what that stream runs next comes after the
-#                    copy.
+#   a reader         waits for the copy up. It reads only memory of its own stream: on another stream than that of the
+#                    source or the target, the bytes are brought up again
+#   freeing memory   The stream on which the memory was allocated waits for the copy that uses it. Then the reference is
+#                    released: what that stream runs next comes after the copy.
 #
 # Neither `record_stream` nor `event.query` is used: with them, the memory in use would depend on when copies end. Here
 # it depends on the order of calls and on sizes only, so peaks repeat, and are the same on every rank.
@@ -76,55 +74,9 @@ def streams_of(device: torch.device) -> Any:
     return module if all(hasattr(module, name) for name in ("Stream", "stream", "current_stream")) else None
 
 
-# -- Host memory
-
-
 def pinned_memory(size: int) -> torch.Tensor:
     """Return uninitialised host memory of ``size`` bytes, of the kind that is fast to copy."""
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-
-class HostMemory:
-    """Host memory for copies, within a limit.
-
-    torch's allocator of pinned memory rounds sizes up to powers of two, and uses memory again when the copies that used
-    it are done. ``limit``: of what is in use at once; None: no limit. ``failure``: why pinning failed, which is then
-    taken for the limit.
-    """
-
-    def __init__(self, limit: int | None = None) -> None:
-        self.limit = limit
-        self.failure = ""
-        self._used_bytes = 0
-        self._returned: deque[int] = deque()
-
-    def take(self, size: int) -> torch.Tensor | None:
-        """Return ``size`` bytes, None if the limit does not allow for it."""
-        rounded = _rounded(size)
-        if self.limit is not None and self.used_bytes + rounded > self.limit:
-            return None
-        try:
-            memory = pinned_memory(size)
-        except RuntimeError as error:  # the driver pins no more
-            self.limit, self.failure = self.used_bytes, str(error).partition("\n")[0]
-            return None
-        self._used_bytes += rounded
-        return memory
-
-    def give(self, size: int) -> None:
-        """Count ``size`` bytes that were taken no longer. May be called from any thread."""
-        self._returned.append(_rounded(size))
-
-    @property
-    def used_bytes(self) -> int:
-        """The bytes in use."""
-        while self._returned:
-            self._used_bytes -= self._returned.popleft()
-        return self._used_bytes
-
-
-def _rounded(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()
 
 
 # -- Copies
@@ -133,39 +85,48 @@ def _rounded(size: int) -> int:
 class HostCopy:
     """The bytes of one storage in host memory, from when its copy down starts; see Note [Transfers].
 
-    ``source``: those on the device, as long as they stay there. ``memory``: those in host memory; ``is_slot``: others
-    own it. ``call``: the region call that reads them in backward. ``task``: the backward that asked for them last.
-    ``figures.spared_bytes`` counts the bytes if backward finds them in the source.
+    ``source``: those on the device, as long as they stay there. ``memory``: those in host memory. ``call``: the region
+    call that reads them in backward. ``task``: the backward that asked for them last.
     """
 
     __slots__ = (
-        "__weakref__", "call", "down", "figures", "home", "is_slot", "memory", "readers", "size", "source", "target",
-        "target_home", "task", "transfers", "up",
+        "__weakref__", "call", "down", "home", "memory", "size", "source", "target", "target_home", "task", "transfers",
+        "up",
     )  # fmt: skip
 
-    def __init__(
-        self, transfers: Transfers, source: torch.Tensor, memory: torch.Tensor, call: CallNode | None, *, is_slot: bool
-    ) -> None:
-        self.transfers, self.call, self.is_slot = transfers, call, is_slot
+    def __init__(self, transfers: Transfers, source: torch.Tensor, memory: torch.Tensor, call: CallNode | None) -> None:
+        self.transfers, self.call = transfers, call
         self.source: torch.Tensor | None = source
         self.memory = memory
         self.size = source.numel()
-        self.figures: Any = None
         self.home: Any = None  # the stream that owns the memory of the source
         self.down: Any = None  # the events after the copies
         self.up: Any = None
         self.target: torch.Tensor | None = None
         self.target_home: Any = None
-        self.readers: tuple[Any, ...] = ()  # other streams that have read the source or the target
         self.task = NO_TASK - 1
         if call is not None:
             call.add_copy(self)
 
     def __del__(self) -> None:
-        try:  # noqa: SIM105  (a context would take longer than what is in it)
-            self.transfers.retire(self)
+        """Free what it still holds; takes no lock, see Note [Transfers]."""
+        try:
+            self.free_source()
+            self.free_target()
         except Exception:  # while the interpreter shuts down, names may be gone
             pass
+
+    def free_source(self) -> None:
+        """Let the stream that owns the source wait for the copy down, and release the source."""
+        if self.source is not None and self.down is not None:
+            self.home.wait_event(self.down)
+        self.source = None
+
+    def free_target(self) -> None:
+        """Let the stream that owns the target wait for the copy up, and release the target."""
+        if self.target is not None:
+            self.target_home.wait_event(self.up)
+            self.target = None
 
 
 def _bytes_of(copies: Iterable[HostCopy]) -> int:
@@ -181,13 +142,14 @@ class Transfers:
     def __init__(self, device: torch.device, module: Any, limits: TransferLimits = LIMITS) -> None:
         self.limits = limits
         self._device, self._module = device, module
+        self._current: Callable[[], Any] = partial(module.current_stream, device)
         self._down, self._up = module.Stream(device), module.Stream(device)
-        self.host = HostMemory(limits.host)
+        self._host_limit, self._failure = limits.host, ""
         self._is_full = False
         self._lock = threading.RLock()
-        # Copies with sources on the device, the oldest first; and those brought up ahead and not asked for yet.
+        # All copies; and those with sources on the device, the oldest first.
+        self._copies: weakref.WeakSet[HostCopy] = weakref.WeakSet()
         self._flying: weakref.WeakKeyDictionary[HostCopy, None] = weakref.WeakKeyDictionary()
-        self._early: weakref.WeakSet[HostCopy] = weakref.WeakSet()
 
     def put(self, sources: Sequence[torch.Tensor], call: CallNode | None = None) -> list[HostCopy | None]:
         """Start to copy ``sources``, which nothing else holds, down; free the oldest sources over the limit.
@@ -196,76 +158,64 @@ class Transfers:
         room.
         """
         with self._lock:
-            copies = self._start_down(sources, call)
-            for copy in copies:
-                if copy is not None:
-                    self._flying[copy] = None
+            copies = self.start(sources, call)
+            self._flying.update((copy, None) for copy in copies if copy is not None)
             excess = _bytes_of(self._flying) - self.limits.in_flight
             for copy in [*self._flying]:
                 if excess <= 0:
                     break
                 excess -= copy.size
-                self._free_source(copy)
+                self._flying.pop(copy)
+                copy.free_source()
             return copies
 
-    def put_one(
-        self, source: torch.Tensor, call: CallNode | None = None, slot: torch.Tensor | None = None
-    ) -> HostCopy | None:
-        """Start to copy ``source``, which others hold too, into ``slot`` or into memory of its own; see ``settle``.
-
-        None: the host has no room.
-        """
-        with self._lock:
-            return self._start_down([source], call, slot)[0]
-
-    def _start_down(
-        self, sources: Sequence[torch.Tensor], call: CallNode | None, slot: torch.Tensor | None = None
-    ) -> list[HostCopy | None]:
-        self._refuse_capture()
-        copies: list[HostCopy | None] = []
-        for source in sources:
-            memory = slot if slot is not None else self.host.take(source.numel())
-            copy = None if memory is None else HostCopy(self, source, memory, call, is_slot=slot is not None)
-            copies.append(copy)
-        without = sum(source.numel() for source, copy in zip(sources, copies, strict=True) if copy is None)
-        if without:
-            self._tell_full(without)
-        made = [copy for copy in copies if copy is not None]
-        if made:
-            if slot is not None:
-                self._down.wait_stream(self._up)
-            down = self._run(self._down, [(copy.memory, copy.source) for copy in made])
-            for copy in made:
-                copy.home, copy.down = self.current(), down
-        return copies
-
-    def _tell_full(self, size: int) -> None:
-        """Warn once that values of ``size`` bytes stay on the device; raise ``RegionError`` under ``strict``."""
-        if self._is_full and not self.limits.strict:
-            return
-        self._is_full = True
-        why = f": {self.host.failure}" if self.host.failure else ""
-        problem = Problem(
-            "host_memory",
-            f"{bytes_text(size)} of values stay on the device, since host memory has no room for them: of the "
-            f"{bytes_text(self.host.limit or 0)} that this process may pin, {bytes_text(self.host.used_bytes)} are in "
-            f"use{why}",
-            fix="raise host_memory if the node has more, or offload less",
-        )
-        if self.limits.strict:
-            raise RegionError(problem)
-        warn(problem)
-
-    def _refuse_capture(self) -> None:
+    def start(self, sources: Sequence[torch.Tensor], call: CallNode | None = None) -> list[HostCopy | None]:
+        """Start to copy ``sources`` down; what others hold too stays until ``settle``. See ``put``."""
         capturing = getattr(self._module, "is_current_stream_capturing", None)
         if capturing is not None and capturing():
             found = "offloading cannot be captured in a CUDA graph: its replays would allocate no host memory"
             fix = "capture no region that offloads or has store host; save or recompute instead"
             raise RegionError(Problem("offload", found, fix=fix))
+        with self._lock:
+            copies = [self._on_host(source, call) for source in sources]
+            made = [copy for copy in copies if copy is not None]
+            if made:
+                down = self._run(self._down, [(copy.memory, copy.source) for copy in made])
+                for copy in made:
+                    copy.home, copy.down = self._current(), down
+            return copies
+
+    def used_host_bytes(self) -> int:
+        """Return the bytes of pinned memory in use; torch's allocator rounds sizes up to powers of two."""
+        return sum(_rounded(copy.size) for copy in self._copies)
+
+    def _on_host(self, source: torch.Tensor, call: CallNode | None) -> HostCopy | None:
+        """Return the copy to be made of ``source``; None if the limit does not allow it or the driver pins no more."""
+        size, limit = source.numel(), self._host_limit
+        try:
+            if limit is None or self.used_host_bytes() + _rounded(size) <= limit:
+                copy = HostCopy(self, source, pinned_memory(size), call)
+                self._copies.add(copy)
+                return copy
+        except RuntimeError as error:
+            self._host_limit, self._failure = self.used_host_bytes(), f": {str(error).splitlines()[0]}"
+        if self.limits.strict or not self._is_full:
+            self._is_full = True
+            problem = Problem(
+                "host_memory",
+                f"{bytes_text(size)} of values stay on the device, since host memory has no room for them: of the "
+                f"{bytes_text(self._host_limit or 0)} that this process may pin, {bytes_text(self.used_host_bytes())} "
+                f"are in use{self._failure}",
+                fix="raise host_memory if the node has more, or offload less",
+            )
+            if self.limits.strict:
+                raise RegionError(problem)
+            warn(problem)
+        return None
 
     def _run(self, stream: Any, pairs: Iterable[tuple[Any, Any]], after: Iterable[Any] = ()) -> Any:
         """Let ``stream`` copy targets from sources, after the current stream and events; return the event after it."""
-        stream.wait_stream(self.current())
+        stream.wait_stream(self._current())
         for event in after:
             stream.wait_event(event)
         with self._module.stream(stream):
@@ -276,84 +226,61 @@ class Transfers:
     def settle(self, copy: HostCopy) -> None:
         """The source is about to be written to or freed: its stream and the current one wait for the copy down."""
         if copy.source is not None:
-            current = self.current()
+            current = self._current()
             if current != copy.home:
                 current.wait_event(copy.down)
-            self._free_source(copy)
+            copy.free_source()
 
     def look(self, copy: HostCopy) -> torch.Tensor:
         """Return the bytes on the device, which others read too; they stay there until the running backward ends."""
         with self._lock:
-            task, current = ending_task(), self.current()
-            found, home = copy.source, copy.home
+            task, current = current_graph_task_id(), self._current()
+            found = copy.source if current == copy.home else None
             if found is None:
+                if current != copy.target_home:
+                    copy.free_target()
                 if copy.target is None:
                     self._bring_up([copy], task)
-                found, home = copy.target, copy.target_home
                 current.wait_event(copy.up)
+                found = copy.target
             assert found is not None
-            if current != home and current not in copy.readers:
-                copy.readers = *copy.readers, current
             if task == NO_TASK:  # no end at which the target could be freed
-                self._free_target(copy)
+                copy.free_target()
             elif copy.task != task:
                 copy.task = task
-                self._early.discard(copy)
-                if copy.source is not None and copy.figures is not None:
-                    copy.figures.spared_bytes, copy.figures = copy.figures.spared_bytes + copy.size, None
-                self.look_ahead(copy.call)
+                self._look_ahead(copy.call, task)
             return found
 
     def take(self, copy: HostCopy) -> torch.Tensor:
-        """Return the bytes in new memory on the device, which is the caller's to write to."""
+        """Return the bytes in memory on the device that is the caller's to write to."""
         with self._lock:
-            task, current = ending_task(), self.current()
-            if copy.target is not None and current != copy.target_home:
-                self._free_target(copy)  # the caller's memory has to belong to its stream
-            if copy.target is None:
-                self._bring_up([copy], task)
-            current.wait_event(copy.up)
-            self._early.discard(copy)
-            found, copy.target, copy.task = copy.target, None, task
-            assert found is not None
-            return found
+            found = self.look(copy)
+            copy.target = None
+            return found if found is not copy.source else found.clone()
 
-    def look_ahead(self, call: CallNode | None) -> None:
+    def _look_ahead(self, call: CallNode | None, task: int) -> None:
         """Backward has come to ``call``: bring up its values, and within the limit what backward reads next.
 
         Once in each backward.
         """
-        with self._lock:
-            task = ending_task()
-            if call is None or task == NO_TASK or call.looked_ahead_in == (self, task):
-                return
-            call.looked_ahead_in = self, task
-            own = call.alive()
-            self._bring_up([copy for copy in own if self._is_away(copy, task)], task)
-            self._early.difference_update(own)
-            room = self.limits.ahead - _bytes_of(self._flying) - _bytes_of(self._early)
-            for upcoming in islice(call.upcoming(), _CALLS_AHEAD):
-                batch = []
-                for copy in reversed(upcoming.alive()):
-                    if not self._is_away(copy, task):
-                        continue
-                    room -= copy.size
-                    if room < 0:
-                        break
-                    batch.append(copy)
-                self._bring_up(batch, task)
-                self._early.update(batch)
+        if call is None or call.looked_ahead_in == (self, task):
+            return
+        call.looked_ahead_in = self, task
+        self._bring_up([copy for copy in call.alive() if self._is_away(copy, task)], task)
+        ahead = [one for one in self._copies if one.target is not None and one.task != task and one.call is not call]
+        room = self.limits.ahead - _bytes_of(self._flying) - _bytes_of(ahead)
+        for upcoming in islice(call.upcoming(), _CALLS_AHEAD):
+            batch = []
+            for copy in reversed(upcoming.alive()):
+                if not self._is_away(copy, task):
+                    continue
+                room -= copy.size
                 if room < 0:
-                    return
-
-    def retire(self, copy: HostCopy) -> None:
-        """Free everything that ``copy``, which is dying, still holds; takes no lock, see Note [Transfers]."""
-        if copy.source is not None and copy.down is not None:
-            self._release(copy, copy.home, copy.down)
-        if copy.target is not None:
-            self._release(copy, copy.target_home, copy.up)
-        if not copy.is_slot:
-            self.host.give(copy.size)
+                    break
+                batch.append(copy)
+            self._bring_up(batch, task)
+            if room < 0:
+                return
 
     def _is_away(self, copy: HostCopy, task: int) -> bool:
         """Return whether the bytes of ``copy`` are in host memory alone, and were not brought up in this backward."""
@@ -362,7 +289,7 @@ class Transfers:
     def _bring_up(self, copies: Sequence[HostCopy], task: int) -> None:
         if not copies:
             return
-        home = self.current()
+        home = self._current()
         targets = [torch.empty(copy.size, dtype=torch.uint8, device=self._device) for copy in copies]
         pairs = [(target, copy.memory) for target, copy in zip(targets, copies, strict=True)]
         up = self._run(self._up, pairs, dict.fromkeys(copy.down for copy in copies))
@@ -376,29 +303,11 @@ class Transfers:
         with self._lock:
             for reference in copies:
                 if (copy := reference()) is not None:
-                    self._free_target(copy)
+                    copy.free_target()
 
-    def _free_source(self, copy: HostCopy) -> None:
-        self._release(copy, copy.home, copy.down)
-        copy.source = None
-        self._flying.pop(copy, None)
 
-    def _free_target(self, copy: HostCopy) -> None:
-        if copy.target is not None:
-            self._release(copy, copy.target_home, copy.up)
-            copy.target = None
-            self._early.discard(copy)
-
-    def _release(self, copy: HostCopy, home: Any, done: Any) -> None:
-        """Let the stream ``home``, whose memory is about to be freed, wait for a copy and for other streams' reads."""
-        home.wait_event(done)
-        for reader in copy.readers:
-            if reader != home:
-                home.wait_stream(reader)
-
-    def current(self) -> Any:
-        """Return the device's current stream."""
-        return self._module.current_stream(self._device)
+def _rounded(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()
 
 
 class TransfersByDevice:

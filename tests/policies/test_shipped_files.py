@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from sac.config import usable_policy
 from sac.engine.table import resolve_policy
 from sac.policy.load import load_policy, shipped_policies
 from tests.policies.families import FAMILIES
@@ -24,7 +23,7 @@ def test_these_policies_are_shipped() -> None:
 def test_policy_is_named_as_its_file_and_can_be_used_and_written_out(name: str, tmp_path: Path) -> None:
     policy = load_policy(name)
     assert policy.name == name
-    assert [bound.rule for bound in usable_policy(policy).rules] == list(policy.rules)
+    assert [bound.rule for bound in resolve_policy(policy).rules] == list(policy.rules)
     assert set(resolve_policy(policy).missing) <= {rule.id for rule in policy.rules}
     policy.save(tmp_path / "copy.yaml")
     assert load_policy(tmp_path / "copy.yaml") == policy

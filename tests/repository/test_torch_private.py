@@ -1,4 +1,4 @@
-"""Private names of torch are read in one file, each behind a feature test; see Note [Private names of torch]."""
+"""Private names of torch are read in one file, each with its reason; see Note [Private names of torch]."""
 
 import ast
 import inspect

@@ -303,7 +303,7 @@ def place_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def is_idle(of_device: transfers.Transfers) -> bool:
     """Whether nothing is held: on the device, on its way, or in host memory."""
-    return not len(of_device._flying) and not of_device.host.used_bytes
+    return not len(of_device._flying) and not of_device.used_host_bytes()
 
 
 def take_cpu_for_a_device(patch: pytest.MonkeyPatch, streams: Simulation) -> None:

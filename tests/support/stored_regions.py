@@ -11,7 +11,7 @@ from sac.full import FullConfig
 from tests.support.cases import CASES, Program, Run, Seen
 from tests.support.training import nearly_same, new_tensors_in, same_bits
 
-HERE = ("whole", "host", "contiguous", "contiguous+host")
+HERE = ("whole", "host", "contiguous")
 OVER_RANKS = ("scattered", "scattered+host", "scattered+contiguous")
 MODES = {"non-reentrant": False, "reentrant": True}
 SEVERAL_SIZES = ("sizes_that_do_not_divide", "views", "strided", "micro_batches_in_flight")

@@ -132,7 +132,7 @@ class Program:
     def input(self, call: CallNode) -> list[Value]:
         self.mine.append(torch.randint(0, 255, (3000,), dtype=torch.uint8))
         source = self.mine[-1] * 1
-        copy = self.transfers.put_one(source, call)
+        copy = self.transfers.start([source], call)[0]
         if copy is None:
             return []
         self.transfers.settle(copy)

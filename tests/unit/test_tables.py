@@ -1,10 +1,8 @@
-"""Tables: as wide as their rows in a pipe, no wider than the screen on a terminal, and no text is lost."""
+"""Tables: as wide as their rows; on a narrow terminal without optional columns."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sac.tables import Table, percent_text, screen_width, wrapped_text
 
@@ -28,29 +26,13 @@ def test_without_a_width_each_row_is_one_line() -> None:
     )
 
 
-def test_on_a_narrow_screen_optional_columns_go_and_the_widest_cells_wrap_but_not_before_units() -> None:
-    assert TABLE.text(42) == (
-        "  mode                 kept           step\n"
-        " ─────────────────────────────────────────\n"
-        "  none            153.5 MiB   1.96 s ×1.00\n"
-        "                      100 %\n"
-        "  ./some/long      12.4 MiB   2.80 s ×1.43\n"
-        "  /policy.yam           8 %\n"
-        "  l"
+def test_on_a_narrow_screen_optional_columns_go() -> None:
+    assert TABLE.text(60) == (
+        "  mode                                 kept           step\n"
+        " ─────────────────────────────────────────────────────────\n"
+        "  none                      153.5 MiB 100 %   1.96 s ×1.00\n"
+        "  ./some/long/policy.yaml    12.4 MiB   8 %   2.80 s ×1.43"
     )
-
-
-CELLS = st.text("ab./_ 1%(", max_size=12).map(str.strip)
-
-
-@given(st.lists(st.tuples(CELLS, CELLS, CELLS), max_size=4), st.integers(24, 60))
-def test_no_text_is_lost_and_no_line_is_too_long(rows: list[tuple[str, str, str]], width: int) -> None:
-    table = Table(("first", "second", "third"), tuple(rows), right=("second",))
-    lines = table.text(width).splitlines()
-    assert max(map(len, lines)) <= width
-    shown = "".join(lines[2:]) if len(lines[0].split()) == 3 else "".join(lines)
-    for letter in "ab/_1%":
-        assert shown.count(letter) >= sum(cell.count(letter) for row in rows for cell in row)
 
 
 def test_what_is_not_a_terminal_has_no_width(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def test_layers_that_are_checkpointed_already_are_refused() -> None:
     regions, wrapped = stack(2), stack(2)
     nemo.apply_selective_checkpointing_to_layers(regions, [regions[1]], False)
     wrapped[0].up = checkpoint_wrapper(wrapped[0].up)
-    for model, text in ((regions, "1: this module is a region"), (wrapped, "the model's own checkpointing is on")):
+    for model, text in ((regions, "1: sac is on this module"), (wrapped, "the model's own checkpointing is on")):
         before = region_paths(model)
         with pytest.raises(ModelError, match=text):
             nemo.apply_selective_checkpointing_to_layers(model, list(model), False)

@@ -112,10 +112,10 @@ def test_calls_on_other_streams(device, engine):
 # -- What is sent, and what stays
 
 
-def figures(model: nn.Module) -> list[tuple[int, int, dict[str, int]]]:
-    """Of the first rule, for each region: bytes on the host, bytes spared, and bytes held by reason."""
+def figures(model: nn.Module) -> list[tuple[int, dict[str, int]]]:
+    """Of the first rule, for each region: bytes on the host, and bytes held by reason."""
     found = [one.region.stats.offloads[0] for one in regions_of(model)]
-    return [(one.host_bytes, one.spared_bytes, one.held_bytes) for one in found]
+    return [(one.host_bytes, one.held_bytes) for one in found]
 
 
 def kept_on_device(device: Simulation, value: Any) -> int:
@@ -165,16 +165,7 @@ def keeps_its_product(block: FunctionBlock, x: Tensor) -> Tensor:
 def test_what_others_hold_stays(device, engine):
     model = sac.apply(built(lambda: Stack(FunctionBlock(keeps_its_product))), {**PRODUCTS, "engine": engine})
     model(torch.randn(8, 8)).sum().backward()
-    assert figures(model) == [(0, 0, {"held elsewhere too": 256})]
-
-
-@ON_EACH_ENGINE
-def test_last_regions_are_spared(device, monkeypatch, engine):
-    monkeypatch.setattr(transfers, "LIMITS", TransferLimits(smallest=1, in_flight=20000))
-    model = sac.apply(built(lambda: llama_stack(3)), {**PRODUCTS, "engine": engine})
-    model(*tokens()).sum().backward()
-    assert figures(model)[-1][:2] == (PRODUCTS_BYTES, PRODUCTS_BYTES)
-    assert figures(model)[0][1] == 0
+    assert figures(model) == [(0, {"held elsewhere too": 256})]
 
 
 @ON_EACH_ENGINE
@@ -184,18 +175,18 @@ def test_hooks_around_the_region_decide(device, engine):
     model = sac.apply(built(llama_stack), value)
     with save_on_cpu():
         out = model(*tokens())
-    assert {reason for _, _, held in figures(model) for reason in held} == {"hooks around the region decide"}
+    assert {reason for _, held in figures(model) for reason in held} == {"hooks around the region decide"}
     del out
 
 
 @ON_EACH_ENGINE
 def test_a_host_without_room_is_told_of_once(device, engine):
     model = sac.apply(built(llama_stack), {**PRODUCTS, "engine": engine, "host_memory": "8KiB"})
-    with pytest.warns(SacWarning, match="of the 8.0 KiB that this process may pin, 8.0 KiB are in use") as told:
+    with pytest.warns(SacWarning, match="of the 8.0 KiB that this process may pin, .* are in use") as told:
         ours = train(model, steps=2)
     assert len(told) == 1
     assert_same(train(built(llama_stack), steps=2), ours)
-    held = [held for _, _, held in figures(model)]
+    held = [held for _, held in figures(model)]
     assert sum(one.get("no room on the host", 0) for one in held) >= 2 * PRODUCTS_BYTES - 8192
 
 
@@ -207,7 +198,7 @@ def test_memory_that_cannot_be_pinned_counts_as_full(device, monkeypatch):
     model = sac.apply(built(llama_stack), PRODUCTS)
     with pytest.warns(SacWarning, match="may pin, 0 B are in use: CUDA error: out of memory\n"):
         model(*tokens()).sum().backward()
-    assert figures(model) == [(0, 0, {"no room on the host": PRODUCTS_BYTES})] * 2
+    assert figures(model) == [(0, {"no room on the host": PRODUCTS_BYTES})] * 2
 
 
 @pytest.mark.parametrize("value", [PRODUCTS, {**FULL, "store": "host"}], ids=["offload", "host"])

@@ -14,7 +14,7 @@ import sac
 from sac.errors import RegionError
 from sac.full import FullConfig
 from sac.stores.contiguous import ContiguousBuffer
-from sac.stores.host import OnHost, StoredOnHost
+from sac.stores.store import OnHost, StoredTensor
 from tests.support.cases import CASES, WIDTH, Run, Seen, hidden, layer, loss_of, written_after, written_inside
 from tests.support.pairs import in_pairs
 from tests.support.ranks import run_ranks
@@ -22,7 +22,7 @@ from tests.support.simulated_streams import Simulation, simulated_streams
 from tests.support.stored_regions import MODES, as_region, compare, does_not_fit, plainly, wrong
 from tests.support.training import deterministic
 
-STORES = ("host", "contiguous", "contiguous+host")
+STORES = ("host", "contiguous")
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_copy_of_an_input_on_a_device_is_on_the_host(monkeypatch):
     with simulated_streams(monkeypatch) as simulation:
         x = torch.randn(4)
         placed = OnHost().put(x, lambda: "args[0]")
-        assert placed.bytes() == (0, 16)
+        assert placed.bytes == (0, 16)
         assert [memory.home for memory in simulation.memory.values()] == ["main", "host"]
         first, second = placed.fetch(), placed.fetch()
         assert torch.equal(first.zero_(), torch.zeros(4))  # what is fetched may be written to
@@ -55,7 +55,7 @@ def test_every_program(simulation, mode, store, name):
 def test_writes_to_the_input(simulation, mode, store, program):
     assert wrong(program, as_region(store, MODES[mode], keep="all")) == []
     copies = [line for line in simulation.log if line.endswith("copies")]
-    assert copies == (["side 1 copies", "side 2 copies"] * 3 if "host" in store else [])
+    assert copies == (["side 1 copies", "side 2 copies"] * 3 if store == "host" else [])
 
 
 def races_on_rank(store: str, name: str) -> list[str]:
@@ -71,7 +71,7 @@ def test_shares(store, name):
 
 
 def test_a_wait_that_is_left_out_is_seen_as_a_race(monkeypatch):
-    monkeypatch.setattr(StoredOnHost, "settle", lambda self: None)  # the forward's end waits for the copy
+    monkeypatch.setattr(StoredTensor, "settle", lambda self: None)  # the forward's end waits for the copy
     with simulated_streams(monkeypatch) as simulation, contextlib.suppress(RegionError):  # the values differ
         written_after(as_region("host"))
     assert any("aten.fill_.Scalar on main does not come after side 1" in race for race in simulation.races)
@@ -89,7 +89,7 @@ def test_inputs_come_back_before_backward_asks_for_them(simulation: Simulation):
 
 def test_backward_on_another_stream_than_the_forward(simulation: Simulation):
     other = simulation.stream_named("other")
-    for store in (OnHost(), ContiguousBuffer(2), ContiguousBuffer(2, on_host=True)):
+    for store in (OnHost(), ContiguousBuffer(2)):
         x = torch.randn(4)
         expected = (x * 2).tolist()
         placed = store.put(x, lambda: "x")

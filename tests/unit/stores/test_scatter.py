@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sac.stores.scatter import StoredShare
+from sac.stores.store import StoredTensor
 from tests.support.cases import Run, Seen, hidden, layer, seen
 from tests.support.ranks import run_ranks
 from tests.support.recording import Recorder, without_collector
@@ -146,7 +146,7 @@ def kept_by_regions(more: dict[str, Any], warm: bool) -> tuple[int, list[bool], 
         with recorder:
             h.sum().backward()
         left = bytes_held(recorder, (x, h, x.grad, [one.grad for one in models.parameters()]))
-        return kept, gone, left, any(isinstance(one, StoredShare) for one in gc.get_objects())
+        return kept, gone, left, any(isinstance(one, StoredTensor) for one in gc.get_objects())
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["first call", "later call"])
@@ -184,7 +184,7 @@ def distributed_tensors(placements: list[Any], reentrant: bool) -> tuple[list[st
         weight = distribute_tensor(torch.randn(6, 6), mesh, [Replicate(), Replicate()]).requires_grad_()
         result = run(lambda h: torch.tanh(h @ weight), x * 2)
         if run is not plainly:
-            kept.append(sum(isinstance(one, StoredShare) for one in gc.get_objects()))
+            kept.append(sum(isinstance(one, StoredTensor) for one in gc.get_objects()))
         result.full_tensor().square().sum().backward()
         return {"input": x.grad.full_tensor(), "weight": weight.grad.full_tensor(), "result": result.full_tensor()}
 
@@ -193,9 +193,9 @@ def distributed_tensors(placements: list[Any], reentrant: bool) -> tuple[list[st
 
 @pytest.mark.parametrize(
     ("placements", "shares"),
-    [([Replicate(), Replicate()], 1), ([Shard(0), Replicate()], 1), ([Replicate(), Shard(0)], 0)],
+    [([Replicate(), Replicate()], 1), ([Shard(0), Replicate()], 0), ([Replicate(), Shard(0)], 0)],
 )
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_distributed_tensors(placements, shares, reentrant):
-    """Over a mesh of one dimension; what is split over it already is not scattered."""
+    """Over a mesh of one dimension; what is split over its own mesh is not scattered."""
     assert run_ranks(4, distributed_tensors, placements, reentrant) == [([], shares)] * 4

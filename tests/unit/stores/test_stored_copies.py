@@ -27,7 +27,6 @@ from tests.support.training import assert_same_training, built
 STORES: dict[str, dict[str, Any]] = {
     "host": {"store": "host"},
     "contiguous": {"store": "contiguous", "num_checkpoints": 2},
-    "contiguous+host": {"store": "contiguous+host", "num_checkpoints": 2},
 }
 SELECTIVE = selective(policy(save("attention", optional=True), alternate("matmul")))
 every_store = pytest.mark.parametrize("store", STORES)

@@ -111,7 +111,7 @@ def test_without_room_ahead_nothing_is_brought_up_early(simulation: Simulation) 
 
 def test_buffers_are_given_back_after_an_error_for_want_of_room(simulation: Simulation) -> None:
     transfers = Transfers(CPU, simulation, TransferLimits(host=1 << 16, strict=True))
-    with pytest.raises(RegionError, match=r"^host_memory: 96\.0 KiB of values stay on the device"):
+    with pytest.raises(RegionError, match=r"^host_memory: 48\.0 KiB of values stay on the device"):
         transfers.put([zeros(48 << 10) for _ in range(3)])
     assert is_idle(transfers)
     assert transfers.put([zeros(48 << 10)]) != [None]
