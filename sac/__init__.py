@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from sac.blocks.checkpoint_context import context_fn
     from sac.blocks.install import remove
     from sac.checkpointing import checkpoint
+    from sac.engine.flags import is_recomputing
     from sac.engine.functions import unit
-    from sac.engine.recomputing import is_recomputing
     from sac.errors import SacError
     from sac.planner.applying import apply
     from sac.planner.planning import plan
@@ -26,7 +26,7 @@ _HOMES = {
     "checkpoint": "sac.checkpointing",
     "compare": "sac.tools.measuring",
     "context_fn": "sac.blocks.checkpoint_context",
-    "is_recomputing": "sac.engine.recomputing",
+    "is_recomputing": "sac.engine.flags",
     "load_policy": "sac.policy.load",
     "plan": "sac.planner.planning",
     "remove": "sac.blocks.install",

@@ -1,9 +1,8 @@
-"""Saved-tensor hooks around a region, temporary removal of those of sac, and what graphs hold without hooks."""
+"""Saved-tensor hooks around a region, and what graphs hold without hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from sac.tensors import is_plain, storage_address, version_of, version_watch
-from sac.torch_private import SAVED_TENSOR_PREFIX, SHOWS_SAVED_TENSORS, pop_hooks, push_hooks, top_hooks
+from sac.torch_private import SAVED_TENSOR_PREFIX, SHOWS_SAVED_TENSORS, top_hooks
 
 # -- Saved-tensor hooks around a region
 
@@ -69,44 +68,6 @@ def active_hooks() -> PackHooks | None:
     """
     found: PackHooks | None = top_hooks(False)
     return found
-
-
-# -- Temporary removal of a region's own hooks
-
-# Hooks of other code stay active. They are a per-thread stack.
-Pack = Callable[[torch.Tensor], Any]
-
-
-def active_packs(count: int) -> tuple[Pack, ...]:
-    """Return the pack functions of the ``count`` innermost saved-tensor hooks."""
-    pairs: list[PackHooks] = []
-    while len(pairs) < count and (top := active_hooks()) is not None:
-        pairs.append(top)
-        pop_hooks()
-    for pair in reversed(pairs):
-        push_hooks(*pair)
-    return tuple(pack for pack, _ in pairs)
-
-
-@contextmanager
-def without_hooks(packs: Sequence[Pack]) -> Iterator[None]:
-    """Remove the saved-tensor hooks with these pack functions, wherever they are in the stack."""
-    taken: list[PackHooks] = []
-    others: list[PackHooks] = []
-    while len(taken) - len(others) < len(packs) and (top := active_hooks()) is not None:
-        pop_hooks()
-        taken.append(top)
-        if not any(top[0] is pack for pack in packs):
-            others.append(top)
-    for pair in reversed(others):
-        push_hooks(*pair)
-    try:
-        yield
-    finally:
-        for _ in others:
-            pop_hooks()
-        for pair in reversed(taken):
-            push_hooks(*pair)
 
 
 # -- What the nodes of an autograd graph have saved

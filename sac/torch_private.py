@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 # Note [Private names of torch]
 #
@@ -205,11 +205,9 @@ def _deterministic() -> tuple[bool, bool]:
     return _C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()
 
 
-# The precision of float32 products, per backend and op, and the two older switches that it replaces. 2.9 to 2.13.
+# The precision of float32 products, per backend and op. 2.9 to 2.13.
 get_precision: Any = _C._get_fp32_precision_getter
 set_precision: Any = _C._set_fp32_precision_setter
-set_matmul_precision: Any = _C._set_float32_matmul_precision
-set_cudnn_tf32: Any = _C._set_cudnn_allow_tf32
 
 
 def mps_generator() -> torch.Generator | None:
@@ -260,22 +258,8 @@ def keep_graphs_in_order_of_making() -> None:
 
     See Note [Graphs that both fit]. torch's own message on this names the function, 2.10 to 2.13.
     """
-    if dynamo_is_loaded():
+    if "torch._dynamo" in sys.modules:
         _eval_frame._set_lru_cache(False)
-
-
-def dynamo_is_loaded() -> bool:
-    """Return whether this process may contain compiled code; the module has had this name since 2.0."""
-    return "torch._dynamo" in sys.modules
-
-
-def last_graph_break() -> str:
-    """Return Dynamo's explanation of the last new graph break in this process, ``""`` if there is none; 2.0 to 2.13."""
-    counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
-    text = next(reversed(counters.get("graph_break", {})), "")
-    lines = [line.strip() for line in text.splitlines()]
-    explained = (line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: "))
-    return next(explained, lines[0] if lines else "")
 
 
 _ModeKey: Any = _C._TorchDispatchModeKey
@@ -300,13 +284,6 @@ def compiler_is_tracing() -> bool:
 def fake_mode_is_active() -> bool:
     """Return whether all ops run without data now: DTensor finds the layout of a result in this way. 2.1 to 2.13."""
     return _C._get_dispatch_mode(_ModeKey.FAKE) is not None
-
-
-def partitioner_budget() -> float:
-    """Return the memory budget that the user has set for torch's partitioner, 1.0 by default; 2.4 to 2.13."""
-    import torch._functorch.config
-
-    return float(torch._functorch.config.activation_memory_budget)
 
 
 # Whether torch shows an op's result to a policy under `torch.compile`. Without it rules on shape, dtype and size match

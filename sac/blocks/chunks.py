@@ -16,7 +16,7 @@ from sac.blocks.other_checkpointing import refuse_callers
 from sac.blocks.paths import Node, join, root_node, walk
 from sac.blocks.stacks import is_callable
 from sac.engine.compiled import run_in_eager, run_traced
-from sac.engine.region import Region, RegionGroup, run_modules
+from sac.engine.region import Region, RegionGroup
 from sac.engine.table import DecisionTable
 from sac.errors import ModelError, Problem, RegionError
 from sac.policy.model import Chunks
@@ -136,7 +136,7 @@ class ChunkedForward(InstalledForward):
     def _run_region(self, region: Region, function: Any, modules: tuple[nn.Module, ...], input: Any) -> Any:
         if not region.stats.calls:
             refuse_callers(self.module, self.path)
-        return run_modules(region, function, modules, self.applied.settings, (input,), {})
+        return region.run(function, modules, self.applied.settings, (input,), {})
 
     def _other_size(self, size: int) -> Problem:
         return Problem(

@@ -17,7 +17,7 @@ from sac.blocks.find import Block, rules_here
 from sac.blocks.other_checkpointing import disable_guards, refuse_callers, refuse_flags
 from sac.blocks.paths import parts_of
 from sac.engine.compiled import run_in_eager, run_traced
-from sac.engine.region import Region, RegionGroup, run_modules
+from sac.engine.region import Region, RegionGroup
 from sac.engine.settings import PLAIN, RERUN, Settings
 from sac.engine.table import ResolvedPolicy
 from sac.engine.tracker import TrackedForward, class_forward, takes_module, traced_forward
@@ -257,7 +257,7 @@ class RegionForward(InstalledForward):
         return output
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        return run_modules(self.region, self.original, self.module, self.applied.settings, args, kwargs)
+        return self.region.run(self.original, (self.module,), self.applied.settings, args, kwargs)
 
 
 def ours_on(module: nn.Module) -> InstalledForward | TrackedForward | None:

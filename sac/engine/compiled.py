@@ -20,11 +20,7 @@ from sac.engine.table import CallSite, DecisionTable, ResolvedRule, decide, path
 from sac.engine.untraced import kept_out_of_graphs
 from sac.errors import Problem, warn
 from sac.policy.model import ALTERNATE, Decision
-from sac.torch_private import (
-    SHOWS_RESULTS_TO_POLICIES,
-    is_traced,
-    partitioner_budget,
-)
+from sac.torch_private import SHOWS_RESULTS_TO_POLICIES, is_traced
 
 
 def checkpoint_contexts(
@@ -95,22 +91,6 @@ def _tell_of_results(table: DecisionTable) -> None:
         warn(problem)
 
 
-def _tell_of_budget() -> None:
-    """Warn if the partitioner has its own memory budget."""
-    budget = partitioner_budget()
-    if budget == 1:
-        return
-    wins = "it has no effect in regions: what sac saves is saved there, and everything else is recomputed"
-    if budget == 0:
-        wins = "at 0 it takes precedence: everything is recomputed, including what sac saves"
-    problem = Problem(
-        "torch._functorch.config.activation_memory_budget",
-        f"it is {budget} where regions of sac are compiled; {wins}",
-        fix="leave it at 1, or leave sac.apply out",
-    )
-    warn(problem)
-
-
 class TracedPolicy:
     """A decision table as the policy function that torch's modes call under ``torch.compile``: partitioner tags.
 
@@ -122,7 +102,6 @@ class TracedPolicy:
         self.calls: MutableMapping[CallSite, int] = defaultdict(int)  # counted for rules
         self.alternations: MutableMapping[int, int] = defaultdict(int)
         self.figures = compiled_calls(table).traced = TracedCalls(offloads=bool(table.offloads))
-        _tell_of_budget()
         _tell_of_results(table)
         self._paths = {} if module is None else {str(id(part)): name for name, part in module.named_modules()}
         stack = _modules_at_work()
@@ -153,7 +132,7 @@ class TracedPolicy:
         A rule with ``do: alternate`` keeps every other module, in the order in which they are traced.
         """
         table = self.table
-        if not table.matches_modules:
+        if not table.saves_modules:
             return None
         if path not in self._whole:
             saving = [(around, bound) for around in reversed(paths_up(path)) if (bound := table.whole_rule(around))]

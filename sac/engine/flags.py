@@ -1,21 +1,33 @@
-"""Flags of the process that select kernels: a recomputation finds those of the forward."""
+"""Autocast, torch-function modes and flags that select kernels: a recomputation finds those of the forward."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, partial
 from operator import is_
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from sac.torch_private import (
+    FUNCTIONS_ON,
+    OpOverload,
+    autocast_of_caller,
+    count_function_modes,
+    excluding,
+    function_mode_at,
+    functions_are_on,
+    get_function_state,
     get_precision,
+    pop_function_mode,
     process_flags,
-    set_cudnn_tf32,
-    set_matmul_precision,
+    push_function_mode,
+    set_function_state,
     set_precision,
 )
 
@@ -26,34 +38,6 @@ from sac.torch_private import (
 
 Flag = tuple[Callable[[], Any], Callable[[Any], Any]]
 
-# Precisions also have an older interface, `set_float32_matmul_precision` and `allow_tf32`, which sets the newer one
-# too. torch raises if the older one is read while the two differ (2.13). So the newer one is read, and the older one is
-# updated if it can express both the current value and the wanted value.
-_Precisions = tuple[str, str]
-_UNSET = ("none", "ieee")
-_MATMUL_WORDS: dict[_Precisions, Any] = {
-    **{(cuda, cpu): "highest" for cuda in _UNSET for cpu in _UNSET},
-    ("tf32", "tf32"): "high",
-    ("tf32", "bf16"): "medium",
-}
-_CUDNN_WORDS: dict[_Precisions, Any] = {
-    **{(convolution, rnn): False for convolution in _UNSET for rnn in _UNSET},
-    ("tf32", "tf32"): True,
-}
-
-
-def _precision(first: tuple[str, str], second: tuple[str, str], words: dict[_Precisions, Any], put_older: Any) -> Flag:
-    def read() -> _Precisions:
-        return get_precision(*first), get_precision(*second)
-
-    def put(wanted: _Precisions) -> None:
-        if wanted in words and read() in words:
-            put_older(words[wanted])
-        set_precision(*first, wanted[0])
-        set_precision(*second, wanted[1])
-
-    return read, put
-
 
 def _attention() -> Any:
     return functional.scaled_dot_product_attention
@@ -63,53 +47,25 @@ def _put_attention(function: Any) -> None:
     functional.scaled_dot_product_attention = function
 
 
+def _flags() -> Iterator[Flag]:
+    yield from process_flags()
+    yield torch.get_default_dtype, torch.set_default_dtype
+    yield _attention, _put_attention
+    for name in (("cuda", "matmul"), ("mkldnn", "matmul"), ("cuda", "conv"), ("cuda", "rnn")):
+        yield partial(get_precision, *name), partial(set_precision, *name)
+
+
+_FLAGS = [*_flags()]
+
 # Private to TransformerEngine (1.x to 2.x): a dict of the module, with the parameters of the last choice of an
 # attention backend and that backend. A call with the same parameters does not choose again.
 _TRANSFORMER_ENGINE = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 
 
-class AttentionChoice:
-    """The contents of TransformerEngine's dict; equal if they are the same objects (which may hold tensors)."""
-
-    def __init__(self, values: dict[Any, Any]) -> None:
-        self.values = values
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, AttentionChoice) or self.values.keys() != other.values.keys():
-            return False
-        return all(map(is_, self.values.values(), (other.values[key] for key in self.values)))
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def attention_choice() -> AttentionChoice | None:
-    """Return TransformerEngine's last choice; None if it is not loaded."""
-    choices = _choices()
-    return AttentionChoice(dict(choices)) if isinstance(choices, dict) else None
-
-
-def _choices() -> Any:
-    module = sys.modules.get(_TRANSFORMER_ENGINE)
-    return None if module is None else getattr(module, "_attention_backends", None)
-
-
-def _put_attention_choice(wanted: AttentionChoice | None) -> None:
-    choices = _choices()
-    if isinstance(choices, dict) and wanted is not None:
-        choices.clear()
-        choices.update(wanted.values)
-
-
-def _flags() -> Iterator[Flag]:
-    yield from process_flags()
-    yield torch.get_default_dtype, torch.set_default_dtype
-    yield _attention, _put_attention
-    yield attention_choice, _put_attention_choice
-    yield _precision(("cuda", "matmul"), ("mkldnn", "matmul"), _MATMUL_WORDS, set_matmul_precision)
-    yield _precision(("cuda", "conv"), ("cuda", "rnn"), _CUDNN_WORDS, set_cudnn_tf32)
-
-
-_FLAGS = [*_flags()]
+def attention_choice() -> dict[Any, Any] | None:
+    """Return TransformerEngine's dict with its last choice; None if it is not loaded."""
+    choices = getattr(sys.modules.get(_TRANSFORMER_ENGINE), "_attention_backends", None)
+    return choices if isinstance(choices, dict) else None
 
 
 class BackendFlags:
@@ -117,6 +73,7 @@ class BackendFlags:
 
     def __init__(self) -> None:
         self._then = [read() for read, _ in _FLAGS]
+        self._choice = {**(attention_choice() or {})}
 
     def enter_on(self, stack: ExitStack) -> None:
         """Set the flags to these values, until ``stack`` is left."""
@@ -125,6 +82,9 @@ class BackendFlags:
             if now != then:
                 stack.callback(put, now)
                 put(then)
+        if (choices := attention_choice()) is not None and self._choice:
+            stack.callback(choices.update, {**choices})
+            choices.update(self._choice)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -132,3 +92,181 @@ class BackendFlags:
         with ExitStack() as stack:
             self.enter_on(stack)
             yield
+
+
+# -- Autocast in the body of a custom op, where a dispatch mode would turn it off
+
+# torch (2.11 to 2.13) excludes the autocast dispatch key while a mode's handler runs, which turns autocast off. Then a
+# custom op whose body relies on autocast would compute in another precision than without the mode. The state at the
+# op's call is in the snapshot that torch takes for reentrant dispatch. If an op has its own autocast kernel, its casts
+# are done before the mode sees it, and its body runs without autocast, with or without the mode.
+
+_BUILT_IN = frozenset({"aten", "prim", "prims", "_c10d_functional", "c10d", "fsdp", "profiler", "inductor"})
+
+
+def is_custom_op(op: Any) -> bool:
+    """Return whether ``op`` comes from a library, so that its body may call ops to which autocast applies."""
+    return isinstance(op, OpOverload) and op.namespace not in _BUILT_IN
+
+
+def as_called(op: Any, args: Any) -> AbstractContextManager[Any]:
+    """Return a context in which the body of ``op`` has the autocast state of its caller."""
+    return as_then(callers_autocast(op, args))
+
+
+def callers_autocast(op: Any, args: Any) -> tuple[Any, bool] | None:
+    """Return the autocast key and whether the caller of ``op`` excluded it; None if the op's body does not need it."""
+    tensor = next((value for value in args if isinstance(value, torch.Tensor)), None)
+    return autocast_of_caller(op, "cpu" if tensor is None else tensor.device.type)
+
+
+@contextmanager
+def as_then(found: tuple[Any, bool] | None) -> Iterator[None]:
+    """Return a context that restores the state that ``callers_autocast`` returned.
+
+    Outside of any autocast, as in a replay, the casts that the op's body made leave the cache at the end: the next
+    forward would find them there in place of its own weights.
+    """
+    if found is None:
+        yield
+        return
+    torch.autocast_increment_nesting()
+    try:
+        with excluding(*found):
+            yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+# -- Autocast
+
+
+class Autocast:
+    """Autocast as it is now, for the CPU, the accelerator and the devices of ``tensors``."""
+
+    # It is not set by `torch.autocast`, which chooses dtypes itself.
+
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+        self._devices = _device_types(frozenset(tensor.device.type for tensor in tensors))
+        self._then = self._now()
+
+    def _now(self) -> Any:
+        states = [(name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in self._devices]
+        return states, torch.is_autocast_cache_enabled()
+
+    def enter_on(self, stack: ExitStack) -> None:
+        """Set this state, until ``stack`` is left."""
+        now = self._now()
+        if now != self._then:
+            torch.autocast_increment_nesting()
+            stack.callback(_leave, now)
+            _set(self._then)
+
+
+def _set(state: Any) -> None:
+    for name, enabled, dtype in state[0]:
+        torch.set_autocast_enabled(name, enabled)
+        torch.set_autocast_dtype(name, dtype)
+    torch.set_autocast_cache_enabled(state[1])
+
+
+def _leave(state: Any) -> None:
+    # Leaving the outermost autocast clears the cached casts of weights: the weights will change.
+    if torch.autocast_decrement_nesting() == 0:
+        torch.clear_autocast_cache()
+    _set(state)
+
+
+@cache
+def _device_types(types: frozenset[str]) -> Sequence[str]:
+    accelerator = torch.accelerator.current_accelerator()
+    names = {"cpu", *types} if accelerator is None else {"cpu", accelerator.type, *types}
+    return sorted(filter(torch.amp.is_autocast_available, names))
+
+
+# -- Torch-function modes (`with torch.device(...)` is one), and whether modes and subclasses are on at all
+
+# `loss.backward()` itself is called through the innermost mode, with that mode off, or through the class of the loss,
+# with subclasses off; another thread has no modes. What sac calls around the region's function sees no mode.
+
+
+class FunctionModes:
+    """The torch-function modes that are active now."""
+
+    def __init__(self) -> None:
+        self._modes, self._state = _modes_now(), _state_now()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Run the body under these modes, and only these."""
+        with ExitStack() as stack:
+            _put_on(stack, self._modes, self._state)
+            yield
+
+
+def leave_function_modes(stack: ExitStack) -> None:
+    """Run what follows under no mode, with subclasses on, until ``stack`` is left."""
+    _put_on(stack, (), None)
+
+
+def _put_on(stack: ExitStack, modes: Sequence[Any], state: Any) -> None:
+    modes_now, state_now = _modes_now(), _state_now()
+    if len(modes_now) != len(modes) or not all(map(is_, modes_now, modes)):
+        stack.callback(_set_modes, modes_now)
+        _set_modes(modes)
+    if state_now != state:
+        stack.callback(_set_state, state_now)
+        _set_state(state)
+
+
+def _modes_now() -> Sequence[Any]:
+    """Return the active modes, outermost first."""
+    length = count_function_modes()
+    return [function_mode_at(index) for index in range(length)] if length else ()
+
+
+def _set_modes(modes: Sequence[Any]) -> None:
+    # Directly on the stack: entering a mode may do more than activate it (a device looks up its position).
+    for _ in range(count_function_modes()):
+        pop_function_mode()
+    for mode in modes:
+        push_function_mode(mode)
+
+
+def _state_now() -> Any:
+    """Return None if modes and subclasses are on; otherwise torch's value for the state."""
+    return None if functions_are_on() else get_function_state()
+
+
+def _set_state(state: Any) -> None:
+    set_function_state(FUNCTIONS_ON if state is None else state)
+
+
+# -- Whether the current thread runs the Python of a region again
+
+
+class _Depth(threading.local):
+    value = 0
+
+
+_depth = _Depth()
+
+
+def is_recomputing() -> bool:
+    """Return whether a region's Python, or an autograd Function of a replay, runs again for backward in this thread.
+
+    For code that keeps logs or counters of its own, which would otherwise count a layer twice. Under ``torch.compile``
+    no Python runs again, so it is False there.
+    """
+    return _depth.value > 0
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Run the body as a recomputation."""
+    _depth.value += 1
+    try:
+        yield
+    finally:
+        _depth.value -= 1

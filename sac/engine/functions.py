@@ -22,14 +22,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
 
 from sac.checksums import checksum, find_different
+from sac.engine.flags import Autocast
 from sac.engine.handles import Handle
-from sac.engine.objects import NotLeaf, copied, is_own_object
-from sac.engine.rng import GeneratorStates, advanced, default_generators, set_states, states_of
-from sac.engine.table import NO_RULE, ResolvedRule, site_name
-from sac.engine.tape import DiffersError, Ref, Tape, as_refs, cast_of, from_refs
+from sac.engine.objects import NotLeaf, copied, is_own_object, tensors_in
+from sac.engine.rng import advanced, default_generators, set_states, states_of
+from sac.engine.table import NO_RULE, site_name
+from sac.engine.tape import DiffersError, Tape, as_refs, cast_of, from_refs
 from sac.engine.tracker import active_mode, without_mode
 from sac.engine.verify import may_differ
-from sac.engine.whole import tensors_in
 from sac.engine.wrappers import is_in_flight
 from sac.errors import Problem, RegionError
 from sac.ops.facts import OpTraits
@@ -42,13 +42,12 @@ from sac.torch_private import (
     UnseenByModes,
     apply_function,
     compiler_is_tracing,
-    keystr,
     transform_is_active,
     tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
     tree_unflatten,
 )
+
+_COMPILED = "CompiledFunction"  # the class of AOTAutograd's Functions (torch 2.1 to 2.13, whatever the backend)
 
 
 def install() -> None:
@@ -61,20 +60,27 @@ def install() -> None:
 
 
 def _called(cls: Any, *args: Any) -> Any:
-    mode = _recorder()
-    if mode is None and (active := active_mode()) is not None and active.spans is not None:
+    mode, call, name = _recorder(), functools.partial(apply_function, cls), f"function {cls.__qualname__}"
+    active = active_mode()
+    if active is not None and cls.__name__ == _COMPILED:
+        active.compiled_graphs += 1
+    if mode is None and active is not None and active.spans is not None:
         first = len(active.tape.sites)
-        out = apply_function(cls, *args)
-        active.spans.append((range(first, len(active.tape.sites)), f"function {cls.__qualname__}", active.path))
+        out = call(*args)
+        active.spans.append((range(first, len(active.tape.sites)), name, active.path))
         return out
     if mode is None or cls.__module__.startswith("torch.distributed."):  # only ops, and wrappers around their results
-        return apply_function(cls, *args)
-    site = mode.sites.get(id(cls))
-    if site is None or site.op is not cls:
-        rules = mode.table.rules_of_unit(mode.path, function=f"{cls.__module__}.{cls.__qualname__}")
-        site = mode.sites[id(cls)] = UnitSite(cls, f"function {cls.__qualname__}", mode.path, rules)
-    call = functools.partial(apply_function, cls)
+        return call(*args)
+    site = _site(mode, cls, name, function=f"{cls.__module__}.{cls.__qualname__}")
     return UnitCall(mode, site, (mode.path, cls), call, args).run(lambda: call(*args))
+
+
+def _site(mode: Any, op: Any, name: str, **names: str) -> UnitSite:
+    site: UnitSite | None = mode.sites.get(op)
+    if site is None:
+        rules = mode.table.rules_of_unit(mode.path, mode.decided_by, **names)
+        site = mode.sites[op] = UnitSite(op, name, mode.path, rules)
+    return site
 
 
 def _recorder() -> Any:
@@ -127,9 +133,7 @@ class NamedUnit:
         if is_dynamo_compiling() or not torch.is_grad_enabled() or (mode := _recorder()) is None:
             return self.function(*args, **kwargs)
         label = f"unit {self.name}"
-        site = mode.sites.get(label)
-        if site is None:
-            site = mode.sites[label] = UnitSite(label, label, mode.path, mode.table.rules_of_unit(mode.path, self.name))
+        site = _site(mode, label, label, unit=self.name)
         inner = self.function
         while isinstance(inner, functools.partial):
             inner = inner.func
@@ -199,7 +203,6 @@ class UnitSite:
         self.is_named = isinstance(op, str)
         module = "" if self.is_named or op.__module__ == "__main__" else f"{op.__module__}."
         self.rule_name = op if self.is_named else f"function {module}{op.__qualname__}"
-        self.is_compiled = name == "function CompiledFunction" and hasattr(op, "compiled_fw")
 
 
 @dataclass(slots=True)
@@ -218,7 +221,7 @@ class Unit:
     needs: dict[int, tuple[bool, bool]]
     dirty: set[int]
     grad: bool
-    autocast: dict[str, dict[str, Any]]
+    autocast: Autocast
     key: Any
     served: dict[tuple[int, int], int] = field(default_factory=dict)
     then: list[tuple[int, Any, Any]] = field(default_factory=list)
@@ -286,7 +289,7 @@ class UnitCall:
     def run(self, function: Callable[[], Any]) -> Any:
         """Run ``function``, the call itself; add a unit if there are results that the ops inside do not explain."""
         mode, tape = self.mode, self.tape
-        examines = mode.probes and (self.facts is None or mode.verifies) and not self.site.is_compiled
+        examines = mode.probes and (self.facts is None or mode.verifies)
         self.scope = scope = Scope(len(tape.sites), {} if examines else None)
         if examines:
             self._examine_arguments()
@@ -294,24 +297,31 @@ class UnitCall:
             for position in self.facts.written:
                 if position < len(self.reads):
                     tape.will_write(self.reads[position])
-        scope.strict = self._why_strict(examines)
-        self.grad, self.autocast, self.states = torch.is_grad_enabled(), autocast_states(), _states()
+        if self.site.is_named:
+            scope.strict = "named"
+        elif self.facts is None and not examines:
+            scope.strict = "not examined"
+        elif self.facts is not None and self.facts.strict:
+            scope.strict = "a kernel writes to what an op made"
+        self.grad, self.autocast = torch.is_grad_enabled(), Autocast(self.arguments)
+        self.states = states_of(default_generators())
         self.first_value, self.first_row = len(tape.roots), len(mode.op_trace.rows) if mode.op_trace else 0
-        self.hits = {**mode.hits}  # of rules, before the call
         self.needs = {
             value: (tensor.requires_grad, value in tape.leaves and tape.leaves[value].is_parameter)
             for value, tensor in zip(self.reads, self.arguments, strict=True)
         }
-        tape.scope, whole = scope, mode.whole
-        if whole is not None:  # no rule saves a module inside of a unit
-            was_inside, whole.is_inside = whole.is_inside, True
+        tape.scope = scope
+        outer = mode.decided_by, mode.sites
+        first = self.site.conditional_rules[0].resolved if self.site.conditional_rules else None
+        if first is not None and first.rule.matches_each_call and not first.saves:  # it decides on the ops inside, too
+            mode.decided_by, mode.sites = first, mode.table.sites_of(mode.path, first)
         try:
             out = function()
+            mode.decided_by, mode.sites = outer
             self._end(out)
         finally:
             tape.scope = None
-            if whole is not None:
-                whole.is_inside = was_inside
+            mode.decided_by, mode.sites = outer
         if examines and self.facts is None:
             mode.facts.setdefault(self.key, Facts())
         return out
@@ -324,16 +334,9 @@ class UnitCall:
             is_outside = tape.makers[root] < 0 and not tape.leaves[root].is_parameter
             is_plain = not is_wrapper(tensor) and tensor.layout is torch.strided
             if is_outside and is_plain and root not in tape.before and root not in self.copies:
-                self.copies[root] = detached(tensor), _copied(tensor)
+                self.copies[root] = detached(tensor), copy_of(tensor.untyped_storage())
             if not (tensor.is_leaf and tensor.requires_grad):
                 self.scope.note([tensor], is_fresh=root in tape.fresh or tape.is_in_flight(root))
-
-    def _why_strict(self, examines: bool) -> str:
-        if self.site.is_compiled or self.site.is_named:
-            return "compiled, or named"
-        if self.facts is None:
-            return "" if examines else "not examined"
-        return "a kernel writes to what an op made" if self.facts.strict else ""
 
     def _end(self, out: Any) -> None:
         """Decide what is explained; add the unit."""
@@ -355,8 +358,6 @@ class UnitCall:
                 self.rule = rule.index
             if self.decision.keeps:
                 scope.strict = scope.strict or "a rule saves it"
-            elif rule is not None:
-                self._recompute_inside(rule)
         self.wanted = _unexplained(tape, scope, self.results)
         is_unit = bool(self.wanted or self.written or (scope.opaque and self.op_written))
         if is_unit and (self.op_written or self.written or self._sends()) and not scope.strict:
@@ -391,23 +392,6 @@ class UnitCall:
             explained = [one.value for one in self.results if roots[one.value] not in self.wanted]
             _drop_kept(tape, inner, explained, scope.first)
 
-    def _recompute_inside(self, rule: ResolvedRule) -> None:
-        """Drop what later rules or the default save of the ops inside: the first rule that matches decides."""
-        tape, table, trace = self.tape, self.mode.table, self.mode.op_trace
-        earlier = {one.index: one.rule.id for one in table.rules if one.index < rule.index}
-        for value in [value for value in tape.kept if value >= self.first_value and tape.rule_of[value] not in earlier]:
-            if not getattr(tape.sites[tape.makers[value]], "must_save", False):
-                del tape.kept[value]
-                tape.kept_roots.discard(tape.roots[value])
-        hits: dict[int, int] = self.mode.hits
-        for index in [index for index in hits if index > rule.index]:
-            if index in self.hits:
-                hits[index] = self.hits[index]
-            else:
-                del hits[index]
-        if trace is not None:
-            trace.recompute_inside(rule, self.first_row, {*earlier.values()})
-
     def _results(self, out: Any) -> list[_Result]:
         results = []
         for number, tensor in enumerate(tensors_in(out)):
@@ -425,7 +409,7 @@ class UnitCall:
             written = {position for position in facts.written if position < len(self.reads)}
             if facts.strict:
                 written |= self.aliased - facts.aliased
-        elif not self.site.is_compiled:
+        else:
             written = set(self.aliased)
         # An argument that was uninitialised memory: the call fills it
         written |= {position for position, value in enumerate(self.reads) if tape.roots[value] in tape.fresh}
@@ -512,14 +496,12 @@ class UnitCall:
         """Return whether autograd saved an argument with what the call has written to it."""
         if self.positions.get(root) in self.written:
             return True
-        return root in self.op_written and handle.position[1] > self._first_write(root)
+        writers = self.tape.writers[root] if root in self.op_written else ()
+        return any(self.scope.first <= entry < handle.position[1] for entry in writers)
 
     def _sends(self) -> bool:
         """Return whether the call communicates with other ranks."""
         return bool(self.tape.collectives) and self.tape.collectives[-1] >= self.scope.first
-
-    def _first_write(self, root: int) -> int:
-        return min(entry for entry in self.tape.writers[root] if entry >= self.scope.first)
 
     def _read_inside(self, unit: int) -> list[int]:
         """Return the values from outside that ops of the call read and that are no arguments."""
@@ -532,24 +514,24 @@ class UnitCall:
             or (value in tape.leaves and value >= first_value)
         }
         others = sorted(value for value in outside.difference(self.reads) if tape.roots[value] not in self.scope.opaque)
-        if self.site.is_named:  # it would hold the graph that leads to its region
-            self._refuse_made([value for value in others if tape.makers[tape.roots[value]] >= 0])
-        return others
-
-    def _refuse_made(self, values: list[int]) -> None:
-        """Raise if a named piece reads what the region has computed, and not a cast of a parameter by autocast."""
-        tape = self.tape
         arguments = {tape.roots[value] for value in self.reads}
-        for value in values:
-            maker = tape.makers[tape.roots[value]]
+        for value in others if self.site.is_named else ():  # it would hold the graph that leads to its region
+            root, maker = tape.roots[value], tape.makers[tape.roots[value]]
+            if maker < 0 or root in arguments:
+                continue
             is_cast = tape.sites[maker].op is torch.ops.aten._to_copy.default and tape.reads[maker][0] in tape.leaves
-            if not is_cast and tape.roots[value] not in arguments:
+            if not is_cast:  # by autocast, of a parameter
                 name, op = self.site.name, site_name(tape.sites[maker])
                 found = f"{name} reads a tensor that is not among its arguments and that {op} has computed"
                 raise RegionError(Problem(self.mode.where, found, fix="pass it to the unit as an argument"))
+        return others
 
     def _what_to_keep(self, unit: int, inner: list[int]) -> tuple[dict[tuple[int, int], int], bool]:
-        """Return what is served when the function runs again, and whether its own results are saved instead."""
+        """Decide how to keep from running the ops again that the policy saves.
+
+        Their results are kept, and served when the function runs again; or the function's own results are kept. Return
+        what is served, and whether the latter is cheaper in bytes, or a rule saves the unit.
+        """
         tape, scope = self.tape, self.scope
         facts: Facts | None = self.mode.facts.get(self.key)
         if scope.sums is not None and facts is not None:
@@ -557,10 +539,24 @@ class UnitCall:
             facts.unservable |= {tape.makers[value] - scope.first for value in hidden}
         if self.decision.keeps or (facts is not None and facts.unsteady):
             return {}, True
+        if not inner:
+            return {}, False
         unservable = facts.unservable if facts is not None else set()
-        results = [(one.tensor, tape.roots[one.value]) for one in self.results]
-        wanted = [one for one in results if one[1] in self.wanted]
-        return _cheaper(tape, inner, scope.first, unit, unservable, wanted)
+        calls: dict[int, int] = {}
+        served: dict[tuple[int, int], int] = {}
+        cost, kept = 0, set(inner)
+        for entry in range(scope.first, unit):
+            op = id(tape.sites[entry].op)
+            number = calls[op] = calls.get(op, -1) + 1
+            values = tape.results(entry)
+            is_kept = all(value in kept and tape.roots[value] not in tape.writers for value in values)
+            if values and is_kept and entry - scope.first not in unservable:
+                served[op, number] = entry
+                plain = [tape.kept[value] for value in values if type(tape.kept[value]) is Tensor]
+                cost += sum(tensor.untyped_storage().nbytes() for tensor in plain)
+        results = [(tape.roots[one.value], one.tensor) for one in self.results if not is_wrapper(one.tensor)]
+        own = {root: tensor.untyped_storage().nbytes() for root, tensor in results if root in self.wanted}
+        return ({}, True) if not served or sum(own.values()) <= cost else (served, False)
 
     def _move_writes(self, unit: int) -> None:
         """Make the unit the writer of what the call has written to, in place of its ops."""
@@ -573,41 +569,12 @@ class UnitCall:
             tape.wrote(self.reads[position], unit)
 
 
-def autocast_states() -> dict[str, dict[str, Any]]:
-    """Return the arguments of ``torch.autocast``, by device, that restore its state."""
-    devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
-    cache = torch.is_autocast_cache_enabled()
-    return {
-        device: {
-            "enabled": torch.is_autocast_enabled(device),
-            "dtype": torch.get_autocast_dtype(device),
-            "cache_enabled": cache,
-        }
-        for device in devices
-    }
-
-
-def _states() -> GeneratorStates:
-    return states_of(default_generators())
-
-
 def _sum(tensor: Tensor) -> Any:
     if is_wrapper(tensor) or tensor.layout is not torch.strided:
         return ()
-    guard = UnseenByModes()
-    try:
+    with UnseenByModes():
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         return checksum(flat.set_(tensor.untyped_storage()))
-    finally:
-        del guard
-
-
-def _copied(tensor: Tensor) -> Any:
-    guard = UnseenByModes()
-    try:
-        return copy_of(tensor.untyped_storage())
-    finally:
-        del guard
 
 
 def _unexplained(tape: Tape, scope: Scope, results: list[_Result]) -> set[int]:
@@ -630,34 +597,6 @@ def _unexplained(tape: Tape, scope: Scope, results: list[_Result]) -> set[int]:
             fresh.update(new)
     scope.bad = bad | fresh
     return {roots[one.value] for one in results} & scope.bad
-
-
-def _cheaper(
-    tape: Tape, inner: list[int], first: int, unit: int, unservable: set[int], results: list[tuple[Tensor, int]]
-) -> tuple[dict[tuple[int, int], int], bool]:
-    """Decide how to keep from running the ops again that the policy saves.
-
-    Their results are kept, and served when the function runs again; or the function's own results are kept. Return what
-    is served, and whether the latter is cheaper in bytes.
-    """
-    if not inner:
-        return {}, False
-    calls: dict[int, int] = {}
-    served: dict[tuple[int, int], int] = {}
-    cost, kept = 0, set(inner)
-    for entry in range(first, unit):
-        op = id(tape.sites[entry].op)
-        number = calls[op] = calls.get(op, -1) + 1
-        values = tape.results(entry)
-        is_kept = all(value in kept and tape.roots[value] not in tape.writers for value in values)
-        if values and is_kept and entry - first not in unservable:
-            served[op, number] = entry
-            plain = [tape.kept[value] for value in values if type(tape.kept[value]) is Tensor]
-            cost += sum(tensor.untyped_storage().nbytes() for tensor in plain)
-    own = {root: tensor.untyped_storage().nbytes() for tensor, root in results if not is_wrapper(tensor)}
-    if not served or sum(own.values()) <= cost:
-        return {}, True
-    return served, False
 
 
 def _drop_kept(tape: Tape, inner: list[int], waiting: list[int], first: int) -> None:
@@ -731,8 +670,7 @@ def run_unit(tape: Tape, entry: int, values: dict[int, Any]) -> None:
 
     with ExitStack() as stack:
         stack.enter_context(without_mode())
-        for device, then in unit.autocast.items():
-            stack.enter_context(torch.autocast(device, **then))
+        unit.autocast.enter_on(stack)
         set_states(tape.states.get(entry, []))
         stack.enter_context(torch.set_grad_enabled(unit.grad))
         stack.enter_context(saved_tensors_hooks(pack, lambda held: held))
@@ -758,22 +696,6 @@ def differs(tape: Tape, entry: int, values: dict[int, Any], unneeded: set[int]) 
         if not tape.is_written(value):
             values[value] = tensor
     return is_other
-
-
-def tensor_arguments(tape: Tape, entry: int) -> list[str]:
-    """Return the paths of a unit's arguments that hold tensors: ``args[0]``, ``kwargs['mask']``."""
-    call, args, kwargs = tape.units[entry].call, tape.args[entry], {}
-    if call.func is _call_again:
-        spec, count, objects = call.args[1]
-        leaves = [Ref(-1) if objects.get(index) else leaf for index, leaf in enumerate(args[:count])]
-        args, kwargs = tree_unflatten(leaves, spec)
-    paths = []
-    for name, tree in (("args", args), ("kwargs", kwargs)):
-        parts, _ = tree_flatten_with_path(tree, lambda node: type(node) not in (list, tuple, dict))
-        for path, part in parts:
-            if any(isinstance(leaf, Ref) for leaf in tree_leaves(part)):
-                paths.append(f"{name}{keystr(path)}")
-    return paths
 
 
 def _arguments(unit: Unit, values: dict[int, Any]) -> dict[int, Any]:

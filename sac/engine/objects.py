@@ -6,8 +6,8 @@ import argparse
 import copy
 import sys
 import types
-import weakref
 from collections import deque
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sac.tensors import detached, placed_on
+from sac.torch_private import tree_leaves
 
 # A graph is no object of Python's garbage collector. A frame that held a tensor with the region's own history (a layer
 # that keeps its last result, a cache) would be held by that history, for ever. So frames hold stand-ins.
@@ -61,38 +62,21 @@ def held_in(copy: Any) -> Any:
 
 
 class StandIn:
-    """A tensor with a graph, held without it."""
+    """Holds a tensor with a graph, or a container or an object with such tensors, as a copy without the graph."""
 
-    __slots__ = ("_reference", "_tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._reference = weakref.ref(tensor)
-        self._tensor = detached(tensor)
-
-    def tensor(self) -> Tensor:
-        """Return the tensor if it is still there, otherwise one with its contents that needs a gradient."""
-        original = self._reference()
-        return self._tensor.requires_grad_() if original is None else original
-
-
-class _CopyWithoutGraph:
-    """A container or an object that holds tensors with a graph, held as a copy without it."""
-
-    __slots__ = ("_copy",)
+    __slots__ = ("_copy", "is_tensor")
 
     def __init__(self, value: Any) -> None:
-        self._copy = copied(value, {})
+        self._copy, self.is_tensor = copied(value, {}), isinstance(value, Tensor)
 
-    def tensor(self) -> Any:
+    def again(self) -> Any:
         """Return a copy for one rerun."""
         return copied(self._copy, {})
 
 
 def without_graph(value: Any) -> Any:
     """Return what to hold of a value: a stand-in if it is a tensor with a graph, or holds one."""
-    if isinstance(value, Tensor):
-        return StandIn(value) if has_graph(value) else value
-    return _CopyWithoutGraph(value) if reaches_graph(value, 2) else value
+    return StandIn(value) if reaches_graph(value, 2) else value
 
 
 def has_graph(tensor: Tensor) -> bool:
@@ -130,7 +114,7 @@ def reaches_graph(value: Any, levels: int = _MOST_LEVELS) -> bool:
 
 def with_tensor(value: Any) -> Any:
     """Return the value that ``without_graph`` was given, or a copy of it."""
-    return value.tensor() if type(value) in (StandIn, _CopyWithoutGraph) else value
+    return value.again() if type(value) is StandIn else value
 
 
 def is_own_object(value: Any) -> bool:
@@ -211,3 +195,12 @@ def copied(value: Any, copies: dict[int, Any], level: int = 0) -> Any:
         for name, part in attributes_of(value).items():
             object.__setattr__(twin, name, copied(part, copies, level + 1))
     return twin
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in containers, and in the attributes of objects in them."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_own_object(leaf):
+            yield from (part for part in tree_leaves(attributes_of(leaf)) if isinstance(part, Tensor))

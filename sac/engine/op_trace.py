@@ -6,12 +6,11 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from sac.engine.table import NO_RULE as NO_RULE
 from sac.engine.table import CallSite, DecisionTable, ResolvedRule, first_tensor
@@ -21,17 +20,15 @@ from sac.ops.registry import op_name
 from sac.policy.model import Decision
 from sac.stores.offload import OffloadUse
 from sac.tensors import storage_address, storage_bytes, tensors_of
-from sac.torch_private import tree_leaves
 
 # -- Rows of the op trace: the decision on each op of one region call
 
 
 @dataclass(frozen=True, slots=True)
 class OpTraceRow:
-    """One op of a region's forward, or one module saved as a whole (then ``op`` is ``module`` and its class).
+    """One op of a region's forward.
 
-    ``bytes`` are those of an op's results, or everything that is kept of a module. ``flops`` come from torch's formulas
-    (0: none known).
+    ``bytes`` are those of its results. ``flops`` come from torch's formulas (0: none known).
 
     ``module`` is the module path relative to the region, and ``call`` counts the op's calls in that module from 0.
     ``decision`` is ``save``, ``recompute`` or ``offload``. ``reason`` says what decided: a rule's id, ``must-save``,
@@ -60,32 +57,12 @@ class OpTraceRecorder:
         self._calls: dict[tuple[str, str], int] = {}
 
     def add(
-        self,
-        site: CallSite,
-        rule: ResolvedRule | None,
-        decision: Decision,
-        args: Any,
-        kwargs: Any,
-        out: Any,
-        *,
-        call: int | None = None,
+        self, site: CallSite, rule: ResolvedRule | None, decision: Decision, args: Any, kwargs: Any, out: Any
     ) -> None:
         """Append the op that has just run."""
-        name = op_name(site.op)
-        count = self._calls.get((site.path, name), 0)
-        self._calls[site.path, name] = count + 1
         size = 0 if site.is_view else sum(map(storage_bytes, tensors_of(out)))
-        flops = flops_of(site.op, args, kwargs, out)
-        called = site.path, name, count if call is None else call
-        self._append(called, decision, rule, _reason(site, rule, decision), size, flops, first_tensor(out))
-
-    def add_module(
-        self, call_key: tuple[str, int], rule: ResolvedRule, module: nn.Module, out: Any, *, kept_bytes: int, flops: int
-    ) -> None:
-        """Append a call of a module that is saved as a whole; ``out`` is what it returned."""
-        tensor = first_tensor(out if isinstance(out, torch.Tensor) else tree_leaves(out))
-        called = call_key[0], f"module {type(module).__name__}", call_key[1]
-        self._append(called, rule.decision, rule, f"rule {rule.rule.id}", kept_bytes, flops, tensor)
+        flops, reason = flops_of(site.op, args, kwargs, out), _reason(site, rule, decision)
+        self._append((site.path, op_name(site.op)), decision, rule, reason, size, flops, first_tensor(out))
 
     def add_unit(
         self,
@@ -97,27 +74,17 @@ class OpTraceRecorder:
         first: int,
     ) -> None:
         """Append a call of an autograd Function or of a named piece; rows from ``first`` are those of its ops."""
-        key = site.path, site.name
         if decision.keeps:
             for number in range(first, len(self.rows)):
                 if self.rows[number].reason == "default":
                     self.rows[number] = replace(self.rows[number], reason=f"inside {site.name}")
-        count = self._calls[key] = self._calls.get(key, -1) + 1
         size = sum({storage_address(tensor): storage_bytes(tensor) for tensor in returned}.values())
         reason = "must-save" if rule is None and decision.keeps else _reason(site, rule, decision)  # it communicates
-        self._append((*key, count), decision, rule, reason, size, 0, first_tensor(returned))
-
-    def recompute_inside(self, rule: ResolvedRule, first: int, earlier: Collection[str]) -> None:
-        """Have ``rule`` decide on the rows from ``first`` on, but for what must be saved and ``earlier`` rules say."""
-        for number, row in enumerate(self.rows[first:], first):
-            is_open = row.rule or row.decision != "recompute" or row.reason == "default"  # not a view, for example
-            if is_open and row.rule not in earlier and row.reason != "must-save":
-                told: dict[str, Any] = {"decision": Decision.RECOMPUTE.value, "rule": rule.rule.id}
-                self.rows[number] = replace(row, **told, reason=f"rule {rule.rule.id}")
+        self._append((site.path, site.name), decision, rule, reason, size, 0, first_tensor(returned))
 
     def _append(
         self,
-        called: tuple[str, str, int],
+        key: tuple[str, str],
         decision: Decision,
         rule: ResolvedRule | None,
         reason: str,
@@ -125,10 +92,11 @@ class OpTraceRecorder:
         flops: int,
         result: torch.Tensor | None,
     ) -> None:
+        call = self._calls[key] = self._calls.get(key, -1) + 1
         rule_id = rule.rule.id if rule is not None else ""
         shape = tuple(result.shape) if result is not None else ()
         dtype = str(result.dtype).removeprefix("torch.") if result is not None else ""
-        self.rows.append(OpTraceRow(*called, decision.value, rule_id, reason, size, flops, shape, dtype))
+        self.rows.append(OpTraceRow(*key, call, decision.value, rule_id, reason, size, flops, shape, dtype))
 
 
 def _reason(site: CallSite, rule: ResolvedRule | None, decision: Decision) -> str:
@@ -162,7 +130,7 @@ class RegionStats:
     """What the last call of one region kept. Two are equal if their bytes, calls of ops and graphs are.
 
     ``input_host_bytes``: of inputs kept in host memory for a device. ``compiled_graphs``: those of ``torch.compile``
-    that the first call ran. ``offloads``: what became of what rules offload, by rule. ``engine``: that of the
+    that it ran where rules decide. ``offloads``: what became of what rules offload, by rule. ``engine``: that of the
     last call, empty if it needed none.
     """
 
@@ -230,17 +198,13 @@ def log_decisions(region: str, rows: Sequence[OpTraceRow]) -> None:
 
 
 def _log_rows(region: str, rows: Sequence[OpTraceRow]) -> None:
-    if not _log.isEnabledFor(logging.INFO) and not _log.hasHandlers():
-        logging.basicConfig(format="%(name)s: %(message)s")  # the user asked for the log but has not set up logging
     if not _log.isEnabledFor(logging.INFO):
+        if not _log.hasHandlers():
+            logging.basicConfig(format="%(name)s: %(message)s")  # the user asked for the log but has not set it up
         _log.setLevel(logging.INFO)
-    told: set[tuple[str, str, str, str]] = set()
-    for row in rows:
-        key = (row.module, row.op, row.decision, row.reason)
-        if key not in told:
-            told.add(key)
-            where = f"{region}.{row.module}" if row.module else region
-            _log.info("%-9s %s in %s (%s)", row.decision.upper(), row.op, where or "the region", row.reason)
+    for module, op, decision, reason in dict.fromkeys((row.module, row.op, row.decision, row.reason) for row in rows):
+        where = f"{region}.{module}" if module else region
+        _log.info("%-9s %s in %s (%s)", decision.upper(), op, where or "the region", reason)
 
 
 # -- What was decided in graphs of ``torch.compile``, for the report

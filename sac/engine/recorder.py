@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sac.checksums import checksum, sums_of
-from sac.engine.autocast import callers_autocast
+from sac.engine.flags import callers_autocast
 from sac.engine.handles import EXTERNAL, KEPT, Handle
 from sac.engine.op_trace import OpTraceRecorder
 from sac.engine.rng import GeneratorStates, advanced, default_generators
@@ -74,7 +74,7 @@ class TapeMode(RegionMode):
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         site = self.sites.get(id(func))
         if site is None:
-            site = self.table.add_site(func, self.path)
+            site = self.table.add_site(func, self.path, self.decided_by)
         if self.paused:
             return run_op(site, args, kwargs)
         if site.is_unrecorded:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from sac.engine.inputs import Inputs
-from sac.engine.objects import attributes_of, is_own_object, reaches_graph
+from sac.engine.objects import is_own_object, tensors_in
 from sac.engine.settings import Settings
 from sac.engine.state import ForwardState, bound_in
 from sac.engine.untraced import never_compiled
@@ -22,8 +21,6 @@ from sac.outer_hooks import PackHooks, active_hooks, pack_with_outer_hooks
 from sac.stores.backward_order import CallNode
 from sac.tensors import describe, metadata, version_of
 from sac.torch_private import graph_is_retained, is_for_every_leaf, tree_flatten, tree_leaves, tree_unflatten
-
-_OTHER_MODE = "pass use_reentrant=False"
 
 
 def run_reentrant(
@@ -46,115 +43,66 @@ def run_reentrant(
         inputs.store(settings.input_storing, where, node)
     arguments = (*args, *kwargs.values(), *bound_in(function))
     state = ForwardState(owners, arguments, settings, is_careful=True, copies=True)
-    call = _Call(function, inputs, state, where, checks=settings.checks_metadata)
-    call.add_note = settings.add_note
-    call.arguments = args, kwargs
+    call = _Call(function, inputs, state, where, settings)
     tensors = [tensor for _, tensor in inputs.tensors]
-    outputs = _Node.apply(call, *tensors)  # type: ignore[no-untyped-call]
-    result = call.result(outputs)
+    outputs = _Node.apply(call, (args, kwargs), *tensors)  # type: ignore[no-untyped-call]
+    leaves, call.leaves = call.leaves, []
+    aliases = dict(zip(map(id, _outputs(leaves)), outputs, strict=True))
+    result = tree_unflatten([aliases.get(id(leaf), leaf) for leaf in leaves], call.spec)
     node.mark(tree_leaves(result))
     return result, inputs.bytes
 
 
-# Autograd attaches the history of a node's outputs to the tensors themselves. So only tensors that the region made are
-# outputs, and even those are replaced by aliases. An argument, parameter or buffer that is returned is returned as it
-# is, and so is a tensor whose dtype allows no gradient.
-
-
 class _Call:
-    arguments: Any = None
-    add_note: Callable[[BaseException], None]  # to an out-of-memory error
+    """One call. ``leaves``, ``spec``: its result, until the forward ends."""
 
     def __init__(
-        self, function: Callable[..., Any], inputs: Inputs, state: ForwardState, where: str, *, checks: bool
+        self, function: Callable[..., Any], inputs: Inputs, state: ForwardState, where: str, settings: Settings
     ) -> None:
-        self._checks = checks
+        self.settings = settings
         self.function, self.inputs, self.state, self.where = function, inputs, state, where
-        self.indices = [index for index, _ in inputs.tensors]
-        self._leaves: list[Any] = []  # of the result, until the forward ends
-        self._spec: Any = None
-        self._outputs: dict[int, int] = {}  # index of a leaf -> of the node's output
-        self._lock = threading.RLock()  # of reruns: two threads may go through one graph
-        self._is_dropped = False
-        self.places: list[int] = []  # for each output of the node, its index among the leaves
+        self._indices = [index for index, _ in inputs.tensors]
+        self.leaves: list[Any] = []
+        self.spec: Any = None
+        self.is_dropped = False
 
-    def result(self, outputs: Sequence[Tensor]) -> Any:
-        """Return the result of the call."""
-        leaves, self._leaves = self._leaves, []
-        for index, output in self._outputs.items():
-            leaves[index] = outputs[output]
-        return tree_unflatten(leaves, self._spec)
-
-    def refuse(self, problem: str, fix: str = "") -> None:
+    def refuse(self, problem: str, fix: str = "pass use_reentrant=False") -> None:
         """Raise ``RegionError``."""
-        raise RegionError(Problem(self.where, problem, fix=f"{fix}, or {_OTHER_MODE}" if fix else _OTHER_MODE))
+        raise RegionError(Problem(self.where, problem, fix=fix))
 
-    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run the forward; return the tensors in its result."""
-        (args, kwargs), self.arguments = self.arguments, None
+    def run(self, arguments: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Run the forward; return aliases of the tensors in its result: autograd attaches a history to them."""
+        args, kwargs = arguments
         versions = [version_of(tensor) for tensor in tensors]
-        self._leaves, self._spec = tree_flatten(self.function(*args, **kwargs))
+        self.leaves, self.spec = tree_flatten(self.function(*args, **kwargs))
         for index, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
             if version_of(tensor) != version:
                 self.refuse(
                     f"a reentrant region may not write to an argument, here number {index} ({describe(tensor)})"
                 )
-        known, after = {id(tensor) for tensor in tensors}, tree_leaves((args, kwargs))
-        for leaf in after:
-            if _has_gradients(leaf) and id(leaf) not in known:
-                problem = (
-                    "the region put a tensor into a container that it was given, and autograd does not see it there"
-                )
-                self.refuse(problem, fix="return the tensor")
-        outputs = self._take_outputs(tensors, {id(leaf) for leaf in after})
+        known = {id(tensor) for tensor in tensors}
+        for leaf in (*tree_leaves(arguments), *(one for one in self.leaves if is_own_object(one))):
+            if id(leaf) not in known and any(map(_has_gradients, tensors_in(leaf))):
+                self.refuse("the region put a tensor into a container or object, where autograd does not see it")
+        outputs = _outputs(self.leaves)
+        roots = Counter(id(_root(tensor)) for tensor in (*tensors, *outputs))
         self.inputs.end(partial(_held, hooks=active_hooks()))
         self.state.end()
-        return outputs
-
-    def _take_outputs(self, tensors: Sequence[Tensor], given: set[int]) -> list[Tensor]:
-        """Take what the region made out of the leaves of its result; return aliases. ``given``: ids of arguments."""
-        roots = Counter(id(_root(tensor)) for tensor in tensors)
-        roots.update({id(leaf): id(_root(leaf)) for leaf in self._leaves if _has_gradients(leaf)}.values())
-        known: dict[int, int] = {}
-        aliases: list[Tensor] = []
-        for index, leaf in enumerate(self._leaves):
-            if is_own_object(leaf) and id(leaf) not in given and any(map(_has_gradients, attributes_of(leaf).values())):
-                name = type(leaf).__qualname__
-                problem = f"the region returned a {name}, and autograd does not see the tensors that it holds"
-                self.refuse(problem, fix="return tuples, lists, dicts or what is registered as a pytree")
-            if not isinstance(leaf, Tensor) or id(leaf) in given or not self._is_made_here(leaf):
-                continue
-            output = known.setdefault(id(leaf), len(known))
-            if output == len(aliases):
-                alias = leaf.detach()
-                # Autograd refuses writes to this view: they would change an argument or another result, too.
-                aliases.append(alias.view_as(alias) if roots[id(_root(leaf))] > 1 else alias)
-                self.places.append(index)
-            self._outputs[index] = output
-        for index in self._outputs:
-            self._leaves[index] = None
-        return aliases
-
-    def _is_made_here(self, leaf: Tensor) -> bool:
-        if not _has_gradients(leaf) or self.state.holds(leaf):
-            return False
-        # A view of a tensor that needs a gradient, made without grad mode, says that it is a leaf that requires grad.
-        return not leaf.requires_grad or not leaf.is_leaf or leaf._is_view()
+        # Autograd refuses writes to a view: they would change an argument or another result, too.
+        return [one.detach().view_as(one) if roots[id(_root(one))] > 1 else one.detach() for one in outputs]
 
     def run_again(self) -> tuple[list[Any], dict[int, Tensor]]:
         """Run the function again; return the outputs, and a dict for gradients that arrive at inputs."""
-        if self._is_dropped:
+        if self.is_dropped:
             problem = "backward came here again after this region's memory had been freed"
-            raise RegionError(
-                Problem(self.where, problem, fix="pass retain_graph=True to the backward call before this one")
-            )
+            self.refuse(problem, fix="pass retain_graph=True to the backward call before this one")
         self.state.check(None, self.where)
         arrived: dict[int, Tensor] = {}
-        with self._lock, self.state.restored(None), torch.enable_grad():
+        with self.state.restored(None), torch.enable_grad():
             args, kwargs = self.inputs.again(self.where, written=False)
             leaves, spec = tree_flatten((args, kwargs))
             starts: dict[int, Tensor] = {}  # one tensor in several places is one tensor again
-            for position, index in enumerate(self.indices):
+            for position, index in enumerate(self._indices):
                 leaf = leaves[index]
                 if leaf.requires_grad:
                     if id(leaf) not in starts:
@@ -163,62 +111,50 @@ class _Call:
             args, kwargs = tree_unflatten(leaves, spec)
             with self.state.modes.entered():
                 output = self.function(*args, **kwargs)
-        leaves = tree_flatten(output)[0]
-        return [leaves[place] if place < len(leaves) else None for place in self.places], arrived
+        return _outputs(tree_leaves(output)), arrived
 
     def paired(self, outputs: Sequence[Any], grads: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
         """Return the recomputed outputs that have a history, with the gradients that came in for them."""
-        pairs = []
-        for index, output, grad in zip(self.places, outputs, grads, strict=True):
-            if grad is None:
-                continue
-            if not isinstance(output, Tensor) or (self._checks and metadata(output) != metadata(grad)):
-                now = f"{describe(output)} on {output.device}" if isinstance(output, Tensor) else "not a tensor"
-                then = f"{describe(grad)} on {grad.device}"
-                self.refuse(f"result {index} was {then} in forward and is {now} in recomputation")
-            if output.requires_grad:
-                pairs.append((output, grad))
-        return pairs
-
-    def drop(self) -> None:
-        """Release what a rerun needs."""
-        self._is_dropped = True
-        self.inputs.drop()
-        self.state.drop()
+        if len(outputs) != len(grads):
+            self.refuse(f"it returned {len(grads)} tensors in forward and {len(outputs)} in recomputation")
+        pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+        for output, grad in pairs if self.settings.checks_metadata else ():
+            if metadata(output) != metadata(grad):
+                now, then = f"{describe(output)} on {output.device}", f"{describe(grad)} on {grad.device}"
+                self.refuse(f"a result was {then} in forward and is {now} in recomputation")
+        return [(output, grad) for output, grad in pairs if output.requires_grad]
 
     def check_backward(self) -> None:
         """Raise if this way does not support the running backward."""
         if not is_for_every_leaf():
-            problem = "neither torch.autograd.grad nor backward(inputs=...) can go through a reentrant region"
-            self.refuse(problem, fix="call backward() without inputs")
+            self.refuse("neither torch.autograd.grad nor backward(inputs=...) can go through a reentrant region")
         if torch.is_grad_enabled():
             self.refuse("a reentrant region has no double backward (this one was called with create_graph=True)")
 
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, call: _Call, arguments: Any, *tensors: Tensor) -> Any:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return tuple(call.run(tensors))
+        return tuple(call.run(arguments, tensors))
 
     @staticmethod
     @never_compiled
     def backward(ctx: Any, *grads: Any) -> Any:
         call: _Call = ctx.call
         call.check_backward()
-        try:
+        with call.settings.explained():
             outputs, arrived = call.run_again()
-        except torch.OutOfMemoryError as error:
-            call.add_note(error)
-            raise
         pairs = call.paired(outputs, grads)
         del outputs
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
         if not graph_is_retained():
-            call.drop()
-        return None, *(arrived.get(position) for position in range(len(ctx.needs_input_grad) - 1))
+            call.is_dropped = True
+            call.inputs.drop()
+            call.state.drop()
+        return None, None, *(arrived.get(position) for position in range(len(ctx.needs_input_grad) - 2))
 
 
 def can_be_reentrant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -226,14 +162,15 @@ def can_be_reentrant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     leaves = [*args, *kwargs.values()]
     if any(isinstance(leaf, (list, tuple, dict)) for leaf in leaves):
         leaves = tree_leaves((args, kwargs))
-    for leaf in leaves:  # of tensors inside of objects (a cache of keys) the node knows nothing
-        if is_own_object(leaf) and (any(map(_needs_grad, attributes_of(leaf).values())) or reaches_graph(leaf)):
-            return False
-    return any(map(_needs_grad, leaves))
+    # Of tensors inside of objects (a cache of keys) the node knows nothing.
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves) and not any(
+        map(is_own_object, leaves)
+    )
 
 
-def _needs_grad(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
+def _outputs(leaves: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors among the leaves of a result that can have a gradient, each once."""
+    return list({id(leaf): leaf for leaf in leaves if _has_gradients(leaf)}.values())
 
 
 def _has_gradients(value: Any) -> bool:

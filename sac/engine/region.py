@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn.parameter import is_lazy
@@ -30,7 +29,6 @@ from sac.engine.schedule import Schedule
 from sac.engine.settings import ALWAYS, REPLAY, RERUN, Settings, as_torch_says
 from sac.engine.table import NO_RULE, DecisionTable
 from sac.engine.taped import TapedFrame
-from sac.engine.untraced import count_compiled
 from sac.errors import Problem, RegionError, warn
 from sac.outer_hooks import PackHooks, active_hooks
 from sac.policy.model import Policy
@@ -121,20 +119,6 @@ class Region:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run one call; gradients are those of ``function(*args, **kwargs)``. ``owners``: modules of the function."""
-        try:
-            return self._run(function, owners, settings, args, kwargs)
-        except torch.OutOfMemoryError as error:
-            settings.add_note(error)
-            raise
-
-    def _run(
-        self,
-        function: Callable[..., Any],
-        owners: tuple[nn.Module, ...],
-        settings: Settings,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
         group, stats = self.group, self.stats
         settings = as_torch_says(settings)
         where = self.path or group.name
@@ -142,13 +126,13 @@ class Region:
         if not stats.calls and any(is_lazy(parameter) for owner in owners for parameter in owner.parameters()):
             return function(*args, **kwargs)  # this call makes the parameters
         if settings.use_reentrant and can_be_reentrant(args, kwargs) and not keeps_fp8_state(owners):
-            output, size = run_reentrant(function, owners, settings, where, args, kwargs)
+            with settings.explained():
+                output, size = run_reentrant(function, owners, settings, where, args, kwargs)
             stats.take(None, size)
             return output
         table = group.table
-        if (
-            table.saves_everything and not table.offloads and active_hooks() is None and stats.calls
-        ):  # the first call counts the bytes
+        plain = table.saves_everything and not table.offloads and active_hooks() is None
+        if plain and stats.calls:  # the first call counts the bytes
             stats.calls += 1
             return function(*args, **kwargs)
         refuse_transforms(where)
@@ -156,7 +140,8 @@ class Region:
         frame.is_dual = forward_ad_level() >= 0 and any(map(has_tangent, (*args, *kwargs.values())))
         if frame.is_dual and not (isinstance(frame, TapedFrame) and frame.is_replayed):
             frame.refuse_tangents()
-        output = frame.run(args, kwargs, is_careful=bool(group.careful))
+        with settings.explained():
+            output = frame.run(args, kwargs, is_careful=bool(group.careful))
         if not isinstance(frame, TapedFrame):
             stats.engine = ""
             kept = frame.kept_bytes
@@ -165,6 +150,7 @@ class Region:
         stats.engine = REPLAY if frame.is_replayed else RERUN
         stats.take(frame.figures, frame.input_bytes)
         stats.offloads = frame.offloads
+        stats.compiled_graphs = frame.compiled_graphs if table.decides_on_ops else 0
         if frame.trace is not None:
             group.op_trace = tuple(frame.trace.rows)
             log_decisions(self.path, group.op_trace)
@@ -183,8 +169,7 @@ class Region:
         if keeps_fp8_state(owners):
             group.give_up(REASON, where)
             function, settings = Fp8Function(function, where), for_fp8(settings)
-        is_asked = table.decides_on_ops or table.matches_modules or table.saves_everything
-        is_asked = is_asked or settings.engine == REPLAY
+        is_asked = table.decides_on_ops or table.saves_everything or settings.engine == REPLAY
         if not is_asked and group.careful is False and settings.verify != ALWAYS:
             return Frame(function, owners, settings, where, group)
         # Hooks around the region must be passed the same tensors if they run it again.
@@ -201,9 +186,7 @@ def refuse_transforms(where: str) -> None:
     outside of the transforms, although backward may be batched.
     """
     if transform_is_active() and current_graph_task_id() == NO_TASK:
-        found = (
-            "it is called inside a transform of torch.func (grad, vjp, vmap, jvp, ...), whose tensors cannot be kept"
-        )
+        found = "it is called inside a transform of torch.func (grad, vmap, jvp, ...), whose tensors cannot be kept"
         fix = "call sac.remove(model) before the transform, or torch.autograd instead of torch.func; "
         fix += "torch.func.functional_call by itself is fine"
         raise RegionError(Problem(where, found, fix=fix))
@@ -212,23 +195,6 @@ def refuse_transforms(where: str) -> None:
 def has_tangent(value: Any) -> bool:
     """Return whether a value is a dual tensor of the innermost level of forward-mode differentiation."""
     return isinstance(value, Tensor) and unpack_dual(value).tangent is not None
-
-
-def run_modules(
-    region: Region,
-    function: Callable[..., Any],
-    modules: nn.Module | tuple[nn.Module, ...],
-    settings: Settings,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Run ``function(*args, **kwargs)``, which calls ``modules``, as a call of ``region``."""
-    owners = modules if isinstance(modules, tuple) else (modules,)
-    is_first = not region.stats.calls
-    output = region.run(function, owners, settings, args, kwargs)
-    if is_first:
-        region.stats.compiled_graphs = count_compiled(output, (args, kwargs))
-    return output
 
 
 # -- Regions of functions

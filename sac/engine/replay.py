@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sac.engine.autocast import as_then
+from sac.engine.flags import as_then
 from sac.engine.functions import differs, run_unit
 from sac.engine.rng import set_states, states_of
 from sac.engine.schedule import Schedule, UnobtainableError, schedule_replay

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sac.engine.settings import Settings
-from sac.errors import ConfigError, Problem, RegionError
+from sac.errors import ConfigError, Problem
 from sac.tensors import cloned, equal, tell_of
 from sac.torch_private import UnseenByModes, mps_generator
 
@@ -27,11 +27,8 @@ def default_generators() -> list[torch.Generator]:
 
 def state_of(generator: torch.Generator) -> Tensor:
     """Return a copy of a generator's state, a tensor of bytes on the CPU; modes do not see it."""
-    guard = UnseenByModes()
-    try:
+    with UnseenByModes():
         return tell_of(generator.get_state())
-    finally:
-        del guard
 
 
 def states_of(generators: Iterable[torch.Generator]) -> GeneratorStates:
@@ -55,16 +52,11 @@ def set_states(states: GeneratorStates) -> None:
 # Note [Trackers of others]
 #
 # A tracker is an object with `get_states()` and `set_states(states)`: those of sac, Megatron-Core, TransformerEngine
-# and DeepSpeed. A state is a tensor of bytes, or the generator itself (`graph-safe` trackers, which CUDA graphs can
-# follow). `get_states` may return live objects. So tensors are copied. For a generator, its state is copied and later
-# restored into the same generator, since CUDA graphs and other code may hold it.
-#
-# A fork of a graph-safe tracker makes the default generator share the state of the named one, so that both advance.
-# `graphsafe_get_state` returns a generator that shares the default one's current state: not a copy, but a record of
-# which state it shares. sac restores this sharing before the states themselves.
-#
-# Megatron-Core's tracker (and that of sac) records which stream is in use, and a nested fork depends on it; its
-# `get_states` does not include that.
+# and DeepSpeed. A state is a tensor of bytes, or the generator itself (`graph-safe` trackers). `get_states` may return
+# live objects: tensors are copied, and the state of a generator is restored into the same generator, since CUDA graphs
+# and other code may hold it. A fork of a graph-safe tracker makes the default generator share the state of the named
+# one; `graphsafe_get_state` records which state it shares, and sac restores this sharing first. Megatron-Core's tracker
+# records which stream is in use; its `get_states` does not include that.
 
 CURRENT = "_current_state_name"
 _MISSING = object()
@@ -135,14 +127,10 @@ def _error(found: str, expected: str) -> ConfigError:
 
 # Note [Random states]
 #
-# A region's recomputation has to draw the same numbers as its forward. So the state of each generator that the forward
-# may draw from is captured at its start: the CPU's, those of the inputs' devices and of the accelerator's current
-# device, those that the caller names, and the named streams of trackers. The recomputation restores them. When it ends,
-# also by an error, all generators have the states from before it again. If restoring fails half-way, the changes so far
-# are undone.
-#
-# A tracker's fork exchanges the state of a default generator. So trackers come first and default generators last, both
-# when states are restored and when that is undone.
+# The state of each generator that the forward may draw from is captured at its start: the CPU's, those of the inputs'
+# devices and of the accelerator's current device, those that the caller names, and the named streams of trackers. The
+# recomputation restores them; when it ends, also by an error, all have the states from before it again. A tracker's
+# fork exchanges the state of a default generator, so trackers come first and default generators last, both ways.
 
 
 class RngSnapshot:
@@ -152,8 +140,7 @@ class RngSnapshot:
     current device. ``also``: generators that the region's modules and arguments hold; ``trackers``: those that they
     hold.
 
-    Raises ``ConfigError`` if a function in ``settings.trackers`` returns no tracker, and ``RegionError`` while a CUDA
-    graph is captured: torch does not allow reading or setting a generator's state then.
+    Raises ``ConfigError`` if a function in ``settings.trackers`` returns no tracker.
     """
 
     __slots__ = ("_accelerators", "_states", "_trackers")
@@ -173,16 +160,12 @@ class RngSnapshot:
             for one in generators:
                 others.pop(one._cdata, None)  # type: ignore[attr-defined]
             generators += others.values()
-        try:
-            self._states = states_of(generators)
-            named = [(getter, tracker_of(getter)) for getter in settings.trackers]
-            known = {id(tracker) for _, tracker in named}
-            held = {id(tracker): tracker for tracker in trackers if id(tracker) not in known}
-            named += [(partial(_given, tracker), tracker) for tracker in held.values()]
-            self._trackers = [(getter, NamedStates(tracker, self._accelerators)) for getter, tracker in named]
-        except RuntimeError as error:
-            _blame_capture(error)
-            raise
+        self._states = states_of(generators)
+        named = [(getter, tracker_of(getter)) for getter in settings.trackers]
+        known = {id(tracker) for _, tracker in named}
+        held = {id(tracker): tracker for tracker in trackers if id(tracker) not in known}
+        named += [(partial(_given, tracker), tracker) for tracker in held.values()]
+        self._trackers = [(getter, NamedStates(tracker, self._accelerators)) for getter, tracker in named]
 
     @property
     def states(self) -> GeneratorStates:
@@ -191,17 +174,13 @@ class RngSnapshot:
 
     def enter_on(self, stack: ExitStack) -> None:
         """Restore the captured states; restore the current ones when ``stack`` is left."""
-        try:
-            stack.callback(set_states, states_of([generator for generator, _ in self._states]))
-            for getter, states in self._trackers:
-                tracker = tracker_of(getter)
-                stack.callback(set_states, states_of([generator for generator, _ in states.generators]))
-                stack.callback(NamedStates(tracker, states.defaults).put_on, tracker)
-                states.put_on(tracker)
-            set_states(self._states)
-        except RuntimeError as error:
-            _blame_capture(error)
-            raise
+        stack.callback(set_states, states_of([generator for generator, _ in self._states]))
+        for getter, states in self._trackers:
+            tracker = tracker_of(getter)
+            stack.callback(set_states, states_of([generator for generator, _ in states.generators]))
+            stack.callback(NamedStates(tracker, states.defaults).put_on, tracker)
+            states.put_on(tracker)
+        set_states(self._states)
 
 
 @contextmanager
@@ -240,19 +219,6 @@ def _accelerator_generators(tensors: Iterable[torch.Tensor]) -> list[torch.Gener
     if accelerator is not None and getattr(getattr(torch, accelerator.type, None), "is_initialized", lambda: True)():
         found.append(default_generator(accelerator))
     return list({generator: None for generator in found if generator is not None})
-
-
-def _blame_capture(error: RuntimeError) -> None:
-    """Raise an actionable error if ``error`` was caused by the capture of a CUDA graph."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise RegionError(
-            Problem(
-                where="preserve_rng_state",
-                found="random states can be neither read nor put back while a CUDA graph is captured",
-                fix="pass preserve_rng_state=False if the region draws no random numbers, or capture it without "
-                "checkpointing",
-            )
-        ) from error
 
 
 # -- Python's and NumPy's global generators

@@ -15,7 +15,7 @@ from sac.checksums import find_different, sums_of
 from sac.engine.handles import OTHER, OTHER_FIX, Handle
 from sac.engine.recorder import metadata_of
 from sac.engine.settings import Settings
-from sac.engine.table import CallSite, run_op, site_name
+from sac.engine.table import CallSite, module_name, run_op, site_name
 from sac.engine.tape import HOLE, Ref, Tape
 from sac.engine.tracker import RegionMode
 from sac.engine.verify import described, may_differ, same_sums, sums_of_arguments
@@ -135,7 +135,7 @@ class Served(RegionMode):
         """Run an op, or return what it returned in forward."""
         site = self.sites.get(id(func))
         if site is None:
-            site = self.table.add_site(func, self.path)
+            site = self.table.add_site(func, self.path, self.decided_by)
         kwargs = kwargs or {}
         if self.is_over:
             if site.writes or site.is_view:  # it may fill what autograd has just saved
@@ -203,7 +203,7 @@ class Served(RegionMode):
             for number, entry in self._waiting[key].items():
                 then = described(tape.metadata[entry], tape.argument_sums.get(entry, ()))
                 site = tape.sites[entry]
-                found = f"call {number} of {site_name(site)} in {_module(site)} ran in forward with {then}"
+                found = f"call {number} of {site_name(site)} in {module_name(site.path)} ran in forward with {then}"
                 yield entry, f"{found} and in recomputation with {arguments}", _OTHER_TENSORS
 
     def _serve(self, site: CallSite, entry: int, args: Any) -> Any:
@@ -216,12 +216,8 @@ class Served(RegionMode):
         return tape.as_returned(entry, results)
 
     def _refuse(self, site: CallSite, what: str) -> None:
-        found = f"{site_name(site)} in {_module(site)} {what}: {OTHER}"
+        found = f"{site_name(site)} in {module_name(site.path)} {what}: {OTHER}"
         raise RegionError(Problem(self._where, found, fix=OTHER_FIX))
-
-
-def _module(site: CallSite) -> str:
-    return f"module {site.path}" if site.path else "the region itself"
 
 
 def _constants(args: Any, kwargs: Any) -> str:

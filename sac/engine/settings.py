@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from sac.config_keys import CONFIG_KEYS, DEFAULTS, StateProvider
 from sac.stores.store import InputStoring
@@ -44,6 +47,15 @@ class Settings:
     strict: bool = False
     add_note: Callable[[BaseException], None] = no_note
     transfers: TransfersByDevice = field(default_factory=TransfersByDevice, compare=False)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Add the note to an out-of-memory error in the body."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            self.add_note(error)
+            raise
 
     @property
     def refuses_differences(self) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sac.checksums import checksum
-from sac.engine.flags import BackendFlags
+from sac.engine.flags import Autocast, BackendFlags, FunctionModes, leave_function_modes, recomputing
 from sac.engine.fp8 import FP8_METAS
 from sac.engine.objects import (
     PLAIN,
@@ -26,7 +26,6 @@ from sac.engine.objects import (
     with_tensor,
     without_graph,
 )
-from sac.engine.recomputing import recomputing
 from sac.engine.rng import (
     GeneratorStates,
     RngSnapshot,
@@ -37,7 +36,6 @@ from sac.engine.rng import (
 )
 from sac.engine.settings import Settings
 from sac.engine.tape import Tape
-from sac.engine.thread_state import Autocast, FunctionModes, leave_function_modes
 from sac.errors import Problem, RegionError
 from sac.tensors import copy_of, describe, is_wrapper, overwrite, storage_address, version_of
 from sac.torch_private import FSDP_MANAGED, keep_graphs_in_order_of_making, set_version_counters
@@ -318,7 +316,11 @@ def _set_items(table: dict[Any, Any], then: dict[Any, Any]) -> None:
     if len(table) == len(then) and all(map(is_, table.values(), then.values())) and table.keys() == then.keys():
         return  # the usual case
     if FSDP_MANAGED in then:  # FSDP1 moves parameters between the tables of a module
-        then = {name: value for name, value in then.items() if not isinstance(value, (Tensor, StandIn))}
+        then = {
+            name: value
+            for name, value in then.items()
+            if not (isinstance(value, Tensor) or (type(value) is StandIn and value.is_tensor))
+        }
         then |= {name: value for name, value in table.items() if isinstance(value, Tensor)}
     for name in [name for name in table if name not in then]:
         del table[name]

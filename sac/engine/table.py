@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from sac.engine.autocast import as_called, is_custom_op
+from sac.engine.flags import as_called, is_custom_op
 from sac.errors import PolicyError, Problem, warn
 from sac.ops.facts import OpTraits, traits_of
 from sac.ops.flops import has_formula
@@ -28,7 +28,6 @@ _VALUE_READERS = frozenset(
 
 Condition = Callable[[tuple[Any, ...], Mapping[str, Any], Any], bool]
 
-_INSIDE = ".*"  # ends the paths of call sites in modules that are saved as a whole
 NO_RULE = -1  # stands for the rule of what the must-save tier or the policy's default saved
 
 
@@ -55,17 +54,6 @@ class ResolvedRule:
         """Whether every match is saved, on the device or the host."""
         return self.saves and self.rule.do != ALTERNATE
 
-    def matches_unit(self, function: str, unit: str = "") -> bool:
-        """Return whether the rule names a unit: by ``function:``, ``unit:`` or ``*``, or a Function by a save-set.
-
-        ``function`` is the qualified name of the class, ``unit`` the name under ``sac.unit``, empty if there is none.
-        """
-        return self.rule.matches_unit(function, unit) or self.matcher.matches_unit(function, unit)
-
-    def names(self, op: Any) -> bool:
-        """Return whether the rule names ``op`` itself or through a set, and not only by a glob."""
-        return self.matcher.names(op)
-
 
 @dataclass(frozen=True, slots=True)
 class ConditionalRule:
@@ -83,7 +71,9 @@ class ConditionalRule:
             return False
         if rule.shape is not None or rule.dtype:
             tensor = first_tensor(out)
-            if tensor is None or not _tensor_matches(rule, tensor):
+            if tensor is None or not rule.fits_shape(tensor.shape):
+                return False
+            if rule.dtype and str(tensor.dtype).removeprefix("torch.") not in rule.dtype:
                 return False
         return self.condition is None or self.condition(args, kwargs, out)
 
@@ -91,47 +81,13 @@ class ConditionalRule:
 class CallSite:
     """Everything that the dispatch modes need to know about one op at one module path."""
 
-    __slots__ = (
-        "conditional_rules",
-        "draws",
-        "final_decision",
-        "final_rule",
-        "has_decision",
-        "is_bookkeeping",
-        "is_cheap",
-        "is_collective",
-        "is_custom_op",
-        "is_flat",
-        "is_inplace_view",
-        "is_inside",
-        "is_ordinary",
-        "is_random",
-        "is_told",
-        "is_unrecorded",
-        "is_view",
-        "key",
-        "may_save",
-        "must_save",
-        "must_save_condition",
-        "op",
-        "path",
-        "reads_value",
-        "run",
-        "savable",
-        "savable_if",
-        "tensor_positions",
-        "traits",
-        "view_of",
-        "writes",
-    )
-
-    def __init__(self, op: Any, path: str, traits: OpTraits) -> None:
+    def __init__(self, op: Any, path: str, traits: OpTraits, decided_by: ResolvedRule | None = None) -> None:
+        """``decided_by``: a rule that decides on all ops of the module or unit in which the op runs."""
         self.op = op
         self.run = op._op if type(op) is OpOverload else op  # what calling the op calls
         self.path = path
-        self.is_inside = path.endswith(_INSIDE)
+        self.decided_by = decided_by
         self.traits = traits
-        self.key = hash(op)
         self.is_view = traits.is_view
         self.writes = bool(traits.mutated_args or traits.mutated_kwargs)
         # An op that neither returns nor writes a tensor reads a size, a stride or a value: there is nothing to keep.
@@ -143,8 +99,6 @@ class CallSite:
         )
         self.reads_value = self.is_unrecorded and op_name(op) in _VALUE_READERS  # the program may branch on its result
         # An ordinary op reads tensors and returns a tensor; it has no trait that the tape must handle specially.
-        self.tensor_positions = traits.tensor_positions
-        self.view_of = traits.view_of
         self.is_ordinary = traits.is_flat and not (
             self.writes
             or traits.may_draw
@@ -165,24 +119,14 @@ class CallSite:
         self.must_save = False
         self.must_save_condition: Condition | None = None
         self.may_save = False
-        self.is_random = traits.is_random
         # It changes the layout of its argument and no contents, as `squeeze_` does.
         self.is_inplace_view = torch.Tag.inplace_view in getattr(op, "tags", ())
         self.is_custom_op = is_custom_op(op)
         self.is_cheap = op_name(op).startswith("aten.") and not has_formula(op)
 
 
-class CallCounter(Protocol):
-    """The counters of one region call that decisions depend on in addition to the op's own call."""
-
-    calls: MutableMapping[CallSite, int]
-    alternations: MutableMapping[int, int]
-
-
-def decide(
-    counter: CallCounter, site: CallSite, args: Any, kwargs: Any, out: Any
-) -> tuple[Decision, ResolvedRule | None]:
-    """Return the decision on the result of this call, and the rule that matched; count the call."""
+def decide(counter: Any, site: CallSite, args: Any, kwargs: Any, out: Any) -> tuple[Decision, ResolvedRule | None]:
+    """Return the decision on the result of this call, and the rule that matched; count the call in ``counter``."""
     call = counter.calls[site]
     counter.calls[site] = call + 1
     decision, rule = site.final_decision, site.final_rule
@@ -214,43 +158,37 @@ def run_op(site: CallSite, args: Any, kwargs: Any) -> Any:
 class DecisionTable:
     """The rules that apply to one layer of one stack, and the call sites derived from them; see ``add_site``.
 
-    ``must_save``: nondeterministic routing ops are kept even if no rule saves them (promise 10). ``offloads``: the
-    indices of the rules of which saved values wait on the host (``NO_RULE``: the default).
+    ``offloads``: the indices of the rules of which saved values wait on the host (``NO_RULE``: the default).
     """
 
-    def __init__(self, policy: Policy, rules: tuple[ResolvedRule, ...], *, must_save: bool = True) -> None:
+    def __init__(self, policy: Policy, rules: tuple[ResolvedRule, ...]) -> None:
         self.policy = policy
         self.rules = rules
         self.default = policy.default
-        self.must_save = must_save
         self._whole: dict[str, ResolvedRule | None] = {}
         self.offloads = self._offloads()
-        self.matches_modules = any(resolved.rule.matches_module and resolved.saves for resolved in rules)
+        self.saves_modules = any(resolved.rule.matches_module and resolved.saves for resolved in rules)
         self.saves_everything = self._saves_everything()
         self.decides_on_ops = not self.saves_everything and (
-            self.default.keeps or any(one.saves and not one.rule.matches_module for one in rules)
+            self.default.keeps or any(resolved.saves for resolved in rules)
         )
-        # Path -> id of an op (its hash is Python code) -> call site.
-        self.sites_at: dict[str, dict[int, CallSite]] = {}
+        # Path and the rule that decides on all ops there -> id of an op (its hash is Python code) -> call site.
+        self.sites_at: dict[Any, dict[int, CallSite]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.policy, tuple(bound.index for bound in self.rules), self.must_save)
+        return _rebuild, (self.policy, tuple(bound.index for bound in self.rules))
 
     def rule_name(self, index: int) -> str:
         """Return the id of the rule with this index; ``default`` for ``NO_RULE``."""
         return next((one.rule.id for one in self.rules if one.index == index), "default")
 
-    def sites_of(self, path: str) -> dict[int, CallSite]:
+    def sites_of(self, path: str, decided_by: ResolvedRule | None = None) -> dict[int, CallSite]:
         """Return the call sites so far, by id of the op, of the module at ``path`` of the region."""
+        key = path if decided_by is None else (path, decided_by.index)
         try:
-            return self.sites_at[path]  # the usual case: each module asks when it begins
+            return self.sites_at[key]  # the usual case: each module asks when it begins
         except KeyError:
-            return self.sites_at.setdefault(path, {})
-
-    def sites_inside(self, path: str) -> tuple[str, dict[int, CallSite]]:
-        """Return path and call sites, without rules, of ops in the module at ``path`` while it is saved as a whole."""
-        path += _INSIDE
-        return path, self.sites_of(path)
+            return self.sites_at.setdefault(key, {})
 
     def _saves_everything(self) -> bool:
         """Return whether the policy leaves nothing to recompute.
@@ -260,16 +198,24 @@ class DecisionTable:
         if self.saves_whole(""):
             return True
         return all(resolved.always_saves for resolved in self.rules) and (
-            self.default.keeps or any(_matches_every_call(resolved.rule) for resolved in self.rules)
+            self.default.keeps
+            or any(
+                "*" in rule.ops and rule.module is None and rule.layers is None and rule.matches_each_call
+                for rule in (resolved.rule for resolved in self.rules)
+            )
         )
 
-    def rules_of_unit(self, path: str, unit: str = "", function: str = "") -> tuple[ConditionalRule, ...]:
+    def rules_of_unit(
+        self, path: str, decided_by: ResolvedRule | None, unit: str = "", function: str = ""
+    ) -> tuple[ConditionalRule, ...]:
         """Return the rules that may match calls in a module of a unit: a named one, or an autograd Function."""
+        if decided_by is not None and decided_by.saves:
+            return (ConditionalRule(decided_by, False, decided_by.decision, None),)
         return tuple(
             ConditionalRule(resolved, resolved.rule.do == ALTERNATE, resolved.decision, None)
             for resolved in self.rules
-            if not (path.endswith(_INSIDE) or resolved.rule.matches_module)
-            and resolved.matches_unit(function, unit)
+            if not resolved.rule.matches_module
+            and (resolved.rule.matches_unit(function, unit) or resolved.matcher.matches_unit(function, unit))
             and not (resolved.rule.do == ALTERNATE and "*" in resolved.rule.ops)  # "every second op" is about ops
             and (resolved.rule.module is None or resolved.rule.module.matches(path))
         )
@@ -293,21 +239,24 @@ class DecisionTable:
         except KeyError:
             return self._whole.setdefault(path, next((one for one in self.rules if _decides_on(one.rule, path)), None))
 
-    def add_site(self, op: Any, path: str) -> CallSite:
+    def add_site(self, op: Any, path: str, decided_by: ResolvedRule | None = None) -> CallSite:
         """Create, store and return the call site of ``op`` in the module at ``path``."""
-        site = CallSite(op, path, traits_of(op))
+        site = CallSite(op, path, traits_of(op), decided_by)
         if site.savable and not site.is_bookkeeping:
             self._resolve(site)
         site.has_decision = bool(site.may_save or site.conditional_rules or site.final_rule is not None)
-        self.sites_of(path)[id(op)] = site
+        self.sites_of(path, decided_by)[id(op)] = site
         return site
 
     def _resolve(self, site: CallSite) -> None:
         conditional_rules: list[ConditionalRule] = []
         site.final_decision = self.default
         rules = self.rules
-        if site.is_inside:
-            site.final_decision, rules = Decision.RECOMPUTE, ()
+        if (around := site.decided_by) is not None:
+            site.final_rule, site.final_decision = around, Decision.RECOMPUTE
+            rules = tuple(resolved for resolved in rules if resolved.index < around.index)  # they are asked first
+            if around.saves:
+                site.final_decision, rules = around.decision, ()
         elif self.saves_whole(""):
             site.final_rule, rules = self.whole_rule(""), ()
             site.final_decision = site.final_rule.decision if site.final_rule is not None else Decision.SAVE
@@ -338,15 +287,10 @@ class DecisionTable:
         )
 
     def _must_save(self, site: CallSite) -> tuple[bool, str]:
-        if not self.must_save:
-            return False, ""
-        named = [
-            resolved
-            for resolved in (site.final_rule, *(c.resolved for c in site.conditional_rules))
-            if resolved is not None
-        ]
+        """Return whether the results of a routing op are kept even if no rule saves them, and under which condition."""
+        rules = [resolved for resolved in (site.final_rule, *(c.resolved for c in site.conditional_rules)) if resolved]
         found = is_must_save(site.op)
-        against = [one for one in named if one.rule.do == Decision.RECOMPUTE.value and one.names(site.op)]
+        against = [one for one in rules if one.rule.do == Decision.RECOMPUTE.value and one.matcher.names(site.op)]
         if found[0] and against:
             rule = against[0].rule
             text = (
@@ -377,16 +321,6 @@ def _decides_on(rule: Rule, path: str) -> bool:
     return rule.matches_module and rule.module is not None and rule.module.matches(path)
 
 
-def _matches_every_call(rule: Rule) -> bool:
-    return "*" in rule.ops and rule.module is None and rule.layers is None and rule.matches_each_call
-
-
-def _tensor_matches(rule: Rule, tensor: torch.Tensor) -> bool:
-    if rule.dtype and str(tensor.dtype).removeprefix("torch.") not in rule.dtype:
-        return False
-    return rule.fits_shape(tensor.shape)
-
-
 _GATHERING = frozenset({"aten.split_with_sizes_copy", "aten.set_", "aten.resize_"})  # the ops with which FSDP gathers
 
 
@@ -398,6 +332,11 @@ def gathers(site: CallSite) -> bool:
 def site_name(site: CallSite) -> str:
     """Return the name of the call site's op in messages."""
     return op_name(site.op)
+
+
+def module_name(path: str) -> str:
+    """Return the name of a module of the region in messages."""
+    return f"module {path}" if path else "the region itself"
 
 
 # -- Policies with resolved op names
@@ -424,9 +363,9 @@ class ResolvedPolicy:
             or (resolved.rule.matches_region(path, layer, stack_size) and applies(resolved.rule))
         ]
 
-    def table(self, rules: Iterable[int], *, must_save: bool = True) -> DecisionTable:
+    def table(self, rules: Iterable[int]) -> DecisionTable:
         """Return the table of the rules with these indices."""
-        return DecisionTable(self.policy, tuple(self.rules[index] for index in rules), must_save=must_save)
+        return DecisionTable(self.policy, tuple(self.rules[index] for index in rules))
 
 
 def resolve_policy(policy: Policy) -> ResolvedPolicy:
@@ -454,9 +393,9 @@ def resolve_policy(policy: Policy) -> ResolvedPolicy:
     return ResolvedPolicy(policy, tuple(rules), missing)
 
 
-def _rebuild(policy: Policy, indices: Iterable[int], must_save: bool) -> DecisionTable:
+def _rebuild(policy: Policy, indices: Iterable[int]) -> DecisionTable:
     """Rebuild a table from its pickled parts."""
-    return resolve_policy(policy).table(indices, must_save=must_save)
+    return resolve_policy(policy).table(indices)
 
 
 # -- The layer index of a single block, for ``sac.context_fn``

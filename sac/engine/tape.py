@@ -26,7 +26,6 @@ from sac.tensors import (
     same_bytes,
     storage_address,
     storage_bytes,
-    tensors_of,
     version_of,
 )
 from sac.torch_private import next_node_number

@@ -13,7 +13,6 @@ from torch.autograd.forward_ad import unpack_dual
 from sac.checksums import checksum, find_different
 from sac.engine.fp8 import Fp8Function, fp8_storages
 from sac.engine.frame import Frame, alive
-from sac.engine.functions import tensor_arguments
 from sac.engine.handles import EXTERNAL, KEPT, MISSING, OTHER, OTHER_FIX, WRITTEN, Handle
 from sac.engine.inputs import Inputs
 from sac.engine.offload import offload
@@ -24,7 +23,7 @@ from sac.engine.rng import python_random, same_python_random
 from sac.engine.schedule import Schedule, UnobtainableError, key_of, schedule_replay
 from sac.engine.serve import Served
 from sac.engine.settings import ALWAYS, NEVER, REPLAY
-from sac.engine.table import site_name
+from sac.engine.table import module_name, site_name
 from sac.engine.tape import CannotReplayError, DiffersError, Tape
 from sac.engine.untraced import never_compiled
 from sac.engine.verify import may_differ
@@ -62,7 +61,7 @@ class TapedFrame(Frame):
         self.tape = self._new_tape()
         self._replays = replays and not group.not_replayable
         table = group.table
-        self._is_full = not (table.decides_on_ops or table.saves_everything or table.matches_modules)
+        self._is_full = not (table.decides_on_ops or table.saves_everything)
         verify = self.settings.verify
         is_new = verify != NEVER and not group.verified
         # What a rerun is served is compared in every call: only a replay has learned what writes to it unseen.
@@ -81,6 +80,7 @@ class TapedFrame(Frame):
         self._schedule: Schedule | None = None
         self._wanted: list[tuple[int, int, int]] = []
         self.figures: SavedFigures | None = None
+        self.compiled_graphs = 0
         self.offloads: Mapping[int, OffloadUse] = {}
 
     def _new_tape(self) -> Tape:
@@ -151,6 +151,7 @@ class TapedFrame(Frame):
         every = tape.kept
         if self._replays:
             self._schedule_replay()
+        self.compiled_graphs = mode.compiled_graphs
         self._release()
         self._compact(handles)
         self.figures = self._count(handles, every)
@@ -194,7 +195,8 @@ class TapedFrame(Frame):
             time = time + 1
             handle.position = value, time
             tape.is_careful = True  # a rerun without a mode would stop too early
-            self._sum_again(handle.index, tape.refs[value]())
+            if self._sums.pop(handle.index, None) is not None and (tensor := tape.refs[value]()) is not None:
+                self._sums[handle.index] = checksum(tensor)  # an op has filled it since
         if tape.roots[value] in tape.fresh:
             tape.fail("autograd saved memory that no op has written to")
         handle.is_written_later = last >= time
@@ -204,11 +206,6 @@ class TapedFrame(Frame):
         if is_asked or (handle.state == KEPT and last >= time) or (handle.state == EXTERNAL and is_stored):
             handle.release()
         return (handle.index, value, time) if handle.state == MISSING else None
-
-    def _sum_again(self, index: int, tensor: Tensor | None) -> None:
-        """Take the checksum of a saved tensor once more, which an op has filled since."""
-        if self._sums.pop(index, None) is not None and tensor is not None:
-            self._sums[index] = checksum(tensor)
 
     def _schedule_replay(self) -> None:
         """Take the schedule of the group's last call if the tape is the same; otherwise make one."""
@@ -267,33 +264,13 @@ class TapedFrame(Frame):
             site = tape.sites[entry]
             if not site.is_view and not all(value in kept for value in tape.results(entry)):
                 asked.update(tape.roots[value] for value in tape.reads[entry])
-        inside = self._inside_only()
-        return {
-            value
-            for value in kept
-            if tape.makers[value] < last and value not in inside and self._is_asked(value, asked)
-        }
-
-    def _inside_only(self) -> set[int]:
-        """Return the kept values that only a Function's forward uses: without a region, nothing would hold them."""
-        tape, saved = self.tape, {self.tape.roots[handle.position[0]] for handle in alive(self._handles)}
-        inside: set[int] = set()
-        for span, _, _ in self._spans:
-            made = {value for value in tape.kept if tape.makers[value] in span and tape.roots[value] not in saved}
-            later = range(span.stop, len(tape.sites)) if made else ()
-            used = {tape.roots[value] for entry in later for value in tape.reads[entry]}
-            inside |= {
-                value
-                for value in made
-                if tape.roots[value] not in used and not tape.sites[tape.makers[value]].must_save
-            }
-        return inside
+        return {value for value in kept if tape.makers[value] < last and self._is_asked(value, asked)}
 
     def _is_asked(self, value: int, asked: set[int]) -> bool:
         tape, maker = self.tape, self.tape.makers[value]
         site = tape.sites[maker]
         is_costly = not getattr(site, "is_cheap", False) or site.must_save or maker in tape.states
-        return site.may_save and (is_costly or tape.roots[value] in asked)  # results of whole modules are not served
+        return site.may_save and (is_costly or tape.roots[value] in asked)
 
     def _compact(self, handles: list[Handle]) -> None:
         """Copy kept parts of storages of which little else is kept."""
@@ -319,7 +296,6 @@ class TapedFrame(Frame):
     def _count(self, handles: list[Handle], every: dict[int, Any]) -> SavedFigures:
         tape, mode = self.tape, self.mode
         assert mode is not None
-        hits, inside = (mode.whole.hits, mode.whole.inside) if mode.whole is not None else ({}, {})
         rules: dict[int, int] = dict.fromkeys(tape.rule_of.values(), 0)
         rule_at = {tape.roots[value]: tape.rule_of[value] for value in every}
         held: set[int] = set()
@@ -331,14 +307,10 @@ class TapedFrame(Frame):
                     held.add(address)
                     rule = rule_at.get(tape.roots[value], NO_RULE)
                     rules[rule] = rules.get(rule, 0) + storage_bytes(part)
-        for rule, inner in inside.items():
-            own = {address: size for address, size in inner.items() if address not in tape.leaf_roots}
-            rules[rule] = rules.get(rule, 0) + sum(size for address, size in own.items() if address not in held)
-            held |= own.keys()
         parts = (part for tensor in every.values() for part in tensor_parts(tensor))
         sizes = {storage_address(part): storage_bytes(part) for part in parts}
         lost = sum(size for address, size in sizes.items() if address not in held)
-        return SavedFigures(sum(rules.values()), lost, rules, {**mode.hits, **hits})
+        return SavedFigures(sum(rules.values()), lost, rules, {**mode.hits})
 
     def _pack_outside(self, handles: list[Handle]) -> None:
         """Hold inputs, and pass what this call holds to the hooks around the region."""
@@ -434,16 +406,12 @@ class TapedFrame(Frame):
 
     def _of_change(self, value: int) -> Problem:
         """Return the problem of a leaf that was written to after the forward."""
-        leaf = self.tape.leaves[value]
-        tensor, inputs = fetch(leaf.tensor), self._input_leaves.items()
+        tensor, inputs = fetch(self.tape.leaves[value].tensor), self._input_leaves.items()
         index = next((index for index, other in inputs if self.tape.roots[other] == self.tape.roots[value]), None)
-        if index is not None:
-            found = f"its input {index} ({describe(tensor)}) was changed in place after the forward"
-            return Problem(self.where, found, fix=WRITTEN)
-        versions = f"it is at version {version_of(tensor)}, backward expects version {leaf.version}"
-        found = f"a tensor from outside the region ({describe(tensor)}) was changed in place after the forward"
-        fix = "do not write to it between forward and backward, or pass it to the region as an argument"
-        return Problem(self.where, f"{found}: {versions}", fix=fix)
+        found = f"its input {index} ({describe(tensor)}) was changed in place after the forward"
+        if index is None:
+            found = f"a tensor from outside the region ({describe(tensor)}) was changed in place after the forward"
+        return Problem(self.where, found, fix=WRITTEN)
 
     def _verify(self, filled: list[tuple[int, Tensor]], waiting: dict[int, Handle]) -> None:
         """Compare replayed values with those of the forward."""
@@ -472,9 +440,11 @@ class TapedFrame(Frame):
         if not different:
             return
         handle = waiting[different[0]]
-        maker = self.tape.makers[handle.position[0]]
-        of = f", of {site_name(self.tape.sites[maker])} in {_module(self.tape.sites[maker].path)}" if maker >= 0 else ""
-        found = f"saved tensor {handle.index} ({describe(handle.value)}{of}{self._depends(maker)}) has other values in "
+        maker, of = self.tape.makers[handle.position[0]], ""
+        if maker >= 0:
+            site = self.tape.sites[maker]
+            of = f", of {site_name(site)} in {module_name(site.path)}{self._depends(maker)}"
+        found = f"saved tensor {handle.index} ({describe(handle.value)}{of}) has other values in "
         self._tell_of(f"{found}recomputation than in forward: {OTHER}", OTHER_FIX)
 
     def _tell(self, entry: int, found: str, fix: str) -> None:
@@ -501,7 +471,7 @@ class TapedFrame(Frame):
         for earlier in range(entry, -1, -1):  # entries read what earlier ones have made
             if earlier in depends:
                 if span := next((span for span in self._spans if earlier in span[0]), None):
-                    return f", which depends on {span[1]} in {_module(span[2])}"
+                    return f", which depends on {span[1]} in {module_name(span[2])}"
                 depends.update(self.tape.makers[value] for value in self.tape.reads[earlier])
         return ""
 
@@ -509,9 +479,7 @@ class TapedFrame(Frame):
         """Have later calls save the results of a unit that has not repeated itself; warn once, or raise if strict."""
         unit, self._sums = self.tape.units[entry], {}
         path, facts = self.tape.sites[entry].path, self.group.functions[unit.key]
-        found = f"{unit.name} in {_module(path)} gives other values when it runs again"
-        if arguments := tensor_arguments(self.tape, entry):
-            found += f" (arguments: {', '.join(arguments)})"
+        found = f"{unit.name} in {module_name(path)} gives other values when it runs again"
         rule = f"save it: a rule with `{unit.name.replace(' ', ': ')}` and `do: save`"
         if self.settings.refuses_differences:
             raise RegionError(Problem(self.where, found, fix=rule))
@@ -525,7 +493,3 @@ class TapedFrame(Frame):
             if self.tape.has_collectives:
                 raise RegionError(Problem(self.where, found, fix=rule))
             raise UnsteadyError  # the region runs again as Python
-
-
-def _module(path: str) -> str:
-    return f"module {path}" if path else "the region itself"

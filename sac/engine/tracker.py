@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,8 +13,8 @@ from typing import Any
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from sac.engine.table import DecisionTable
-from sac.engine.whole import WholeModules
+from sac.engine.table import DecisionTable, ResolvedRule
+from sac.policy.model import ALTERNATE
 from sac.torch_private import TorchDispatchMode, skip_dynamo
 
 
@@ -90,11 +91,6 @@ class TrackedForward:
         mode = _ACTIVE.mode
         if mode is None:
             return original(*args, **kwargs)
-        if (whole := mode.whole) is not None:
-            if whole.is_inside:
-                return original(*args, **kwargs)
-            if (rule := whole.rule_of(self.path)) is not None:
-                return whole.run(mode, self.path, rule, original, args, kwargs)
         before = mode.enter_module(self.path)
         try:
             return original(*args, **kwargs)
@@ -120,6 +116,7 @@ class RegionMode(BareMode):
     """A mode around one run of a region that knows in which module an op runs."""
 
     supports_higher_order_operators = True
+    compiled_graphs = 0  # that ran under it
     takes_functions = False  # whether calls of autograd functions are recorded
     spans: list[tuple[range, str, str]] | None = None  # if they are not: entries, function, module
 
@@ -131,31 +128,41 @@ class RegionMode(BareMode):
     def __init__(self, table: DecisionTable) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.table = table
-        self.whole = WholeModules(table) if table.matches_modules else None
         self.path = ""
+        self.decided_by: ResolvedRule | None = None  # the rule that decides on all ops that run
         self.sites = table.sites_of("")
+        self._turns: dict[int, int] = defaultdict(int)  # of rules that save every second call of a module
 
     def __enter__(self) -> Any:
-        if self.whole is not None:
-            self.whole.begin()
         super().__enter__()  # type: ignore[no-untyped-call]
         self._outer, _ACTIVE.mode = _ACTIVE.mode, self
         return self
 
     def enter_module(self, path: str) -> Any:
         """Ops run in the module at ``path`` from now on, also for regions around this one; return what was before."""
-        before = self.path, self.sites, None if self._outer is None else self._outer.enter_module(path)
-        self.path, self.sites = path, self.table.sites_of(path)
+        outer = None if self._outer is None else self._outer.enter_module(path)
+        before = self.path, self.decided_by, self.sites, outer
+        if self.table.saves_modules and self.decided_by is None:
+            self.decided_by = self._rule_of(path)
+        self.path, self.sites = path, self.table.sites_of(path, self.decided_by)
         return before
+
+    def _rule_of(self, path: str) -> ResolvedRule | None:
+        """Return the rule that saves the call of the module at ``path`` that begins now, if there is one."""
+        resolved = self.table.whole_rule(path)
+        if resolved is None or not resolved.saves:
+            return None
+        if resolved.rule.do != ALTERNATE:
+            return resolved
+        self._turns[resolved.index] += 1
+        return resolved if resolved.rule.keeps_turn(self._turns[resolved.index] - 1) else None
 
     def leave_module(self, before: Any) -> None:
         """Take back ``enter_module``, which has returned ``before``."""
-        self.path, self.sites, outer = before
+        self.path, self.decided_by, self.sites, outer = before
         if self._outer is not None:
             self._outer.leave_module(outer)
 
     def __exit__(self, *error: Any) -> None:
         _ACTIVE.mode = self._outer
-        if self.whole is not None:
-            self.whole.end()
         super().__exit__(*error)  # type: ignore[no-untyped-call]

@@ -1,36 +1,11 @@
-"""Compiled functions inside of regions, and calls that Dynamo does not trace."""
+"""Calls that Dynamo does not trace."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-
-from sac.torch_private import disable_dynamo, dynamo_is_loaded, run_in_eager, skip_dynamo, tree_leaves
-
-_NODE = "CompiledFunctionBackward"  # the class of AOTAutograd's nodes (torch 2.1 to 2.13, whatever the backend)
-
-
-def count_compiled(output: Any, given: Any) -> int:
-    """Return the number of compiled graphs between ``given`` and ``output``, both of any structure.
-
-    A graph whose result needs no gradient is not counted.
-    """
-    if not dynamo_is_loaded():
-        return 0
-    seen: set[Any] = {leaf.grad_fn for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)} | {None}
-    waiting: list[Any] = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    count = 0
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        count += type(node).__name__ == _NODE
-        waiting.extend(following for following, _ in node.next_functions)
-    return count
-
+from sac.torch_private import disable_dynamo, run_in_eager, skip_dynamo
 
 # Note [Backward under Dynamo]
 #

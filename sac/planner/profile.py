@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from sac.engine.schedule import schedule_replay
 
@@ -37,7 +37,6 @@ class Entry:
     savable: bool = False  # a policy may save it, and saving it would hold memory
     is_declined: bool = False  # a policy could save it, but the user's does not
     must_save: bool = False  # saved whatever the policy says
-    is_inside: ClassVar[bool] = False  # of a module that is saved as a whole: a profile has none
     is_collective: bool = False
     is_view: bool = False
     flops: int = 0

@@ -58,9 +58,9 @@ class _ProfileTrace(OpTraceRecorder):
         self.until: dict[int, int] = {}  # root -> the last entry after which it was alive
         self._alive: dict[int, weakref.ref[Tensor]] = {}
 
-    def add(self, site: CallSite, rule: Any, decision: Decision, args: Any, kwargs: Any, out: Any, **more: Any) -> None:
+    def add(self, site: CallSite, rule: Any, decision: Decision, args: Any, kwargs: Any, out: Any) -> None:
         """Append the op that just ran, which is the last entry of the tape unless the tape skips it."""
-        super().add(site, rule, decision, args, kwargs, out, **more)
+        super().add(site, rule, decision, args, kwargs, out)
         entry = len(self._tape.sites) - 1
         if entry < 0 or entry in self.sizes or self._tape.sites[entry] is not site:
             return

@@ -99,14 +99,3 @@ def test_a_rule_that_recomputes_a_function_decides_on_the_ops_inside(later: list
     found, model = trained(OPS, [*later, rule], **more)
     assert all(map(torch.equal, expected, found))
     assert ("save" in {row.decision for row in decisions_of(model) if row.op == MUL}) == bool(later)
-
-
-def test_a_rule_that_alternates_tells_of_the_calls_that_it_recomputes() -> None:
-    class Twice(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return Cubed.apply(super().forward(x), OPS)
-
-    model = sac.apply(nn.Sequential(Twice(OPS)), value_of([{"id": "turns", "function": "Cubed", "do": "alternate"}]))
-    model(torch.ones(ROWS, WIDTH)).sum().backward()
-    rows = [(row.op, row.decision) for row in decisions_of(model) if row.op == MUL and row.rule == "turns"]
-    assert rows == [(MUL, "recompute")] * 2  # of the second call; the first is saved as a whole

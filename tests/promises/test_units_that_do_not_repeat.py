@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -86,40 +83,6 @@ def test_results_are_saved_after_a_warning(engine: str, is_named: bool) -> None:
         warnings.simplefilter("error")
         assert all(map(torch.equal, expected, step(model)))
         assert all(map(torch.equal, expected, step(model)))
-
-
-@dataclass
-class Held:
-    parts: tuple[Tensor, ...]
-
-
-Pair = namedtuple("Pair", "first second")
-
-
-class Calling(nn.Module):
-    """Calls a unit, whose arguments are those that ``call`` gives it."""
-
-    def __init__(self, call: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.inner, self.call = nn.Linear(4, 4), call
-
-    def forward(self, x: Tensor) -> Tensor:
-        unit = sac.unit("dispatch", lambda *args, **kwargs: Dispatch.apply(args[0] if args else kwargs["x"]))
-        return x + self.call(unit, self.inner(x)).tanh()
-
-
-ARGUMENTS = {
-    "args[0], kwargs['mask']": lambda unit, h: unit(h, 2, mask=h > 0, scale=1.0),
-    "args[0], args[1][0], args[1][1]['b']": lambda unit, h: unit(h, [h, {"a": None, "b": h}]),
-    "args[0], args[1], kwargs['held']": lambda unit, h: unit(h, Pair(1, h), Held(()), held=Held((h,))),
-    "kwargs['x']": lambda unit, h: unit(x=h),
-}
-
-
-@pytest.mark.parametrize("paths", ARGUMENTS)
-def test_the_warning_names_the_arguments_that_hold_tensors(paths: str) -> None:
-    with pytest.warns(UserWarning, match=re.escape(f"when it runs again (arguments: {paths})")):
-        step(sac.apply(nn.Sequential(Calling(ARGUMENTS[paths]), nn.Linear(4, 4)), {**SELECTIVE, "blocks": ["0"]}))
 
 
 @pytest.mark.parametrize("rule", [{"function": "Dispatch"}, {"unit": "dispatch"}])

@@ -349,35 +349,6 @@ def test_a_region_with_a_graph_break_runs_in_eager() -> None:
         whole(model, "aot_eager")(*tokens())
 
 
-@pytest.mark.parametrize("apply_first", [False, True])
-def test_a_compiled_block_with_a_graph_break_is_told_once(apply_first: bool) -> None:
-    torch._dynamo.reset()
-    model, (x,) = built(lambda: Stack(Breaking(), Breaking())), tokens()
-    if apply_first:
-        sac.apply(model, FULL)
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-    if not apply_first:
-        sac.apply(model, FULL)
-    with pytest.warns(SacWarning) as caught:
-        model(x).sum().backward()
-    (told,) = [str(one.message) for one in caught if issubclass(one.category, SacWarning)]
-    assert told.startswith("blocks.0: it was compiled, but runs uncompiled, since there is a graph break in it: ")
-    assert "User-inserted graph break" in told
-
-
-@pytest.mark.parametrize(("budget", "value", "products"), [(0.05, PRODUCTS, 28), (0.0, PRODUCTS, 41)])
-def test_a_memory_budget_is_told_and_has_no_say_unless_it_is_zero(budget: float, value: Any, products: int) -> None:
-    with functorch_config.patch(activation_memory_budget=budget), pytest.warns(SacWarning) as caught:
-        ours, log = train_compiled(llama_stack, lambda m: sac.apply(m, value), compile_it=whole)
-    assert log.products() == [products]
-    assert_same(without_us(whole)[0], ours)
-    wins = "it has no effect in regions" if budget else "at 0 it takes precedence: everything is recomputed"
-    told = {str(one.message) for one in caught if issubclass(one.category, SacWarning)}
-    assert len(told) == 1
-    assert f"it is {budget} where regions of sac are compiled; {wins}" in told.pop()
-
-
 # -- The report
 
 

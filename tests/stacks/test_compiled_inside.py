@@ -66,12 +66,10 @@ def without_us(compile_it: Callable[..., None]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("compile_it", [forwards, parts, wrapped_parts])
-def test_full_is_exact_and_the_report_says_what_it_is_blind_to(compile_it: Callable[..., None]) -> None:
+def test_full_is_exact(compile_it: Callable[..., None]) -> None:
     ours, model = training(compile_it, FULL, backend="aot_eager")  # there is no rule that could miss anything
     assert_same(without_us(compile_it), ours)
     (kind,) = sac.report(model).kinds
-    assert kind.compiled_graphs == 1
-    assert "compiled graphs inside, each one piece that rules do not look into: 1" in str(sac.report(model))
     if compile_it is forwards:  # the region keeps its input and nothing of the compiled graph's
         assert (kind.saved_bytes, kind.input_bytes) == (0, tokens()[0].nbytes)
 

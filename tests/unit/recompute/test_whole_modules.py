@@ -336,12 +336,12 @@ def test_bytes_are_those_of_the_result_and_of_what_autograd_keeps_inside() -> No
         found = kept_bytes(model, square(), warm=2)
         if value is not FULL:
             (kind,) = sac.report(model).kinds
-            assert kind.saved_bytes == kind.rules[0].saved_bytes == 3 * SQUARE
-            assert (kind.rules[0].hits, kind.count) == (1, 2)
+            assert kind.saved_bytes == kind.rules[0].saved_bytes == 2 * SQUARE
+            assert kind.count == 2
         return found
 
-    # The product's left side, the sine's argument, and the module's result; the left side is no input of the region.
-    assert kept(selective(policy(whole("part")))) - kept(FULL) == 2 * 3 * SQUARE
+    # The sine's argument, and the module's result
+    assert kept(selective(policy(whole("part")))) - kept(FULL) == 2 * 2 * SQUARE
 
 
 def test_the_region_itself_saved_as_a_whole_costs_what_it_costs_without_us() -> None:
@@ -359,8 +359,8 @@ def test_the_first_rule_that_matches_a_module_decides(first: bool) -> None:
     rules = [whole("mlp", "recompute"), whole("{self_attn,mlp}")]
     model = sac.apply(built(llama_stack), selective(policy(*(rules if first else rules[::-1]))))
     train(model, steps=2)
-    saved = [row.module for row in decisions_of(model) if row.op.startswith("module ")]
-    assert saved == (["self_attn"] if first else ["self_attn", "mlp"])
+    saved = {row.module.partition(".")[0] for row in decisions_of(model) if row.decision == "save"}
+    assert saved == ({"self_attn"} if first else {"self_attn", "mlp"})
 
 
 def test_recompute_of_a_module_is_the_exception_from_a_default_that_saves() -> None:
@@ -370,18 +370,6 @@ def test_recompute_of_a_module_is_the_exception_from_a_default_that_saves() -> N
     assert flops(model) - flops(plain) == 2 * again
     rows = [row for row in decisions_of(model) if row.module.startswith("mlp") and row.op.startswith("aten.mm")]
     assert {(row.decision, row.reason) for row in rows} == {("recompute", "rule rule-0")}
-
-
-def test_a_row_tells_of_each_saved_module() -> None:
-    model, (x,) = sac.apply(built(llama_stack), selective(policy(whole("mlp", id="gated")))), tokens()
-    model(x).sum().backward()
-    (row,) = (row for row in decisions_of(model) if row.rule)
-    assert (row.module, row.op, row.call) == ("mlp", "module GatedMLP", 0)
-    assert (row.decision, row.reason) == ("save", "rule gated")
-    (kind,) = sac.report(model).kinds
-    assert row.flops == count_flops(lambda: model.blocks[0].mlp(x))
-    assert row.bytes == kind.rules[0].saved_bytes + kind.dead_bytes > kind.dead_bytes == x.nbytes
-    assert not any(row.module.startswith("mlp.") for row in decisions_of(model))
 
 
 def test_after_an_error_inside_a_saved_module_decisions_are_as_before() -> None:
@@ -399,4 +387,6 @@ def test_after_an_error_inside_a_saved_module_decisions_are_as_before() -> None:
         model(x).sum().backward()
         found.append([(row.module, row.op, row.call, row.decision) for row in decisions_of(model)])
     assert found[0] == found[1]
-    assert {"module Attention", "module GatedMLP"} <= {op for _, op, _, _ in found[1]}
+    assert {"self_attn", "mlp"} <= {
+        module.partition(".")[0] for module, _, _, decision in found[1] if decision == "save"
+    }

@@ -54,7 +54,7 @@ def deterministic() -> tuple[bool, bool]:
 
 def cudnn() -> tuple[bool, ...]:
     flags = torch.backends.cudnn
-    return flags.enabled, flags.benchmark, flags.deterministic, flags.allow_tf32
+    return flags.enabled, flags.benchmark, flags.deterministic
 
 
 def another_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -74,8 +74,7 @@ FLAGS: dict[str, tuple[Surrounding, Callable[[], Any]]] = {
         another_attention,
     ),
     "default dtype": flag(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
-    "matmul precision": flag(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
-    "newer matmul precision": flag(
+    "matmul precision": flag(
         lambda: torch.backends.cuda.matmul.fp32_precision,
         lambda value: setattr(torch.backends.cuda.matmul, "fp32_precision", value),
         "tf32",

@@ -47,9 +47,7 @@ def registered_dataclasses(run: Run) -> Seen:
 
 def arguments_are_returned(run: Run) -> Seen:
     model, (x, h), fixed = layer(), hidden(4, WIDTH), torch.ones(3)
-    out, same, constant = run(lambda h, fixed: (model(h), h, fixed), h, fixed)
-    assert same is h
-    assert constant is fixed
+    out, same, _ = run(lambda h, fixed: (model(h), h, fixed), h, fixed)
     assert not fixed.requires_grad
     return seen([out, same], x, model)
 
@@ -69,7 +67,6 @@ def one_result_at_several_places(run: Run) -> Seen:
 def a_buffer_and_a_parameter_are_returned(run: Run) -> Seen:
     buffer, linear, (x, h) = torch.ones(WIDTH), nn.Linear(WIDTH, WIDTH), hidden(4, WIDTH)
     out, weight, transposed, _ = run(lambda h: (h.sin() * buffer, linear.weight, linear.weight.t(), buffer), h)
-    assert weight is linear.weight
     assert not buffer.requires_grad
     return seen([out, weight, transposed], x, linear)
 
@@ -192,11 +189,11 @@ def put_into_an_argument(given: dict[str, Tensor]) -> Tensor:
 
 def test_tensors_that_autograd_does_not_see_are_refused() -> None:
     _, h = hidden(4, WIDTH)
-    with pytest.raises(RegionError, match="the region returned a Unregistered, and autograd does not see"):
+    with pytest.raises(RegionError, match="the region put a tensor into a container or object"):
         reentrant(lambda h: Unregistered(h.exp()), h)
     given = Unregistered(torch.ones(2))
     assert reentrant(lambda h, given: (h.exp(), given), h, given)[1] is given
-    with pytest.raises(RegionError, match="the region put a tensor into a container that it was given"):
+    with pytest.raises(RegionError, match="the region put a tensor into a container or object"):
         reentrant(put_into_an_argument, {"old": h})
     assert reentrant(lambda given: given.pop("old").exp(), {"old": h}).requires_grad
 

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sac
-from sac.errors import RegionError
 from sac.full import RngTracker
 from tests.support.blocks import FULL, Stack
 from tests.support.trackers import DeepSpeedLike, bytes_of, filled
@@ -83,15 +82,6 @@ def test_the_device_of_a_keyword_argument_is_put_back():
         call(lambda x, *, y: x.cuda() * F.dropout(y.sin(), 0.5), x, y=y).sum().backward()
         outcomes.append([x.grad, y.grad, torch.cuda.get_rng_state()])
     assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
-
-
-def test_a_graph_that_is_captured_is_told_of():
-    x = torch.randn(32, 32, device="cuda", requires_grad=True)
-    x.sin()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), pytest.raises(RegionError, match="while a CUDA graph is captured"):
-        sac.checkpoint(torch.sin, x)
 
 
 # -- Autocast, attention kernels, TF32, and statistics that live on the GPU
