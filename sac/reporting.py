@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -11,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from sac.blocks.install import alike, regions_of
+from sac.blocks.install import ModelReference, alike, regions_of
 from sac.blocks.paths import group_label as group_label
 from sac.engine.op_trace import NO_RULE, OpTraceRow, RegionStats, TracedCalls, compiled_calls
 from sac.engine.region import Region, RegionGroup
@@ -312,30 +311,17 @@ def report(model: nn.Module) -> Report:
     )
 
 
-class MemoryNote:
-    """Adds the report of a model to an out-of-memory error that its regions raise. It does not keep the model alive.
-
-    A copy of the model has a note of its own; an unpickled model has none.
-    """
-
-    def __init__(self, model: nn.Module | None = None) -> None:
-        self._model = weakref.ref(model) if model is not None else lambda: None
+class MemoryNote(ModelReference):
+    """Adds the report of a model to an out-of-memory error that its regions raise."""
 
     def __call__(self, error: BaseException) -> None:
         """Add the note, if this version of Python (3.11 or newer) has notes."""
-        model = self._model()
+        model = self.of()
         if model is not None and hasattr(error, "add_note"):
             with suppress(Exception):  # the user needs the error, with or without the report
                 note = str(report(model))
                 if note not in getattr(error, "__notes__", ()):  # also passes through the regions around this one
                     error.add_note(note)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MemoryNote:
-        model = self._model()
-        return MemoryNote(memo.get(id(model), model))
-
-    def __reduce__(self) -> tuple[type[MemoryNote], tuple[()]]:
-        return MemoryNote, ()
 
 
 def note_memory(model: nn.Module) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -13,8 +12,6 @@ import torch
 from sac.engine.rng import default_generator
 from sac.errors import ConfigError, Problem, listing, nearest
 from sac.tensors import cloned
-
-# -- Named random streams: one for each set of ranks that draw the same random numbers
 
 # Note [Named streams]
 #
@@ -27,9 +24,11 @@ from sac.tensors import cloned
 # `_current_state_name` has the same name as in Megatron-Core, because `sac.engine.rng` includes this attribute in its
 # snapshots of both our trackers and Megatron-Core's.
 
+DATA_PARALLEL = "data-parallel-rng"
 MODEL_PARALLEL = "model-parallel-rng"
+EXPERT_PARALLEL = "expert-parallel-rng"
 
-_SEEDS = 2**64  # what torch.manual_seed takes; a negative seed counts from 2**64 down
+_SEEDS = 2**64  # torch.manual_seed takes -(2**63) to 2**64 - 1; a negative seed counts from 2**64 down
 
 
 class RngTracker:
@@ -43,21 +42,14 @@ class RngTracker:
     draw the same numbers in recomputation.
 
     All threads share one default generator per device. So threads must not fork at the same time, nor draw while
-    another thread forks if numbers are to repeat. Copies and pickles hold the streams and are outside of every fork.
-
-    Every error is a ``ConfigError`` and leaves the tracker unchanged.
+    another thread forks if numbers are to repeat. Forks end in the opposite order of their beginnings.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
-        self._device = device_of(device)
+        self.device = _device_of(device)
         self._states: dict[str, torch.Tensor] = {}
         self._seeds: set[int] = set()
         self._current_state_name: str | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """The device whose default generator forks switch."""
-        return self._device
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -67,46 +59,39 @@ class RngTracker:
     @property
     def generator(self) -> torch.Generator:
         """The default generator that forks switch; initialises the device if necessary."""
-        found = default_generator(self._device)
+        found = default_generator(self.device)
         if found is None:
-            torch.get_device_module(self._device).init()
-            found = default_generator(self._device)
+            torch.get_device_module(self.device).init()
+            found = default_generator(self.device)
         assert found is not None
         return found
 
     def add(self, name: str, seed: int) -> None:
         """Add a stream that starts as after ``torch.manual_seed(seed)``; does not change the default generator.
 
-        Raises ``ConfigError`` if the name or the seed is taken, the name is not a string, or the seed is invalid.
+        Raises ``ConfigError``, and adds nothing, if the name or the seed is taken or the seed is invalid.
         """
         where, seed = "RngTracker.add", checked_seed(seed, "RngTracker.add")
-        if not isinstance(name, str):
-            raise _error(where, f"{name!r} is not a name", legal="a string")
         if name in self._states:
-            raise _error(where, f"{name!r} was added before", fix="give each stream a name of its own")
+            raise ConfigError(Problem(where, f"{name!r} was added before", fix="give each stream a name of its own"))
         if seed % _SEEDS in self._seeds:
             fix = f"give {name!r} a seed of its own, or it draws the same numbers"
-            raise _error(where, f"seed {seed} belongs to another stream", fix=fix)
-        self._states[name] = torch.Generator(self._device).manual_seed(seed).get_state()
+            raise ConfigError(Problem(where, f"seed {seed} belongs to another stream", fix=fix))
+        self._states[name] = torch.Generator(self.device).manual_seed(seed).get_state()
         self._seeds.add(seed % _SEEDS)
 
-    def fork(self, name: str = MODEL_PARALLEL) -> AbstractContextManager[None]:
-        """Return a context manager inside which ops on the device draw from stream ``name``; also works as a decorator.
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
+        """Let ops on the device draw from stream ``name`` inside this context manager; also works as a decorator.
 
         The stream continues where its last fork ended, even if an exception ended that fork. A fork nested in a fork of
         the same name continues the stream. Raises ``ConfigError`` for an unknown name.
         """
-        if not isinstance(name, str) or name not in self._states:
+        if name not in self._states:
             known = listing(self.names) or "none: no stream was added"
-            near = nearest(name, self.names) if isinstance(name, str) else ""
-            found, fix = f"{name!r} was not added", "add(name, seed) it first"
-            raise ConfigError(Problem("RngTracker.fork", found, known, near, fix=fix))
-        return self._forked(name)
-
-    @contextmanager
-    def _forked(self, name: str) -> Iterator[None]:
-        outer = self._current_state_name
-        generator = self.generator
+            near, fix = nearest(str(name), self.names), "add(name, seed) it first"
+            raise ConfigError(Problem("RngTracker.fork", f"{name!r} was not added", known, near, fix=fix))
+        outer, generator = self._current_state_name, self.generator
         before = generator.get_state()
         if outer in self._states:
             self._states[outer] = before
@@ -115,12 +100,7 @@ class RngTracker:
         try:
             yield
         finally:
-            if self._current_state_name != name:
-                found = f"the fork of {name!r} ends inside the fork of {self._current_state_name!r}, which began later"
-                fix = "end forks in the opposite order, and use one tracker in one thread at a time"
-                raise _error("RngTracker.fork", found, fix=fix)
-            if name in self._states:
-                self._states[name] = generator.get_state()
+            self._states[name] = generator.get_state()
             generator.set_state(before if outer is None else self._states.get(outer, before))
             self._current_state_name = outer
 
@@ -134,20 +114,10 @@ class RngTracker:
     def set_states(self, states: Mapping[str, torch.Tensor]) -> None:
         """Replace the streams by copies of ``states``; streams that it does not name are removed. Seeds stay taken.
 
-        Inside a fork, the stream in use continues from its new state. Raises ``ConfigError`` if ``states`` contains
-        anything other than names and states of this tracker's device type.
+        ``states`` are those of a tracker of the same device type. Inside a fork, the stream in use continues from its
+        new state.
         """
-        where, scratch = "RngTracker.set_states", torch.Generator(self._device)
-        if not isinstance(states, Mapping):
-            raise _error(where, f"{states!r} holds no states", legal="a mapping of name to state")
-        taken: dict[str, torch.Tensor] = {}
-        for name, state in states.items():
-            try:
-                taken[name] = scratch.set_state(state).get_state()
-            except (TypeError, RuntimeError) as problem:
-                found = f"the state of {name!r} is none of {self._device.type}: {problem}"
-                legal = "what get_states returned for a tracker of the same device type, in host memory"
-                raise _error(where, found, legal=legal) from problem
+        taken = {name: cloned(state) for name, state in states.items()}
         if self._current_state_name in taken:
             self.generator.set_state(taken[self._current_state_name])
         self._states = taken
@@ -155,60 +125,34 @@ class RngTracker:
     def reset(self) -> None:
         """Remove all streams and seeds. Raises ``ConfigError`` inside a fork."""
         if self._current_state_name is not None:
-            raise _error(
-                "RngTracker.reset", f"{self._current_state_name!r} is in use", fix="call it outside of every fork"
-            )
+            found, fix = f"{self._current_state_name!r} is in use", "call it outside of every fork"
+            raise ConfigError(Problem("RngTracker.reset", found, fix=fix))
         self._states, self._seeds = {}, set()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"device": str(self._device), "states": self.get_states(), "seeds": set(self._seeds)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._device = torch.device(state["device"])
-        self._states, self._seeds = dict(state["states"]), set(state["seeds"])
-        self._current_state_name = None
-
-    def __repr__(self) -> str:
-        return f"RngTracker(device={str(self._device)!r}, names={self.names})"
-
-
-def device_of(device: Any) -> torch.device:
-    """Return the device of ``RngTracker(device)``; raises ``ConfigError`` if it has no random generator here."""
+def _device_of(device: Any) -> torch.device:
     if device is None:
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     try:
         found = torch.device(device)
         torch.Generator(found)
     except (TypeError, RuntimeError) as problem:
-        first = str(problem).partition("\n")[0]
-        raise _error("RngTracker.device", f"{device!r} has no random generator here: {first}") from problem
+        text = f"{device!r} has no random generator here: {str(problem).partition(chr(10))[0]}"
+        raise ConfigError(Problem("RngTracker.device", text)) from problem
     return found
 
 
 def checked_seed(seed: Any, where: str) -> int:
     """Return the seed as an int; raises ``ConfigError`` if torch would not accept it."""
-    return _whole_number(seed, range(-(2**63), _SEEDS), where, "a seed", "from -2**63 to 2**64 - 1")
+    return _whole_number(seed, where, "a seed", -(2**63), _SEEDS - 1)
 
 
-def _whole_number(value: Any, legal: range, where: str, what: str, limits: str) -> int:
-    """Return a whole number of any type (numpy's included, bool excluded) as an int."""
-    try:
-        whole = operator.index(value) if not isinstance(value, bool) else None
-    except TypeError:
-        whole = None
-    if whole is None or whole not in legal:
-        raise _error(where, f"{value!r} is not {what}", legal=f"a whole number {limits}")
-    return whole
-
-
-def _error(where: str, found: str, *, legal: str = "", fix: str = "") -> ConfigError:
-    return ConfigError(Problem(where, found, legal, fix=fix))
-
-
-# -- The seeds of a model-parallel job
-
-DATA_PARALLEL = "data-parallel-rng"
-EXPERT_PARALLEL = "expert-parallel-rng"
+def _whole_number(value: Any, where: str, name: str, least: int, most: int) -> int:
+    """Return a whole number of any type (numpy's included) as an int."""
+    with suppress(TypeError):
+        if least <= operator.index(value) <= most:
+            return operator.index(value)
+    raise ConfigError(Problem(where, f"{value!r} is not {name}", f"a whole number from {least} to {most}"))
 
 
 def seed_model_parallel(
@@ -229,28 +173,20 @@ def seed_model_parallel(
     ``model_parallel_cuda_manual_seed``. As in Megatron-Core, the CPU's generator is unchanged if the device is not
     the CPU.
 
-    ``tracker`` is reset; None creates one for ``device`` (default as in ``RngTracker``).
+    The streams of ``tracker`` are replaced; None creates a tracker for ``device`` (default as in ``RngTracker``).
 
     Raises ``ConfigError``, before changing anything, if a seed or a rank is invalid, or if two streams would have the
     same seed.
     """
-    where = "seed_model_parallel"
-    if tracker is not None and device is not None and device_of(device) != tracker.device:
-        found = f"device {device} is not that of the tracker, {tracker.device}"
-        raise _error(where, found, fix="leave device out")
-    tp, ep, etp = (
-        _whole_number(rank, range(sys.maxsize), f"{where}.{key}", "a rank", "from 0 on")
-        for key, rank in (("tp_rank", tp_rank), ("ep_rank", ep_rank), ("etp_rank", etp_rank))
-    )
-    first = checked_seed(seed, where)
-    seeded = RngTracker(device if tracker is None else tracker.device)
-    seeded.add(DATA_PARALLEL, first)
-    seeded.add(MODEL_PARALLEL, first + 2718 + tp)
-    seeded.add(EXPERT_PARALLEL, first + 1024 + 100 * ep + etp)
-    if tracker is None:
-        tracker = seeded
-    else:
-        tracker.reset()
-        tracker._states, tracker._seeds = seeded._states, seeded._seeds
-    tracker.generator.manual_seed(first)
+    where, ranks = "seed_model_parallel", {"tp_rank": tp_rank, "ep_rank": ep_rank, "etp_rank": etp_rank}
+    seed = checked_seed(seed, where)
+    tp, ep, etp = (_whole_number(rank, f"{where}.{key}", "a rank", 0, 2**31) for key, rank in ranks.items())
+    tracker = RngTracker(device) if tracker is None else tracker
+    fresh = RngTracker(tracker.device)
+    fresh.add(DATA_PARALLEL, seed)
+    fresh.add(MODEL_PARALLEL, seed + 2718 + tp)
+    fresh.add(EXPERT_PARALLEL, seed + 1024 + 100 * ep + etp)
+    tracker.reset()
+    tracker._states, tracker._seeds = fresh._states, fresh._seeds
+    tracker.generator.manual_seed(seed)
     return tracker

@@ -123,8 +123,7 @@ SAVED_TENSOR_PREFIX = "_raw_saved_"  # of the attributes of a node that show wha
 
 # -- Per-thread stacks: saved-tensor hooks, dispatch modes, torch-function modes
 
-# Saved-tensor hooks around a region hold what it keeps; a module saved as a whole is called without the hooks of
-# its region. 2.4 to 2.13.
+# Saved-tensor hooks around a region hold what it keeps. 2.4 to 2.13.
 top_hooks: Any = _autograd._top_saved_tensors_default_hooks
 pop_hooks: Any = _autograd._pop_saved_tensors_default_hooks
 push_hooks: Any = _autograd._push_saved_tensors_default_hooks
@@ -260,6 +259,15 @@ def keep_graphs_in_order_of_making() -> None:
     """
     if "torch._dynamo" in sys.modules:
         _eval_frame._set_lru_cache(False)
+
+
+def last_graph_break() -> str:
+    """Return Dynamo's explanation of the last new graph break in this process, ``""`` if there is none; 2.0 to 2.13."""
+    counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    text = next(reversed(counters.get("graph_break", {})), "")
+    lines = [line.strip() for line in text.splitlines()]
+    explained = (line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: "))
+    return next(explained, lines[0] if lines else "")
 
 
 _ModeKey: Any = _C._TorchDispatchModeKey

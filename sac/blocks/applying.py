@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -22,17 +22,17 @@ from sac.blocks.find import (
 from sac.blocks.install import (
     Applied,
     InstalledForward,
+    ModelReference,
     RegionForward,
     UnmatchedRules,
     has_module,
     install,
     ours_on,
-    regions_of,
     rules_without_place,
     take_off,
 )
-from sac.blocks.kv_cache import kv_free_submodules, shares_kv, takes_shared_kv, turn_off_cache
-from sac.blocks.other_checkpointing import enable_guards, existing_checkpointing
+from sac.blocks.kv_cache import refuse_shared_kv, turn_off_cache
+from sac.blocks.other_checkpointing import enable_guards, refuse_existing_checkpointing
 from sac.blocks.paths import parts_of, walk
 from sac.config import Config, family_policy, parse_config, settings_of
 from sac.engine.op_trace import check_trace_target
@@ -70,24 +70,20 @@ def apply(
     refuse_existing_checkpointing(model)
     named = FULL if config.mode == "full" else config.policy
     resolved = None if named is None else resolve_policy(named)
-    blocks, notes, stage = _choose_blocks(model, config, named or FULL)
+    blocks, stage = _choose_blocks(model, config, named or FULL)
     if not blocks:
-        warn(notes[0])
         return model
     if resolved is None:
         resolved = resolve_policy(family_policy(model, (block.module for block in blocks)))
     policy = resolved.policy
-    remarks = (_ADAPTERS,) if named is None and policy.name == "adapters" else ()
+    notes = (_ADAPTERS,) if named is None and policy.name == "adapters" else ()
     for problem in rules_without_place(resolved, blocks, strict=config.strict, stage=stage):
         warn(problem)
     chains = find_chains(model, blocks, config.layers) if isinstance(config.layers, Chunks) else ()
     pairs = [] if chains else groups_of(resolved, blocks, config.mode)
     rules = rules_here(policy.rules, blocks) if stage else policy.rules
     watch = UnmatchedRules((block.path for block, _ in pairs), rules, strict=config.strict)
-    applied = Applied(config.mode, (), watch, (*notes, *remarks), settings)
-    for note in notes:  # before any change: a warning filter may turn a warning into an error
-        warn(note)
-    applied.restores = turn_off_cache(model)
+    applied = Applied(config.mode, turn_off_cache(model), watch, notes, settings, unchecked=ModelReference(model))
     install(pairs, applied, forward)
     install_chunks(chains, resolved.table(()), applied)
     enable_guards(model)
@@ -98,86 +94,35 @@ _ADAPTERS = "policy adapters, since most parameters of the blocks are frozen; na
 
 
 def refuse_second(model: nn.Module) -> None:
-    """Raise if sac is already on the model: as regions, by ``context_fn``, or on a module that contains the model."""
-    present = [(path, forward) for path, module in model.named_modules() if (forward := ours_on(module)) is not None]
-    if not present:
-        return
-    name, fix = type(model).__name__, "call sac.remove(model) first"
-    installed = next(regions_of(model), None)
-    if installed is not None:
-        where = installed.region.path or name
-        raise ModelError(Problem(where, "sac.apply has been called on this model before", fix=fix))
-    offloaded = [path for path, forward in present if isinstance(forward, InstalledForward)]
-    if offloaded:
-        found = "sac.compat.fsdp.offload_wrapper is on this module"
-        fix = "call sac.remove(model), then sac.apply, and then offload_wrapper for modules outside of the blocks"
-        raise ModelError(Problem(offloaded[0] or name, found, fix=fix))
-    if not present[0][0]:
-        fix = "call sac.remove on the whole model first, or leave this part as it is"
-        raise ModelError(Problem(name, "this module is inside a block to which sac has been applied", fix=fix))
-    found = "sac.context_fn has been given a module of this model, whose checkpoint would be inside a region"
-    raise ModelError(Problem(present[0][0], found, fix=fix))
+    """Raise ``ModelError`` if sac is already on the model, a part of it, or a module that contains it."""
+    for path, module in model.named_modules():
+        if ours_on(module) is not None:
+            raise ModelError(_already_on(path or type(model).__name__))
 
 
-def refuse_existing_checkpointing(model: nn.Module) -> None:
-    """Raise ``ModelError`` if the model's own checkpointing is on."""
-    own = existing_checkpointing(model)
-    if own:
-        raise ModelError(
-            Problem(
-                type(model).__name__,
-                f"the model's own checkpointing is on: {own}",
-                fix="turn it off, then call sac.apply; two at once would run every block three times",
-            )
-        )
+def _already_on(where: str) -> Problem:
+    found = "sac is on this module already: by sac.apply, sac.context_fn or sac.compat, or as a part of a region"
+    return Problem(where, found, fix="call sac.remove on the whole model first")
 
 
-def _choose_blocks(model: nn.Module, config: Config, policy: Policy) -> tuple[tuple[Block, ...], tuple[str, ...], bool]:
-    """Return the modules that become regions, notes on them for the user, and whether the model is a stage.
+def _choose_blocks(model: nn.Module, config: Config, policy: Policy) -> tuple[tuple[Block, ...], bool]:
+    """Return the modules that become regions, and whether the model is a stage.
 
-    A stage without blocks has no such modules; see Note [Stages].
+    A stage without blocks has no such modules, which is a warning; see Note [Stages].
     """
-    patterns = config.blocks or policy.blocks
-    blocks = find_blocks(model, patterns=patterns)
+    blocks = find_blocks(model, patterns=config.blocks or policy.blocks)
     stage = is_stage(model, blocks)
     chosen = tuple(block for block in blocks if _is_chosen(block, config, policy))
     if not chosen and stage:
-        return (), (idle_note(model, blocks),), stage
-    if not chosen:
-        sizes = sorted({block.stack_size for block in blocks})
-        raise ModelError(
-            Problem(
-                type(model).__name__,
-                f"`layers` leaves no block: the model has stacks of {', '.join(map(str, sizes))}",
-                fix="choose layers that exist",
-            )
-        )
-    sharing = _apart_from_attention(model, chosen, config)
-    parts_of = {id(block.module): kv_free_submodules(block) for block in sharing}
+        warn(idle_note(model, blocks))
+    elif not chosen:
+        sizes = ", ".join(map(str, sorted({block.stack_size for block in blocks})))
+        found = f"`layers` leaves no block: the model has stacks of {sizes}"
+        raise ModelError(Problem(type(model).__name__, found, fix="choose layers that exist"))
     if config.granularity == "submodule":
-        parts_of = {id(block.module): submodules(block) for block in chosen} | parts_of
-    parts = divided(chosen, lambda block: parts_of.get(id(block.module), (block,)))
-    count = sum(len(parts_of[id(block.module)]) for block in sharing)
-    if not parts:
-        raise ModelError(
-            Problem(type(model).__name__, f"{_sharing(model)}, and the blocks contain nothing else to recompute")
-        )
-    note = f"{_sharing(model)}: in its blocks the regions are {count} other sub-modules"
-    return parts, (note,) if sharing else (), stage
-
-
-def _apart_from_attention(model: nn.Module, chosen: Sequence[Block], config: Config) -> list[Block]:
-    """Return the blocks whose attention cannot be recomputed; see Note [K/V cache]."""
-    if not shares_kv(model):
-        return []
-    stacks = {block.stack for block in chosen if shares_kv(block.module)} or {block.stack for block in chosen}
-    sharing = [block for block in chosen if block.stack in stacks]
-    reentrant = config.options.use_reentrant is True
-    return [block for block in sharing if reentrant or not takes_shared_kv(block.module)]
-
-
-def _sharing(model: nn.Module) -> str:
-    return f"layers of {type(model).__name__} share keys and values, so that attention cannot be recomputed"
+        chosen = divided(chosen, submodules)
+    refuse_shared_kv(model, (part.module for part in chosen), reentrant=config.options.use_reentrant is True)
+    return chosen, stage
 
 
 def _is_chosen(block: Block, config: Config, policy: Policy) -> bool:
@@ -205,48 +150,30 @@ def groups_of(resolved: ResolvedPolicy, blocks: Sequence[Block], mode: str) -> l
 # -- Regions on modules that the caller chooses one by one
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """Modules that become regions under one policy, with the same settings."""
-
-    modules: tuple[nn.Module, ...]
-    policy: Policy = FULL
-    settings: Settings = PLAIN
-
-
-def put_regions(model: nn.Module, groups: Sequence[Chosen]) -> None:
-    """Make each module of ``groups``, a part of ``model``, a region; regions may be nested.
+def put_regions(
+    model: nn.Module, modules: Iterable[nn.Module], policy: Policy = FULL, settings: Settings = PLAIN
+) -> None:
+    """Make each of ``modules``, parts of ``model``, a region; regions may be nested.
 
     ``sac.remove`` removes them again. Turns off the model's K/V cache, as ``sac.apply`` does. Raises ``ModelError`` for
     modules that are already regions or have their own checkpointing, and ``PolicyError`` for policies that cannot be
     carried out; the model is then unchanged.
     """
-    blocks = [blocks_at(model, group.modules) for group in groups]
-    refuse_regions(block for of_group in blocks for block in of_group)
-    resolved = [resolve_policy(group.policy) for group in groups]
-    restores = turn_off_cache(model)
-    for group, of_group, rules in zip(groups, blocks, resolved, strict=True):
-        for block in of_group:
-            take_off(block.module)  # the module tracking of an outer region: the region installed here tracks instead
-        mode = "full" if group.policy is FULL else "selective"
-        watch = UnmatchedRules((), (), strict=False)
-        applied = Applied(mode, restores, watch, settings=group.settings)
-        install(groups_of(rules, of_group, mode), applied)
+    blocks, mode = blocks_at(model, modules), "full" if policy is FULL else "selective"
+    refuse_regions(blocks)
+    rules = resolve_policy(policy)
+    applied = Applied(mode, turn_off_cache(model), UnmatchedRules((), (), strict=False), settings=settings)
+    for block in blocks:
+        take_off(block.module)  # the module tracking of an outer region: the region installed here tracks instead
+    install(groups_of(rules, blocks, mode), applied)
 
 
 def refuse_regions(blocks: Iterable[Block]) -> None:
     """Raise ``ModelError`` for blocks that are already regions or have their own checkpointing."""
-    problems = []
     for block in blocks:
-        forward = ours_on(block.module)
-        if isinstance(forward, InstalledForward):
-            found = "this module is a region of sac already"
-            if not forward.regions:
-                found = "offload_wrapper is on this module: make it a region before, not after"
-            problems.append(Problem(block.path, found, fix="call sac.remove(model) first"))
+        if isinstance(ours_on(block.module), InstalledForward):
+            raise ModelError(_already_on(block.path))
         refuse_existing_checkpointing(block.module)
-    if problems:
-        raise ModelError(problems)
 
 
 def blocks_at(model: nn.Module, modules: Iterable[nn.Module]) -> list[Block]:

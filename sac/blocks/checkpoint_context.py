@@ -11,14 +11,13 @@ from torch import nn
 
 from sac.blocks.install import track_modules
 from sac.engine.compiled import checkpoint_contexts
-from sac.engine.table import NAMES, DecisionTable, ResolvedPolicy, layer_index, resolve_policy
-from sac.errors import ConfigError, ModelError, PolicyError, Problem
+from sac.engine.table import NAMES, DecisionTable, layer_index, resolve_policy
+from sac.errors import PolicyError, Problem
 from sac.policy.load import PolicySource, load_policy
 from sac.policy.model import Decision, Policy, Rule
 
-_without_module: dict[Policy, DecisionTable] = {}
+_NO_MODULE = nn.Module()
 _tables: WeakKeyDictionary[nn.Module, dict[Policy, DecisionTable]] = WeakKeyDictionary()
-_MOST_TABLES = 64
 
 
 def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callable[[], Any]:
@@ -30,96 +29,50 @@ def context_fn(policy: PolicySource, module: nn.Module | None = None) -> Callabl
     block in a model is unknown here, so rules with ``blocks`` are refused. It may be called once, or before each call
     of the block: what earlier calls with the same policy and module have shown is kept.
 
-    Raises ``PolicyError`` for an invalid policy or one that offloads, ``ConfigError`` if a rule needs ``module`` and it
-    is missing, and ``ModelError`` if ``module`` does not provide what a rule needs.
+    Raises ``PolicyError`` for an invalid policy, one that offloads, and rules that cannot be carried out here.
     """
     policy = load_policy(policy)
-    tables = _without_module if module is None else _tables.setdefault(module, {})
+    tables = _tables.setdefault(_NO_MODULE if module is None else module, {})
     if policy not in tables:
-        if len(tables) >= _MOST_TABLES:
-            tables.clear()
         tables[policy] = _table(policy, module)
-    table = tables[policy]
     if module is None:
-        return partial(checkpoint_contexts, table, "")
+        return partial(checkpoint_contexts, tables[policy], "")
     track_modules([module])
-    return partial(checkpoint_contexts, table, "", module)
+    return partial(checkpoint_contexts, tables[policy], "", module)
 
 
 def _table(policy: Policy, module: nn.Module | None) -> DecisionTable:
     resolved = resolve_policy(policy)
-    if offloading := _offloading(resolved.policy):
-        raise PolicyError(offloading)
-    needing = [one for one in resolved.rules if one.rule.module is not None or one.rule.is_for_some_regions]
-    if module is None:
-        needed = [one.rule for one in needing if not (one.rule.optional and one.always_saves)]
-        if needed:
-            raise ConfigError([_needs_module(rule) for rule in needed])
-        left = tuple(one for one in resolved.rules if one not in needing)
-        return resolved.table(one.index for one in left)
-    located = [one.rule for one in needing if one.rule.blocks]
-    if located:
-        raise ModelError([_needs_model(rule) for rule in located])
-    return _table_of_layer(resolved, module, [one.rule for one in needing])
+    layer = None if module is None else layer_index(module)
+    problems, left_out = [], set()
+    for one in resolved.rules:
+        key, why = _obstacle(one.rule, module, layer)
+        if key not in ("", "do") and module is None and one.rule.optional and one.always_saves:
+            left_out.add(one.index)
+        elif key:
+            found = f'rule "{one.rule.id}" {why}'
+            problems.append(Problem(one.rule.where(key), found, fix="use sac.apply on the whole model"))
+    if resolved.policy.default is Decision.OFFLOAD:
+        problems.append(Problem(policy.where("default"), f"the default {_OFFLOADS}", "save, recompute"))
+    if problems:
+        raise PolicyError(problems)
+    rules = resolved.rules_of("", layer or 0, (layer or 0) + 1, lambda rule: True)
+    return resolved.table(rule.index for rule in rules if rule.index not in left_out)
 
 
-def _offloading(policy: Policy) -> list[Problem]:
-    fix = "use sac.apply on the whole model, or save"
-    problems = [
-        Problem(
-            rule.where("do"),
-            f'rule "{rule.id}" offloads, but torch.utils.checkpoint keeps nothing in host memory',
-            "save, recompute, alternate",
-            fix=fix,
-        )
-        for rule in policy.rules
-        if rule.kept_as is Decision.OFFLOAD
-    ]
-    if policy.default is Decision.OFFLOAD:
-        found = "the default offloads, but torch.utils.checkpoint keeps nothing in host memory"
-        problems.append(Problem(policy.where("default"), found, "save, recompute", fix=fix))
-    return problems
+_OFFLOADS = "offloads, but torch.utils.checkpoint keeps nothing in host memory"
 
 
-def _table_of_layer(resolved: ResolvedPolicy, module: nn.Module, needing: list[Rule]) -> DecisionTable:
-    layered = [rule for rule in needing if rule.layers is not None and not rule.layers.is_all]
-    if not layered:
-        return _table_of(resolved, 0)
-    layer = layer_index(module)
-    counting = [rule for rule in layered if rule.layers is not None and rule.layers.needs_count]
-    if layer is None or counting:
-        rule, name = counting[0] if counting else layered[0], type(module).__name__
-        if counting:
-            found = f'rule "{rule.id}" {_counts(rule)}, but {name} does not say how many layers there are'
-        else:
-            found = f'rule "{rule.id}" selects layers, but {name} has no attribute with its number: {", ".join(NAMES)}'
-        raise ModelError(Problem(rule.where("layers"), found, fix="use sac.apply on the whole model"))
-    return _table_of(resolved, layer)
-
-
-def _counts(rule: Rule) -> str:
-    from_the_end = rule.layers is not None and rule.layers.last is not None
-    return "counts from the last layer" if from_the_end else "selects a fraction of the layers"
-
-
-def _table_of(resolved: ResolvedPolicy, layer: int) -> DecisionTable:
-    return resolved.table(rule.index for rule in resolved.rules_of("", layer, layer + 1, lambda rule: True))
-
-
-def _needs_model(rule: Rule) -> Problem:
-    return Problem(
-        rule.where("blocks"),
-        f'rule "{rule.id}" matches blocks, and sac.context_fn does not know where in the model a block is',
-        fix="use sac.apply on the whole model",
-    )
-
-
-def _needs_module(rule: Rule) -> Problem:
+def _obstacle(rule: Rule, module: nn.Module | None, layer: int | None) -> tuple[str, str]:
+    """Return the key of ``rule`` that cannot be carried out here, and why; two empty texts if there is none."""
+    if rule.kept_as is Decision.OFFLOAD:
+        return "do", _OFFLOADS
     if rule.blocks:
-        return _needs_model(rule)
-    key = "module" if rule.module is not None else "layers"
-    return Problem(
-        rule.where(key),
-        f'rule "{rule.id}" matches by {key}, and sac.context_fn was given no module',
-        fix="pass the block that is checkpointed: sac.context_fn(policy, module=block)",
-    )
+        return "blocks", "matches blocks, and sac.context_fn does not know where in the model a block is"
+    if module is None and rule.module is not None:
+        return "module", "matches by module, and sac.context_fn was given none: sac.context_fn(policy, module=block)"
+    if rule.layers is None or rule.layers.is_all:
+        return "", ""
+    if rule.layers.needs_count:
+        return "layers", "needs the number of layers, which a block does not tell"
+    return ("layers", f"selects layers, which a block tells by {', '.join(NAMES)}") if layer is None else ("", "")

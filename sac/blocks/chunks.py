@@ -12,13 +12,11 @@ from torch import nn
 
 from sac.blocks.find import Block
 from sac.blocks.install import Applied, InstalledForward, set_forward, track_module
-from sac.blocks.other_checkpointing import refuse_callers
 from sac.blocks.paths import Node, join, root_node, walk
-from sac.blocks.stacks import is_callable
 from sac.engine.compiled import run_in_eager, run_traced
 from sac.engine.region import Region, RegionGroup
 from sac.engine.table import DecisionTable
-from sac.errors import ModelError, Problem, RegionError
+from sac.errors import ModelError, Problem
 from sac.policy.model import Chunks
 
 # Note [Chunks]
@@ -61,7 +59,7 @@ def find_chains(model: nn.Module, blocks: Sequence[Block], chunks: Chunks) -> tu
             runs = [range(indices[run.start], indices[run.stop - 1] + 1) for run in chunks.spans(len(indices))]
             chains.append(Chain(path, node.module, tuple(runs)))
         else:
-            problems.append(_no_chain(path, nodes))
+            problems.append(_no_chain(path, node.module))
     if problems:
         raise ModelError(problems)
     return tuple(chains)
@@ -78,16 +76,11 @@ def _places(node: Node, layers: set[int]) -> list[int]:
     return [index for index, child in children if child is not None and id(root_node(child).module) in layers]
 
 
-def _no_chain(path: str, nodes: dict[str, Node]) -> Problem:
-    module = nodes[path].module
-    group, owner = type(module).__name__, type(nodes[path.rpartition(".")[0]].module).__name__
-    if is_callable(module):
-        reason = f"{group} has a forward of its own, not that of nn.Sequential"
-    else:
-        reason = f"{owner} calls them one by one" if path else "they are called one by one"
+def _no_chain(path: str, module: nn.Module) -> Problem:
+    group = type(module).__name__
     return Problem(
         where=f"{path} ({group})" if path else f"the model ({group})",
-        found=f"its layers cannot be put together in chunks: {reason}",
+        found="its layers cannot be put together in chunks: they are called one by one, or by a forward of its own",
         expected="an nn.Sequential, or a subclass that leaves forward alone",
         fix="choose single layers ({every: k}, {fraction: f}, {first: n}), build them as an nn.Sequential, or call "
         "sac.checkpoint around each chunk in the model's own loop",
@@ -99,8 +92,6 @@ class ChunkedForward(InstalledForward):
 
     def __init__(self, chain: Chain, groups: Sequence[RegionGroup], applied: Applied) -> None:
         super().__init__(chain.module, applied)
-        self.path = chain.path
-        self.size = len(chain.module._modules)
         self.chunks = chain.chunks
         self._regions = tuple(
             Region(group, _region_path(chain, chunk)) for chunk, group in zip(chain.chunks, groups, strict=True)
@@ -116,8 +107,6 @@ class ChunkedForward(InstalledForward):
         if not torch.is_grad_enabled():
             return self.original(input)
         children = [*self.module._modules.values()]
-        if len(children) != self.size:
-            raise RegionError(self._other_size(len(children)))
         done = 0
         for chunk, region in zip(self.chunks, self._regions, strict=True):
             input = _run_in_order(children[done : chunk.start], input)
@@ -134,16 +123,8 @@ class ChunkedForward(InstalledForward):
         return run_traced(function, region.group.table, (input,), {})
 
     def _run_region(self, region: Region, function: Any, modules: tuple[nn.Module, ...], input: Any) -> Any:
-        if not region.stats.calls:
-            refuse_callers(self.module, self.path)
+        self.applied.refuse_both_on()
         return region.run(function, modules, self.applied.settings, (input,), {})
-
-    def _other_size(self, size: int) -> Problem:
-        return Problem(
-            where=self.path or type(self.module).__name__,
-            found=f"it had {self.size} children when sac.apply divided it into chunks, and has {size} now",
-            fix="call sac.remove(model) before a model is changed, and sac.apply after it",
-        )
 
 
 def _run_in_order(modules: Sequence[Any], input: Any) -> Any:

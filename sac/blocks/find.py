@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 
-from sac.blocks.paths import Node, children_of, clean_path, join, root_node, walk
+from sac.blocks.paths import Node, children_of, join, root_node, walk
 from sac.blocks.stacks import STACK_NAMES, STRONG, find_stacks, is_callable, numbering
 from sac.errors import ConfigError, ModelError, Problem, listing, nearest
 from sac.policy.model import Rule
+from sac.policy.patterns import PathPattern
 
 # -- Blocks
 
@@ -66,11 +65,8 @@ def rules_here(rules: Sequence[Rule], blocks: Sequence[Block]) -> tuple[Rule, ..
 
 def idle_note(model: nn.Module, blocks: Sequence[Block]) -> str:
     """Return the note for a stage without any region; ``blocks`` are the blocks it has."""
-    if blocks:
-        layers = ", ".join(f"{block.layer} of {block.stack_size}" for block in blocks)
-        why = f"`layers` chooses none of the layers it has ({layers})"
-    else:
-        why = f"nothing is in `{'`, `'.join(emptied_stacks(model))}`"
+    layers = ", ".join(f"{block.layer} of {block.stack_size}" for block in blocks)
+    why = f"`layers` chooses none of those it has, {layers}" if layers else "its stack is empty"
     return f"{type(model).__name__}: no block to checkpoint in this part of a model: {why}. sac.apply had nothing to do"
 
 
@@ -86,26 +82,8 @@ def _held(module: nn.Module) -> int:
 
 # -- The transformer blocks of a model and their sub-modules
 
-__all__ = ["Block", "clean_path", "find_blocks"]
 
-LOOKED_FOR = (
-    "a ModuleList, Sequential or numbered ModuleDict of modules with parameters and parts; Hugging Face layers; "
-    "a model that is one block"
-)
-
-
-class Pattern(Protocol):
-    """The interface of a path pattern."""
-
-    @property
-    def text(self) -> str:
-        """The pattern as written."""
-
-    def matches(self, path: str) -> bool:
-        """Return whether the pattern matches the module at ``path``."""
-
-
-def find_blocks(model: nn.Module, *, patterns: Sequence[Pattern] = ()) -> tuple[Block, ...]:
+def find_blocks(model: nn.Module, *, patterns: Sequence[PathPattern] = ()) -> tuple[Block, ...]:
     """Return the blocks of a model in model order, each module once and never one inside another.
 
     Without ``patterns``, blocks are recognised by the structure of the model (Note [What is a block] in ``stacks.py``).
@@ -129,15 +107,15 @@ def divided(blocks: Iterable[Block], parts_of: Callable[[Block], Iterable[Block]
 
 def submodules(block: Block) -> tuple[Block, ...]:
     """Return the sub-modules of a block that are worth their own region, or the block itself if there are none."""
-    parts = tuple(part_of(block, node) for node in substantial_children(root_node(block.module)))
-    return parts or (block,)
+    parts = _substantial_children(root_node(block.module))
+    return tuple(replace(block, path=join(block.path, part.path), module=part.module) for part in parts) or (block,)
 
 
-def substantial_children(node: Node) -> Iterator[Node]:
+def _substantial_children(node: Node) -> Iterator[Node]:
     """Yield the children of a module that are more than a norm or one linear map; lists of parts are looked into."""
     for child in children_of(node):
         if not is_callable(child.module):  # a list of parts, as in T5
-            yield from substantial_children(child)
+            yield from _substantial_children(child)
         elif not _is_simple(child.module):
             yield child
 
@@ -147,12 +125,6 @@ def _is_simple(module: nn.Module) -> bool:
     if any(True for _ in module.children()):
         return not any(True for _ in module.parameters())
     return sum(p.ndim >= 2 for p in module._parameters.values() if p is not None) <= 1
-
-
-def part_of(block: Block, node: Node) -> Block:
-    """Return the ``Block`` of a module inside ``block``; the path of ``node`` is relative to ``block``."""
-    path = f"{block.path}.{node.path}" if block.path else node.path
-    return Block(path, node.module, block.layer, block.stack, block.stack_size)
 
 
 def _recognised(model: nn.Module) -> tuple[Block, ...]:
@@ -188,32 +160,31 @@ def _counted_size(modules: Mapping[str, nn.Module], stack: str, size: int) -> in
     return size
 
 
-def _matched(model: nn.Module, patterns: Sequence[Pattern]) -> tuple[Block, ...]:
+def _matched(model: nn.Module, patterns: Sequence[PathPattern]) -> tuple[Block, ...]:
     whole = any(pattern.text == "" for pattern in patterns)  # only the empty pattern may match the model itself
     nodes = [node for node in walk(model, repeats=True) if node.path or whole]
     chosen: dict[str, Node] = {}
     seen: set[int] = set()
     problems, emptied = [], emptied_stacks(model)
     for pattern in patterns:
-        fits = [node for node in nodes if pattern.matches(node.path) or pattern.matches(_raw_path(node))]
+        fits = [node for node in nodes if _fits(pattern, node)]
         elsewhere = any(pattern.matches(join(path, "0")) for path in emptied)
         if not elsewhere and not any(is_callable(node.module) for node in fits):
             problems.append(_matches_nothing(model, pattern, fits, nodes))
+    if problems:
+        raise ModelError(problems)
     for node in nodes:  # a parent comes before its children
-        wanted = any(pattern.matches(node.path) or pattern.matches(_raw_path(node)) for pattern in patterns)
-        if not wanted or not is_callable(node.module) or id(node.module) in seen:
+        if not is_callable(node.module) or id(node.module) in seen or not any(_fits(one, node) for one in patterns):
             continue
         if not any(node.path.startswith(f"{path}." if path else "") for path in chosen):
             chosen[node.path] = node
             seen.add(id(node.module))
-    if problems:
-        raise ModelError(problems)
     return tuple(numbered_blocks(model, chosen))
 
 
-def _raw_path(node: Node) -> str:
-    """Return the path of a module's outermost wrapper, as ``named_modules`` gives it."""
-    return node.wrappers[0][0] if node.wrappers else node.raw
+def _fits(pattern: PathPattern, node: Node) -> bool:
+    """Return whether a pattern matches a clean path, or that of the outermost wrapper in ``named_modules``."""
+    return pattern.matches(node.path) or pattern.matches(node.wrappers[0][0] if node.wrappers else node.raw)
 
 
 def numbered_blocks(model: nn.Module, chosen: dict[str, Node]) -> Iterator[Block]:
@@ -234,65 +205,29 @@ def numbered_blocks(model: nn.Module, chosen: dict[str, Node]) -> Iterator[Block
 
 
 def _not_found(model: nn.Module) -> Problem:
-    scripted = next((node for node in walk(model) if isinstance(node.module, torch.jit.ScriptModule)), None)
-    if scripted is not None:
-        return _is_scripted(scripted)
-    lists = _largest_lists(model)
-    have = f"; its largest lists: {', '.join(text for _, text in lists)}" if lists else "; it has no list of modules"
-    example = f"{lists[0][0]}.*".lstrip(".") if lists else "path.to.layers.*"
+    lists = [node for node in walk(model) if isinstance(node.module, LISTS)]
+    largest = max(lists, key=lambda node: len(node.module._modules), default=None)
+    example = join(largest.path, "*") if largest else "path.to.layers.*"
     return Problem(
         type(root_node(model).module).__name__,
-        f"no transformer blocks were found in this model{have}",
-        expected=LOOKED_FOR,
+        "no transformer blocks were found in this model",
+        expected="a ModuleList, Sequential or numbered ModuleDict of modules with parameters and parts; Hugging Face "
+        "layers; a model that is one block",
         fix=f'name them, for example blocks: ["{example}"], in the config, or under regions: in the policy',
     )
 
 
-def _is_scripted(node: Node) -> Problem:
-    return Problem(
-        node.path or type(node.module).__name__,
-        "this module is compiled by TorchScript, which calls its own code and no forward of ours",
-        fix="put sac on the plain model; torch.compile goes with it, TorchScript does not",
-    )
-
-
-def _largest_lists(model: nn.Module) -> list[tuple[str, str]]:
-    """Return path and description of the lists with the most children."""
-    classes = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-    lists = [node for node in walk(model) if isinstance(node.module, classes) and len(node.module)]
-    lists.sort(key=lambda node: -len(node.module._modules))
-    return [(node.path, _described(node)) for node in lists[:3]]
-
-
-def _described(node: Node) -> str:
-    counts: dict[str, int] = {}
-    for child in node.module.children():
-        counts[type(child).__name__] = counts.get(type(child).__name__, 0) + 1
-    inside = ", ".join(f"{count} {name}" for name, count in counts.items())
-    return f"{node.path or 'the model'} ({type(node.module).__name__} of {inside})"
-
-
-def _matches_nothing(model: nn.Module, pattern: Pattern, fits: Sequence[Node], nodes: Sequence[Node]) -> Problem:
-    name = type(root_node(model).module).__name__
-    if fits and isinstance(fits[0].module, torch.jit.ScriptModule):
-        return _is_scripted(fits[0])
+def _matches_nothing(model: nn.Module, pattern: PathPattern, fits: Sequence[Node], nodes: Sequence[Node]) -> Problem:
     if fits:
         class_name = type(fits[0].module).__name__
         found = f'"{pattern.text}" matches only {fits[0].path}, a {class_name}, which is not called itself'
         return Problem("regions.blocks", found, fix=f'write "{pattern.text}.*" for its children')
     families = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", node.path) for node in nodes))
-    tail = [path for path in families if path.endswith("." + pattern.text)]
-    near = tail[0] if tail else nearest(pattern.text, families)
+    near = next((path for path in families if path.endswith("." + pattern.text)), "") or nearest(pattern.text, families)
     return Problem(
         "regions.blocks",
-        f'"{pattern.text}" matches no module of {name}',
+        f'"{pattern.text}" matches no module of {type(root_node(model).module).__name__}',
         nearest=f'"{near}"' if near else "",
-        expected="" if near else listing(list(dict.fromkeys(_list_patterns(nodes))) or families, limit=8),
+        expected="" if near else listing(families, limit=8),
         fix="patterns are matched against whole paths from the model down; * is one segment, ** any number",
     )
-
-
-def _list_patterns(nodes: Sequence[Node]) -> Iterator[str]:
-    for node in nodes:
-        if isinstance(node.module, (nn.ModuleList, nn.Sequential)) and len(node.module):
-            yield re.sub(r"(?<=\.)\d+(?=\.|$)", "*", node.path) + ".*"

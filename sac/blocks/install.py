@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from sac.blocks.find import Block, rules_here
-from sac.blocks.other_checkpointing import disable_guards, refuse_callers, refuse_flags
+from sac.blocks.other_checkpointing import disable_guards, refuse_existing_checkpointing
 from sac.blocks.paths import parts_of
 from sac.engine.compiled import run_in_eager, run_traced
 from sac.engine.region import Region, RegionGroup
@@ -22,7 +23,6 @@ from sac.engine.settings import PLAIN, RERUN, Settings
 from sac.engine.table import ResolvedPolicy
 from sac.engine.tracker import TrackedForward, class_forward, takes_module, traced_forward
 from sac.errors import ModelError, PolicyError, Problem, RegionError, listing, nearest, warn
-from sac.outer_hooks import active_hooks
 from sac.policy.load import is_shipped, shipped_policies
 from sac.policy.model import Rule
 
@@ -30,6 +30,7 @@ from sac.policy.model import Rule
 
 COMPILED = "compiled"  # the save-set of compiled graphs as a whole
 _OPTIONAL = "mark the rule `optional: true` if it may match nothing"
+_LISTED = f"`sac trace` lists what there is; {_OPTIONAL}"
 
 
 class UnmatchedRules:
@@ -61,24 +62,14 @@ class UnmatchedRules:
         if self._pending and stats.calls < 2:
             return
         self.waits = False
-        self._tell_of_compiled()
-        idle = self.idle()
-        if not idle:
-            return
+        if self._compiled and self._rules and not any(COMPILED in rule.ops for rule in self._rules):
+            warn(_compiled_problem(self._compiled))
+        idle = [rule for rule in self._rules if rule.id not in self._hit and not rule.optional]
         problems = _problems(idle, self._of_no_call, any_hit=bool(self._hit))
         if problems and self.strict:
             raise RegionError(problems)
         for problem in problems:
             warn(problem)
-
-    def _tell_of_compiled(self) -> None:
-        """Warn that rules do not see ops in compiled graphs inside a region, unless a rule matches whole graphs."""
-        if self._compiled and self._rules and not any(COMPILED in rule.ops for rule in self._rules):
-            warn(_compiled_problem(self._compiled))
-
-    def idle(self) -> list[Rule]:
-        """Return the rules that have matched nothing so far and are not optional."""
-        return [rule for rule in self._rules if rule.id not in self._hit and not rule.optional]
 
     def _of_no_call(self, rule: Rule) -> Problem:
         key = "function" if rule.functions else "unit"
@@ -86,16 +77,13 @@ class UnmatchedRules:
         what = "module" if rule.matches_module else key if names else "op"
         found = f'rule "{rule.id}" matched no {what} in any region of the model'
         if names and self._reruns:
-            if not any(rule.kept_as.keeps for rule in self._rules):
-                fix = "none is needed: no rule of this policy saves anything, so the regions are recomputed as a whole"
-                return Problem(rule.where(), found, fix=fix)
             fix = "rules on functions and units hold where a region is replayed; here it runs again as Python"
-            return Problem(rule.where(), found, fix=f"{fix}: leave `engine: rerun` out, or name ops")
+            return Problem(rule.where(), found, fix=fix)
         if names:
             seen = sorted(name.partition(" ")[2] for name in self._units if name.startswith(key))
             near = next(filter(None, (nearest(name, seen) for name in names)), "")
             return Problem(rule.where(), found, listing(seen), near, _OPTIONAL)
-        return _idle(rule.where(), what, found=found)
+        return Problem(rule.where(), found, fix=_LISTED)
 
 
 def rules_without_place(
@@ -152,23 +140,13 @@ def _compiled_problem(paths: list[str]) -> Problem:
 
 
 def _of_no_place(blocks: Sequence[Block], rule: Rule) -> Problem:
-    if rule.blocks and not any(pattern.matches(block.path) for pattern in rule.blocks for block in blocks):
-        patterns = ", ".join(f'"{pattern.text}"' for pattern in rule.blocks)
-        key, place = "blocks", f"blocks at {patterns}, a path that"
-    elif rule.module is None:
-        sizes = ", ".join(str(size) for size in sorted({block.stack_size for block in blocks}))
-        key, place = "layers", f"layers{' in its blocks' if rule.blocks else ''} (the model has stacks of {sizes}) that"
-    else:
-        within = " and ".join(key for key, given in (("blocks", rule.blocks), ("layers", rule.layers)) if given)
-        key, place = "module", f'module "{rule.module.text}"{f" in its {within}" if within else ""}, which'
-    paths = {path for block in blocks for path, _ in parts_of(block.module)} if key == "module" else set()
+    limits = {"module": rule.module, "blocks": rule.blocks, "layers": rule.layers}
+    keys = [key for key, limit in limits.items() if limit]
+    paths = {path for block in blocks for path, _ in parts_of(block.module)}
     near = nearest(rule.module.text, sorted(paths)) if rule.module is not None else ""
-    return _idle(rule.where(key), "module", found=f'rule "{rule.id}" names {place} no region has', near=near)
-
-
-def _idle(where: str, what: str, *, found: str, near: str = "") -> Problem:
-    """Return the problem of a rule without effect; ``what`` is there none of: op, module."""
-    return Problem(where, found, nearest=near, fix=f"`sac trace` lists the {what}s there are; {_OPTIONAL}")
+    sizes = ", ".join(str(size) for size in sorted({block.stack_size for block in blocks}))
+    found = f'no region has the {" and ".join(keys)} of rule "{rule.id}" (the model has stacks of {sizes})'
+    return Problem(rule.where(keys[0]), found, nearest=near, fix=_LISTED)
 
 
 # -- Instance-level forwards: installing and removing regions
@@ -181,6 +159,20 @@ class Undoable(Protocol):
         """Undo the change."""
 
 
+class ModelReference:
+    """Refers to a model without keeping it alive. A copy refers to the copied model; an unpickled one to none."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.of = weakref.ref(model) if model is not None else lambda: None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelReference:
+        model = self.of()
+        return type(self)(memo.get(id(model), model))
+
+    def __reduce__(self) -> tuple[type[ModelReference], tuple[()]]:
+        return type(self), ()
+
+
 @dataclass(slots=True)
 class Applied:
     """The record of one ``sac.apply`` on one model, shared by its regions."""
@@ -191,6 +183,13 @@ class Applied:
     notes: tuple[str, ...] = ()
     settings: Settings = PLAIN
     fitting: Any = None  # the controller of a budget
+    unchecked: ModelReference | None = None  # the model, until a region has run
+
+    def refuse_both_on(self) -> None:
+        """Raise ``ModelError`` if the model's own checkpointing has been turned on since; see Note [Both on]."""
+        if self.unchecked is not None and (model := self.unchecked.of()) is not None:
+            refuse_existing_checkpointing(model)
+        self.unchecked = None
 
 
 class InstalledForward(ABC):
@@ -247,10 +246,8 @@ class RegionForward(InstalledForward):
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        region, module, watch = self.region, self.module, self.applied.unmatched
-        refuse_flags(module, region.path)  # see Note [Both on]
-        if not region.stats.calls or active_hooks() is not None:  # a checkpoint around the block has hooks
-            refuse_callers(module, region.path)
+        region, watch = self.region, self.applied.unmatched
+        self.applied.refuse_both_on()
         output = self._call(*args, **kwargs)
         if watch.waits and region.stats.calls:  # 0 if this call ran without checkpointing
             watch.saw(region)
@@ -332,16 +329,14 @@ def remove(model: nn.Module) -> nn.Module:
     Raises ``ModelError``, with nothing changed, if something else has since replaced a region's forward by its own.
     """
     owned = [(module, forward) for module in model.modules() if (forward := ours_on(module)) is not None]
-    buried = [(name, module) for name, module in model.named_modules() if _buries_ours(module)]
-    if buried:
-        name, module = buried[0]
-        raise ModelError(
-            Problem(
-                where=name or type(module).__name__,
-                found=f"{_described(module.__dict__['forward'])} was put over the region's forward after sac.apply",
-                fix="take that off first, then call sac.remove",
-            )
-        )
+    for path, module in model.named_modules():
+        forward = module.__dict__.get("forward")
+        below = getattr(forward, "__wrapped__", getattr(module, "_old_forward", None))  # functools.wraps, Accelerate
+        ours = isinstance(getattr(below, "__self__", None), (InstalledForward, TrackedForward))
+        if forward is not None and ours and ours_on(module) is None:
+            found = "another forward was put over the region's forward after sac.apply"
+            fix = "take that off first, then call sac.remove"
+            raise ModelError(Problem(path or type(module).__name__, found, fix=fix))
     disable_guards(model)
     for module, _ in owned:
         take_off(module)
@@ -359,16 +354,3 @@ def take_off(module: nn.Module) -> None:
         module.__dict__["forward"] = forward.before
     elif forward is not None:
         del module.__dict__["forward"]
-
-
-def _buries_ours(module: nn.Module) -> bool:
-    """Return whether an instance-level forward that is not ours wraps one of ours, judging by ``functools.wraps``."""
-    forward = module.__dict__.get("forward")
-    if forward is None or ours_on(module) is not None:
-        return False
-    below = [getattr(forward, "__wrapped__", None), getattr(module, "_old_forward", None)]
-    return any(isinstance(getattr(one, "__self__", None), (InstalledForward, TrackedForward)) for one in below)
-
-
-def _described(forward: Any) -> str:
-    return f"another forward ({getattr(forward, '__qualname__', type(forward).__name__)})"

@@ -105,24 +105,14 @@ def parts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield node.path, node.module
 
 
-def clean_path(path: str, model: nn.Module | None = None) -> str:
-    """Return ``path`` as it is in the model without wrappers; see Note [Clean paths].
-
-    With ``model``, to which the path belongs, the names of all wrappers are dropped. Without it, only names that
-    nothing but a wrapper uses and PEFT's ``base_model.model`` prefix are dropped.
-    """
-    segments = path.split(".") if path else []
-    if model is not None:
-        return ".".join(_written_segments(segments, model))
-    kept = [segment for segment in segments if segment not in WRAPPED_NAMES]
-    return ".".join(kept[2:] if kept[:2] == ["base_model", "model"] else kept)
-
-
-def _written_segments(segments: list[str], module: nn.Module | None) -> Iterator[str]:
-    for segment in segments:
-        if module is None or segment != wrapped_name(module):
-            yield segment
-        module = module._modules.get(segment) if module is not None else None
+def clean_path(path: str, model: nn.Module) -> str:
+    """Return the ``path`` of a module of ``model`` as it is in the model without wrappers; see Note [Clean paths]."""
+    segments, module = [], model
+    for name in path.split("."):
+        if name != wrapped_name(module):
+            segments.append(name)
+        module = getattr(module, name, module)
+    return ".".join(segments)
 
 
 def _look_through(raw: str, path: str, module: nn.Module) -> Node:
@@ -148,27 +138,21 @@ def group_label(paths: Iterable[str]) -> str:
     paths = list(paths)
     if len(paths) == 1:
         return paths[0] or "(model)"
-    columns = list(zip(*(path.split(".") for path in paths), strict=False))
-    values = [set(column) for column in columns]
-    differ = [one for one in values if len(one) > 1]
-    if (
-        len({path.count(".") for path in paths}) > 1
-        or not all(word.isdigit() for one in differ for word in one)
-        or prod(map(len, differ)) != len(set(paths))
-    ):
-        return f"{paths[0]}, … (x{len(paths)})"
-    joined = [
-        _ranges(sorted(map(int, one))) if len(one) > 1 else column[0]
-        for one, column in zip(values, columns, strict=True)
-    ]
-    return f"{'.'.join(joined)} (x{len(paths)})"
+    split = [path.split(".") for path in paths]
+    columns = [set(words) for words in zip(*split, strict=False)]
+    numbered = all(len(words) == 1 or all(word.isdigit() for word in words) for words in columns)
+    if numbered and len(set(map(len, split))) == 1 and prod(map(len, columns)) == len(set(paths)):
+        return f"{'.'.join(map(_ranges, columns))} (x{len(paths)})"
+    return f"{paths[0]}, … (x{len(paths)})"
 
 
-def _ranges(numbers: list[int]) -> str:
+def _ranges(words: set[str]) -> str:
+    if len(words) == 1:
+        return next(iter(words))
     runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
+    for number in sorted(map(int, words)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            runs.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from sac.blocks.paths import Node, children_of, class_names, join, root_node
+from sac.blocks.paths import Node, children_of, class_names, root_node
 
 MIXER = re.compile(r"attn|attention|mixer|mixing|mamba|ssm|rwkv|retention|recurrent", re.IGNORECASE)
 STACK_NAMES = frozenset({"layers", "layer", "blocks", "block", "h", "resblocks"})
@@ -50,12 +50,11 @@ class Stack:
 def find_stacks(model: nn.Module) -> list[Stack]:
     """Return the stacks of a model in model order; see Note [What is a block]."""
     root = root_node(model)
-    if _is_declared(root.module, frozenset()) and not _is_stage(root, frozenset()):
-        return [_alone(root, DECLARED)]
     stacks = list(_Search(_declared_names(model)).visit(root))
     if _is_one_block(root, stacks):
-        return [_alone(root, STRONG)]
-    return list(_best(stacks))
+        return [Stack("", (root,), (0,), 1, STRONG)]
+    floor = min(max((stack.rank for stack in stacks), default=WEAK), STRONG)
+    return [stack for stack in stacks if stack.rank >= floor]
 
 
 def numbering(parent: nn.Module | None, names: Sequence[str]) -> tuple[tuple[int, ...], int]:
@@ -102,12 +101,7 @@ class _Search:
         if not _is_container(node):
             yield from self._visit_children(node, children)
             return
-        if any(_is_bare_list(child) for child in children) and not self._holds_stacks(children):
-            yield from self._layers_in_parts(node, children)
-            return
-        blocks = [child for child in children if self._is_block(child, children)]
-        if isinstance(node.module, nn.Sequential):
-            blocks = _without_ends(blocks)
+        blocks = [child for child in children if self._is_block(child)]
         stages = [child for child in children if child not in blocks]
         blocks = self._unseen(blocks)
         if blocks:
@@ -133,22 +127,10 @@ class _Search:
             elif not lone:
                 yield from self.visit(child)
 
-    def _is_block(self, node: Node, siblings: list[Node]) -> bool:
+    def _is_block(self, node: Node) -> bool:
         if not is_callable(node.module) or _is_stage(node, self.declared):
             return False
-        alike = sum(type(other.module) is type(node.module) for other in siblings)
-        return _is_declared(node.module, self.declared) or _is_composed(node.module) or _is_raw(node.module, alike)
-
-    def _holds_stacks(self, lists: list[Node]) -> bool:
-        return any(_are_alike(_parts(inner)) and len(_parts(inner)) > 1 for inner in lists)
-
-    def _layers_in_parts(self, node: Node, layers: list[Node]) -> Iterator[Stack]:
-        """Yield the stack of a list of lists of different parts: each part is a block, each inner list a layer."""
-        parts = [(index, part) for index, layer in enumerate(layers) for part in _parts(layer)]
-        if parts:
-            nodes, indices = tuple(part for _, part in parts), tuple(index for index, _ in parts)
-            self.seen.update(id(part.module) for part in nodes)
-            yield Stack(node.path, nodes, indices, len(layers), self._rank(node, list(nodes)))
+        return _is_declared(node.module, self.declared) or _is_composed(node.module)
 
     def _stack(self, node: Node, blocks: list[Node]) -> Stack:
         names = [block.path.rpartition(".")[2] for block in blocks]
@@ -171,11 +153,6 @@ def _is_mixer(path: str, module: nn.Module) -> bool:
     return named is not None and any(True for _ in module.parameters())
 
 
-def _best(stacks: list[Stack]) -> Iterator[Stack]:
-    floor = min(max((stack.rank for stack in stacks), default=WEAK), STRONG)
-    return (stack for stack in stacks if stack.rank >= floor)
-
-
 def _declared_names(model: nn.Module) -> frozenset[str]:
     names: set[str] = set()
     for module in model.modules():
@@ -185,8 +162,6 @@ def _declared_names(model: nn.Module) -> frozenset[str]:
 
 def _is_declared(module: nn.Module, names: frozenset[str]) -> bool:
     classes = class_names(module)
-    if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
-        return True
     return "GradientCheckpointingLayer" in classes or (
         not names.isdisjoint(classes) and not _is_one_convolution(module)
     )
@@ -206,19 +181,9 @@ def _is_container(node: Node) -> bool:
     return isinstance(node.module, (nn.ModuleList, nn.Sequential))
 
 
-def _is_bare_list(node: Node) -> bool:
-    return isinstance(node.module, (nn.ModuleList, nn.ModuleDict)) and not is_callable(node.module)
-
-
 def _is_composed(module: nn.Module) -> bool:
     parts = sum(1 for _ in module.modules()) - 1
     return parts >= 2 and any(True for _ in module.parameters())
-
-
-def _is_raw(module: nn.Module, alike: int) -> bool:
-    """Return whether a module without parts is itself a block: a custom class, repeated, with a matrix."""
-    own = not type(module).__module__.startswith("torch.")
-    return own and alike >= 2 and any(p.ndim >= 2 for p in module._parameters.values() if p is not None)
 
 
 def _is_stage(node: Node, declared: frozenset[str]) -> bool:
@@ -237,8 +202,7 @@ def _is_stage(node: Node, declared: frozenset[str]) -> bool:
         return False
     within = {id(p) for part in parts for p in part.parameters()}
     outside = [p for p in node.module.parameters() if p.ndim >= 2 and id(p) not in within]
-    named = any(not STACK_NAMES.isdisjoint(_words(inner.path)) for inner in lists)
-    return len(outside) <= STAGE_MATRICES and (len(parts) >= 2 or named)
+    return len(outside) <= STAGE_MATRICES
 
 
 def _count_matrices(module: nn.Module) -> int:
@@ -266,18 +230,8 @@ def _parts(node: Node) -> list[Node]:
 
 def _are_alike(nodes: Sequence[Node]) -> bool:
     """Return whether some class occurs twice or there is only one node: a hybrid stack is still a stack."""
-    classes = {(type(node.module), has_mixer(node.module)) for node in nodes}
+    classes = {type(node.module) for node in nodes}
     return len(nodes) == 1 or len(classes) < len(nodes)
-
-
-def _without_ends(blocks: list[Node]) -> list[Node]:
-    """Return the blocks of a Sequential without the modules before and after them: an embedding, a head."""
-    mixing = [index for index, block in enumerate(blocks) if has_mixer(block.module)]
-    if not mixing:
-        return blocks
-    first, last = mixing[0], mixing[-1]
-    classes = {type(block.module) for block in blocks[first : last + 1]}
-    return [b for index, b in enumerate(blocks) if first <= index <= last or type(b.module) in classes]
 
 
 def _is_one_block(root: Node, stacks: list[Stack]) -> bool:
@@ -289,12 +243,5 @@ def _is_one_block(root: Node, stacks: list[Stack]) -> bool:
     return len(children_of(root)) >= 2 and any(_is_mixer(child.path, child.module) for child in children_of(root))
 
 
-def _alone(root: Node, rank: int) -> Stack:
-    return Stack("", (root,), (0,), 1, rank)
-
-
 def _words(path: str) -> set[str]:
     return set(path.rpartition(".")[2].lower().split("_"))
-
-
-__all__ = ["Stack", "find_stacks", "has_mixer", "is_callable", "join", "numbering"]

@@ -1,20 +1,8 @@
-"""Hugging Face's training tools: a callback for the Trainer, and training arguments that fit into a JSON file.
+"""Hugging Face's training tools, for where ``sac.apply(model, value)`` before the Trainer does not do.
 
-``sac.apply(model, value)`` before the Trainer is enough; the Trainer's own switch stays off. There are two other ways:
-
-``SacCallback(value)``, for a model that the Trainer (or TRL) builds or wraps itself::
-
-    Trainer(model, args, callbacks=[SacCallback("selective")], ...)
-
-``take_over(model)``, for a training config that turns activation checkpointing on with its own keys. The mapping is a
-config value of ``sac.apply`` and is plain JSON::
-
-    TrainingArguments(activation_checkpointing=True, activation_checkpointing_kwargs={"mode": "selective"}, ...)
-    Trainer(take_over(model), args, ...)
-
-``ReportCallback(trainer)`` sends what the regions keep to the loggers of a Trainer, next to its own figures::
-
-    trainer.add_callback(ReportCallback(trainer, every=100))
+- ``Trainer(model, args, callbacks=[SacCallback("selective")])``: for a model that the Trainer (or TRL) builds or wraps.
+- ``Trainer(take_over(model), args)``: for a training config that turns activation checkpointing on with its own keys.
+- ``trainer.add_callback(ReportCallback(trainer, every=100))``: sends what the regions keep to the Trainer's loggers.
 """
 
 from __future__ import annotations
@@ -26,9 +14,9 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from sac.blocks.applying import refuse_existing_checkpointing
+from sac.blocks.applying import refuse_second
 from sac.blocks.install import regions_of, remove
-from sac.blocks.other_checkpointing import Switch, disable_guards
+from sac.blocks.other_checkpointing import Switch, disable_guards, refuse_existing_checkpointing
 from sac.config import parse_config
 from sac.errors import ConfigError, ModelError, Problem
 from sac.planner.applying import apply
@@ -46,9 +34,8 @@ _DISABLE = ("activation_checkpointing_disable", "gradient_checkpointing_disable"
 class SacCallback(TrainerCallback):
     """Applies ``sac.apply(model, value)`` to the model of a Trainer, and logs ``sac.report`` after the first step.
 
-    This happens when the Trainer has been built, before anything wraps the model. If ``model_init`` makes the model, it
-    happens when training begins. The report goes to the logger of this module, at level INFO, on the first process
-    only.
+    This happens before anything wraps the model: when the Trainer has been built, or, if ``model_init`` makes the
+    model, when training begins. The report goes to the logger of this module, at level INFO, on the first process only.
 
     Raises ``ConfigError`` for the value, and if the Trainer is built with ``activation_checkpointing=True``; also what
     ``sac.apply`` raises.
@@ -56,25 +43,18 @@ class SacCallback(TrainerCallback):
 
     def __init__(self, value: Any) -> None:
         parse_config(value)
-        self.value = value
-        self._told = False
+        self.value, self._told = value, False
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Apply the value to the model that the Trainer was given."""
+        """Apply the value."""
         if getattr(args, "activation_checkpointing", False) or getattr(args, "gradient_checkpointing", False):
-            raise ConfigError(
-                Problem(
-                    "SacCallback",
-                    f"activation_checkpointing is on in the {type(args).__name__} too: two at once would run every "
-                    "block three times",
-                    fix="set activation_checkpointing=False and gradient_checkpointing=False (TRL has it on by "
-                    "default); or leave the callback out, and call take_over(model)",
-                )
-            )
+            found = "activation_checkpointing is on in the arguments too: every block would run three times"
+            fix = "set activation_checkpointing=False (TRL has it on by default), or use take_over(model) instead"
+            raise ConfigError(Problem("SacCallback", found, fix=fix))
         apply(model, self.value)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Apply the value to a model that was created later."""
+        """Apply the value to a model that ``model_init`` has made."""
         self._told = False
         if not _is_on(model):
             apply(model, self.value)
@@ -90,16 +70,12 @@ class ReportCallback(TrainerCallback):
     """Logs the figures of ``sac.report`` (bytes) with ``trainer.log`` after every ``every``-th step.
 
     They reach all loggers of ``report_to`` and ``trainer.state.log_history``, as ``sac/kept_bytes``,
-    ``sac/input_bytes`` and ``sac/saved_bytes/RULE``. A callback cannot add to what the Trainer logs itself: the loggers
-    have been called before it.
-
-    Raises ``ConfigError`` if ``every`` is not a number of steps.
+    ``sac/input_bytes`` and ``sac/saved_bytes/RULE``. Raises ``ConfigError`` if ``every`` is not a number of steps.
     """
 
     def __init__(self, trainer: Any, every: int = 100) -> None:
         check_every(every, "ReportCallback")
-        self.trainer = trainer
-        self.every = every
+        self.trainer, self.every = trainer, every
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Log the figures if they are due; all ranks call ``trainer.log``, which logs on the first."""
@@ -114,48 +90,35 @@ def take_over(model: nn.Module, value: Any = "selective") -> nn.Module:
 
     A call of ``model.activation_checkpointing_enable(kwargs, every_n_layers, offload)``, by any caller, is then
     ``sac.apply(model, ...)``. Its ``kwargs`` are the config value if they have a ``mode``; otherwise they are added to
-    ``value``, for example ``{"use_reentrant": False}``. ``every_n_layers=n`` is ``layers: {every: n}``,
-    ``offload=True`` is ``store: host``. Nothing happens before the call; ``sac.remove(model)`` restores the methods.
+    ``value``, for example ``{"use_reentrant": False}``. ``every_n_layers=n`` is ``layers: {every: n}``, and
+    ``offload=True`` is ``store: host``, unless ``kwargs`` say otherwise. ``sac.remove(model)`` restores the methods.
 
     Raises ``ConfigError`` or ``PolicyError`` for the value; ``ModelError`` for a model without such methods, or with
     activation checkpointing already on, its own or ours.
     """
     parse_config(value)
-    where = type(model).__name__
-    if _is_on(model):
-        before = "sac.apply has been called on this model before"
-        raise ModelError(Problem(where, before, fix="call sac.remove(model) first, or leave take_over out"))
+    refuse_second(model)
     refuse_existing_checkpointing(model)
     disable_guards(model)
-    switch_classes = dict.fromkeys(_ENABLE, _Enable) | dict.fromkeys(_DISABLE, _Disable)
     switches = [
-        switch_class(module, name, model, value)
+        _TakenOver(module, name, model, value)
         for module in model.modules()
-        for name, switch_class in switch_classes.items()
+        for name in _ENABLE + _DISABLE
         if callable(getattr(type(module), name, None))
     ]
     if not switches:
         missing = f"this model has no {_ENABLE[0]}(), so there is nothing to take over"
-        raise ModelError(Problem(where, missing, fix="call sac.apply(model, value)"))
+        raise ModelError(Problem(type(model).__name__, missing, fix="call sac.apply(model, value)"))
     for switch in switches:
         switch.put_on()
     return model
 
 
-class _Disable(Switch):
+class _TakenOver(Switch):
     def __init__(self, module: nn.Module, name: str, model: nn.Module, value: Any) -> None:
         super().__init__(module, name)
-        self.model = model
-        self.value = value
+        self.model, self.value = model, value
 
-    def __call__(self) -> None:
-        """Turn activation checkpointing off; it can be turned on again."""
-        if _is_on(self.model):
-            remove(self.model)
-            take_over(self.model, self.value)
-
-
-class _Enable(_Disable):
     def __call__(  # PEFT looks for the second of the two names in the signature
         self,
         activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
@@ -163,27 +126,22 @@ class _Enable(_Disable):
         offload: bool = False,
         gradient_checkpointing_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Turn activation checkpointing on, replacing what is on."""
-        given = dict(activation_checkpointing_kwargs or gradient_checkpointing_kwargs or {})
-        added: dict[str, Any] = {} if every_n_layers == 1 else {"layers": {"every": every_n_layers}}
-        added |= {"store": "host"} if offload else {}
-        for key in added.keys() & given.keys():
-            written = "offload=True" if key == "store" else f"every_n_layers={every_n_layers}"
-            where = f"activation_checkpointing_kwargs.{key}"
-            raise ConfigError(Problem(where, f"{written} sets it too", fix="leave one of the two out"))
-        given |= added
-        value = self.value if not given else given if "mode" in given else _mapping_of(self.value) | given
+        """Turn activation checkpointing on, replacing what is on; or off, after which it can be turned on again."""
+        given: dict[str, Any] = {} if every_n_layers == 1 else {"layers": {"every": every_n_layers}}
+        given |= {"store": "host"} if offload else {}
+        given |= activation_checkpointing_kwargs or gradient_checkpointing_kwargs or {}
+        value: Any = given
+        if "mode" not in given:
+            config = parse_config(self.value)
+            policy = {} if config.policy is None else {"policy": config.policy}
+            own = self.value if isinstance(self.value, Mapping) else {"mode": config.mode, **policy}
+            value = {**own, **given} if given else self.value
         parse_config(value)
-        super().__call__()
-        apply(self.model, value)
-
-
-def _mapping_of(value: Any) -> dict[str, Any]:
-    """Return a config value as a mapping."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    config = parse_config(value)
-    return {"mode": config.mode} | ({"policy": config.policy} if config.policy is not None else {})
+        if _is_on(self.model):
+            remove(self.model)
+            take_over(self.model, self.value)
+        if self.name in _ENABLE:
+            apply(self.model, value)
 
 
 def _is_on(model: nn.Module) -> bool:

@@ -1,14 +1,6 @@
-"""Lightning: a callback, for a module that cannot call ``sac.apply`` itself.
+"""Lightning: ``Trainer(callbacks=[SacCallback("selective")])``, for a module that cannot call ``sac.apply`` itself.
 
-If you own the module, a line at the end of ``configure_model`` is enough::
-
-    def configure_model(self):
-        ...
-        sac.apply(self, self.hparams.activation_checkpointing)
-
-``SacCallback(value)`` is for a module from elsewhere::
-
-    Trainer(callbacks=[SacCallback("selective")], ...).fit(module, data)
+If you own the module, ``sac.apply(self, value)`` at the end of its ``configure_model`` is enough.
 """
 
 from __future__ import annotations
@@ -49,36 +41,27 @@ class SacCallback(Callback):
         parse_config(value)
         if log_every is not None:
             check_every(log_every, "SacCallback.log_every")
-        self.value = value
-        self.log_every = log_every
-        self._is_put_on = False
-        self._told = False
+        self.value, self.log_every = value, log_every
+        self._is_put_on = self._told = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Apply the value to a module that is complete."""
         if stage == "fit" and not is_overridden("configure_model", pl_module):
-            self._put_on(pl_module)
+            self.on_fit_start(trainer, pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Apply the value to a module that ``configure_model`` has completed."""
-        if is_overridden("configure_model", pl_module):
-            self._put_on(pl_module)
-        self._told = False
+        if not self._is_put_on or not any(True for _ in regions_of(pl_module)):
+            apply(pl_module, self.value)
+        self._is_put_on, self._told = True, False
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the report, once per fit, and its figures if they are due."""
         is_due = self.log_every is not None and (batch_idx + 1) % self.log_every == 0
-        if trainer.is_global_zero and (is_due or not self._told) and next(regions_of(pl_module), None) is not None:
+        if trainer.is_global_zero and (is_due or not self._told) and any(True for _ in regions_of(pl_module)):
             found = report(pl_module)
             if not self._told:
                 _log.info("%s", found)
-            if is_due:
-                for logger in trainer.loggers:
-                    logger.log_metrics(found.scalars(), step=trainer.global_step)
+            for logger in trainer.loggers if is_due else ():
+                logger.log_metrics(found.scalars(), step=trainer.global_step)
         self._told = True
-
-    def _put_on(self, module: Any) -> None:
-        if self._is_put_on and next(regions_of(module), None) is not None:
-            return
-        apply(module, self.value)
-        self._is_put_on = True

@@ -2,67 +2,53 @@
 
 ``from sac.compat.megatron import checkpoint`` replaces the import from ``megatron.core``.
 
-If Megatron-Core is loaded in this process, its tensor-parallel group, its ranks and its tracker of random states are
-used, so its layers and this module use the same ones. Without it, pass the group to ``set_tensor_model_parallel_group``
-and the ranks to ``model_parallel_cuda_manual_seed``.
+If Megatron-Core is loaded in this process, its tensor-parallel group, ranks and tracker of random states are used.
+Without it, pass the group to ``set_tensor_model_parallel_group`` and the ranks to ``model_parallel_cuda_manual_seed``.
 
-Intentional differences: regions are non-reentrant, so recomputation stops early and ``torch.autograd.grad`` works; the
-caller's tensor is not touched; autocast is restored; arguments and results have any
-structure. FP8 state of TransformerEngine is restored, whatever ``fp8`` says.
+Intentional differences: regions are non-reentrant; the caller's tensor is not touched; autocast is restored, and FP8
+state of TransformerEngine, whatever ``fp8`` says; arguments and results have any structure.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sac.checkpointing import run_with
-from sac.compat.keywords import raise_if
-from sac.compat.output_discarding import Discardable, discard, lent_inputs, run_discardable
 from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
 from sac.engine.compiled import run_in_eager
 from sac.engine.fp8 import check_fp8
-from sac.errors import ConfigError, Problem, RegionError
+from sac.errors import ConfigError, Problem, RegionError, warn
 from sac.full import RngTracker, seed_model_parallel
-from sac.rng_tracker import DATA_PARALLEL, EXPERT_PARALLEL
+from sac.outer_hooks import PackHooks, active_hooks, fetch, nodes_since, pack_with_outer_hooks, saved_without_hooks
 from sac.stores.scatter import group_problem, process_group
-from sac.torch_private import tree_leaves
+from sac.tensors import place_of, plain_address, version_of, version_watch
+from sac.torch_private import SHOWS_SAVED_TENSORS, tree_leaves
 
-# -- The job's tensor-parallel group, ranks and random states, from Megatron-Core or from the user
+__all__ = [
+    "CheckpointWithoutOutput", "CudaRNGStatesTracker", "checkpoint", "get_cuda_rng_tracker",
+    "model_parallel_cuda_manual_seed", "set_tensor_model_parallel_group",
+]  # fmt: skip
 
+CudaRNGStatesTracker = RngTracker
 
-class CudaRNGStatesTracker(RngTracker):
-    """``RngTracker`` with Megatron's name and constructor; for the accelerator if there is one, else for the CPU.
-
-    Raises ``ConfigError`` for a tracker compatible with CUDA graphs and for one for inference: only Megatron has those.
-    """
-
-    def __init__(self, use_cudagraphable_rng: bool = False, is_inference_rng_tracker: bool = False) -> None:
-        _refuse(
-            "CudaRNGStatesTracker",
-            use_cudagraphable_rng=use_cudagraphable_rng,
-            is_inference_rng_tracker=is_inference_rng_tracker,
-        )
-        super().__init__()
-
-    def is_initialized(self) -> bool:
-        """Whether a stream was added."""
-        return bool(self.names)
+_NAME = "megatron.checkpoint"
+_RANDOM = "megatron.core.tensor_parallel.random"
 
 
-class _Job:
-    """The settings of this process, which Megatron keeps in globals."""
-
-    group: Any = None
-    tracker: CudaRNGStatesTracker | None = None
-
-
-_job = _Job()
+_job = SimpleNamespace(group=None, tracker=None)  # the settings of this process, which Megatron keeps in globals
 
 
 def set_tensor_model_parallel_group(group: Any) -> None:
@@ -70,22 +56,10 @@ def set_tensor_model_parallel_group(group: Any) -> None:
 
     Raises ``ConfigError`` if this rank is not in it.
     """
-    raise_if(group_problem(group, "megatron.set_tensor_model_parallel_group") if group is not None else ())
+    problems = [] if group is None else group_problem(group, "megatron.set_tensor_model_parallel_group")
+    if problems:
+        raise ConfigError(problems)
     _job.group = group
-
-
-def _tensor_model_parallel_group() -> Any:
-    """Return the group that was set, or Megatron's; raises ``ConfigError`` if there is neither."""
-    state = sys.modules.get("megatron.core.parallel_state")
-    group = _job.group
-    if group is None and state is not None:
-        with suppress(AssertionError):  # raised if nothing was initialised
-            group = state.get_tensor_model_parallel_group()
-    if group is None:
-        found = "there is no tensor-parallel group to scatter over"
-        fix = "call set_tensor_model_parallel_group(group), or initialise megatron.core.parallel_state"
-        raise ConfigError(Problem(f"{_NAME}.distribute_saved_activations", found, fix=fix))
-    return group
 
 
 def get_cuda_rng_tracker(
@@ -95,17 +69,13 @@ def get_cuda_rng_tracker(
 
     Raises ``ConfigError`` without Megatron if another type of tracker is requested.
     """
-    theirs = sys.modules.get("megatron.core.tensor_parallel.random")
-    if theirs is not None:
-        return theirs.get_cuda_rng_tracker(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
-    _refuse(
-        "get_cuda_rng_tracker",
-        use_te_rng_tracker=use_te_rng_tracker,
-        inference_rng_tracker=inference_rng_tracker,
-        use_cudagraphable_rng=use_cudagraphable_rng,
-    )
-    if _job.tracker is None:
-        _job.tracker = CudaRNGStatesTracker()
+    flags = (use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
+    if _RANDOM in sys.modules:
+        return sys.modules[_RANDOM].get_cuda_rng_tracker(*flags)
+    if any(flags):
+        found, fix = "this type of tracker belongs to Megatron", "leave the flags out, or import megatron"
+        raise ConfigError(Problem("megatron.get_cuda_rng_tracker", found, fix=fix))
+    _job.tracker = _job.tracker if _job.tracker is not None else RngTracker()
     return _job.tracker
 
 
@@ -122,174 +92,199 @@ def model_parallel_cuda_manual_seed(
     """Seed the default generator and the streams of ``get_cuda_rng_tracker``; see ``sac.full.seed_model_parallel``.
 
     If Megatron is loaded, it does the seeding. Otherwise ``tp_rank`` defaults to this rank's position in the group that
-    was set, ``ep_rank`` to 0, and ``etp_rank`` to ``tp_rank``, as for a job without expert parallelism.
-
-    Raises ``ConfigError`` if no rank is known, or without Megatron if another type of tracker is requested.
+    was set, ``ep_rank`` to 0, and ``etp_rank`` to ``tp_rank``. Raises ``ConfigError`` if no rank is known.
     """
     flags = (te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
-    theirs = sys.modules.get("megatron.core.tensor_parallel.random")
-    if theirs is not None:
-        ranks = {"tp_rank": tp_rank, "ep_rank": ep_rank, "etp_rank": etp_rank}
-        theirs.model_parallel_cuda_manual_seed(seed, *flags, **ranks, force_reset_rng=force_reset_rng)
+    if _RANDOM in sys.modules:
+        ranks = {"tp_rank": tp_rank, "ep_rank": ep_rank, "etp_rank": etp_rank, "force_reset_rng": force_reset_rng}
+        sys.modules[_RANDOM].model_parallel_cuda_manual_seed(seed, *flags, **ranks)
         return
-    where = "model_parallel_cuda_manual_seed"
-    if tp_rank is None:
-        if _job.group is None:
-            found = "the rank in the tensor-parallel group is not known"
-            fix = "pass tp_rank=, or call set_tensor_model_parallel_group(group) first"
-            raise ConfigError(Problem(f"megatron.{where}.tp_rank", found, fix=fix))
-        tp_rank = dist.get_rank(process_group(_job.group))
-    names = ("te_rng_tracker", "inference_rng_tracker", "use_cudagraphable_rng")
-    _refuse(where, **dict(zip(names, flags, strict=True)))
-    if force_reset_rng:
-        _job.tracker = None
+    if tp_rank is None and _job.group is None:
+        where, found = "megatron.model_parallel_cuda_manual_seed.tp_rank", "the rank in the group is not known"
+        raise ConfigError(
+            Problem(where, found, fix="pass tp_rank=, or call set_tensor_model_parallel_group(group) first")
+        )
+    tp_rank = tp_rank if tp_rank is not None else dist.get_rank(process_group(_job.group))
     etp_rank = etp_rank if etp_rank is not None else tp_rank
-    seed_model_parallel(seed, tp_rank, ep_rank or 0, etp_rank, tracker=get_cuda_rng_tracker())
-
-
-def get_data_parallel_rng_tracker_name() -> str:
-    """Return the name of the stream that is the same on all tensor-parallel ranks."""
-    return DATA_PARALLEL
-
-
-def get_expert_parallel_rng_tracker_name() -> str:
-    """Return the name of the stream of experts."""
-    return EXPERT_PARALLEL
-
-
-def _refuse(where: str, **flags: bool) -> None:
-    found = "this type of tracker belongs to Megatron"
-    wrong = [name for name, value in flags.items() if value]
-    raise_if([Problem(f"megatron.{where}.{one}", found, fix=f"leave {one} out, or import megatron") for one in wrong])
-
-
-# -- Megatron-Core's ``CheckpointWithoutOutput``: regions whose outputs are released until backward
-
-_DISCARDING = "megatron.CheckpointWithoutOutput"
-
-
-class CheckpointWithoutOutput:
-    """One region whose output is released once its consumers have run, and recomputed in backward.
-
-    ``ckpt_manager``: discards the outputs of several regions together. ``retain_input_tensors`` is always treated as
-    true: an output in the memory of an input is never released. ``fp8`` is not needed: FP8 state is always restored.
-
-    Intentional differences from Megatron: no storage is resized. The output's memory is freed with the caller's own
-    references; consumers that do not lead to the hook tensor keep what they saved; a wrong hook tensor causes a
-    warning, and gradients are right.
-    """
-
-    def __init__(
-        self,
-        fp8: Any = False,
-        ckpt_manager: CheckpointWithoutOutputManager | None = None,
-        retain_input_tensors: bool = False,
-    ) -> None:
-        del fp8, retain_input_tensors
-        self._manager = ckpt_manager
-        self.discardable: Discardable | None = None
-        self.has_run = False
-
-    def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
-        """Run ``run_function(*args)`` as a region; return its result. In a compiled function, it runs in eager mode."""
-        if torch.compiler.is_compiling():  # discarding walks an autograd graph, which a compiled one is not
-            return run_in_eager(self.checkpoint, run_function, *args)
-        if torch.is_grad_enabled():
-            check_fp8(_DISCARDING)
-        settings = settings_of(DEFAULT_CONFIG, CallOptions(get_rng_state_tracker=get_cuda_rng_tracker), _DISCARDING)
-        output, self.discardable = run_discardable(settings, run_function, args)
-        self.has_run = True
-        if self._manager is not None:
-            self._manager.add_checkpoint(self)
-        return output
-
-    def discard_output_and_register_recompute(self, hook_tensor: Any) -> None:
-        """Release the output in what was saved between the region and ``hook_tensor``, a tensor computed from it.
-
-        With a manager this does nothing. If ``hook_tensor`` does not depend on the output, or the output was changed in
-        place, it is kept, with a warning. Raises ``RegionError`` if nothing was checkpointed.
-        """
-        if torch.compiler.is_compiling():
-            run_in_eager(self.discard_output_and_register_recompute, hook_tensor)
-            return
-        if not self.has_run:
-            fix = "call checkpoint(run_function, *args) first"
-            where = f"{_DISCARDING}.discard_output_and_register_recompute"
-            raise RegionError(Problem(where, "there is no output to discard", fix=fix))
-        if self._manager is None:
-            _discard_outputs([self], hook_tensor)
-
-
-class CheckpointWithoutOutputManager:
-    """Discards the outputs of several regions together, also if each is the input of the next."""
-
-    def __init__(self) -> None:
-        self.checkpoints: list[CheckpointWithoutOutput] = []
-
-    def add_checkpoint(self, ckpt: CheckpointWithoutOutput) -> None:
-        """Add a region that has run; raises ``ConfigError`` for anything else."""
-        if not isinstance(ckpt, CheckpointWithoutOutput) or not ckpt.has_run:
-            where, kind = "megatron.CheckpointWithoutOutputManager.add_checkpoint", type(ckpt).__name__
-            found, fix = f"this {kind} is not a region that has run", "call its checkpoint(run_function, *args) first"
-            raise ConfigError(Problem(where, found, "a CheckpointWithoutOutput that has run", fix=fix))
-        self.checkpoints.append(ckpt)
-
-    def discard_all_outputs_and_register_unified_recompute(self, hook_tensor: Any) -> None:
-        """Release all outputs in what was saved between the regions and ``hook_tensor``; warns as for one region."""
-        _discard_outputs(self.checkpoints, hook_tensor)
-
-
-MHCBlockRecomputeManager = BlockLevelCheckpointManager = CheckpointWithoutOutputManager
-
-
-def _discard_outputs(checkpoints: Sequence[CheckpointWithoutOutput], hook_tensor: Any) -> None:
-    found = [ckpt.discardable for ckpt in checkpoints if ckpt.discardable is not None]
-    for ckpt in checkpoints:
-        ckpt.discardable = None
-    discard(found, *(leaf for leaf in tree_leaves(hook_tensor) if isinstance(leaf, torch.Tensor)))
-
-
-# -- Megatron-Core's activation checkpointing (``megatron.core.tensor_parallel``), implemented with ``sac.checkpoint``
-
-__all__ = [
-    "BlockLevelCheckpointManager",
-    "CheckpointWithoutOutput",
-    "CheckpointWithoutOutputManager",
-    "CudaRNGStatesTracker",
-    "MHCBlockRecomputeManager",
-    "checkpoint",
-    "get_cuda_rng_tracker",
-    "get_data_parallel_rng_tracker_name",
-    "get_expert_parallel_rng_tracker_name",
-    "model_parallel_cuda_manual_seed",
-    "set_tensor_model_parallel_group",
-]
-
-_NAME = "megatron.checkpoint"
+    seed_model_parallel(seed, tp_rank, ep_rank or 0, etp_rank, tracker=get_cuda_rng_tracker(*flags))
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any) -> Any:
     """Run ``function(*args)`` as a region that is recomputed in backward; return its result.
 
     ``distribute_saved_activations``: keep the first floating-point input scattered over the tensor-parallel group; None
-    means false, as in Megatron. The tracker of ``get_cuda_rng_tracker`` is always restored for recomputation. Without
-    grad mode this is the plain call.
+    means false, as in Megatron. The tracker of ``get_cuda_rng_tracker`` is always restored for recomputation.
 
     Raises ``ConfigError`` if there is no group to scatter over, and for FP8 in a version of TransformerEngine whose
     state cannot be restored; ``RegionError`` in backward as ``sac.checkpoint`` does.
     """
-    if not isinstance(distribute_saved_activations, bool | None):
-        found = f"a {type(distribute_saved_activations).__name__} is not true or false"
+    scatters, group, state = distribute_saved_activations, _job.group, sys.modules.get("megatron.core.parallel_state")
+    if not isinstance(scatters, bool | None):
+        found = f"a {type(scatters).__name__} is not true or false"
         fix = "call checkpoint(function, distribute_saved_activations, *args)"
         raise ConfigError(Problem(f"{_NAME}.distribute_saved_activations", found, "true, false", fix=fix))
+    if scatters and group is None and state is not None:
+        with suppress(AssertionError):  # raised if nothing was initialised
+            group = state.get_tensor_model_parallel_group()
+    return _run(function, args, {}, CallOptions(distribute_saved_activations=bool(scatters), tp_group=group))
+
+
+def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
     if not torch.is_grad_enabled():
-        return function(*args)
+        return function(*args, **kwargs)
     check_fp8(_NAME)
-    options = CallOptions(
-        distribute_saved_activations=bool(distribute_saved_activations),
-        tp_group=_tensor_model_parallel_group() if distribute_saved_activations else None,
-        get_rng_state_tracker=get_cuda_rng_tracker,
-    )
-    settings = settings_of(DEFAULT_CONFIG, options, _NAME)
-    with lent_inputs(args):
-        return run_with(settings, function, args, {})
+    settings = settings_of(DEFAULT_CONFIG, replace(options, get_rng_state_tracker=get_cuda_rng_tracker), _NAME)
+    with _discardable_inputs(args):
+        return run_with(settings, function, args, kwargs)
+
+
+# -- Regions whose outputs are released until backward
+
+# Note [Discarded outputs]
+#
+# The ops after a region usually save the region's output for their own backward, although the region can recompute it.
+# At the end of the region, the outputs are saved in a node on which nothing else depends (the anchor): so a
+# recomputation produces them. To discard an output, the graph between the region and a later tensor is walked. Each
+# saved tensor in the storage of the output gets hooks (as in `saved_tensors_hooks`, but added afterwards): its data is
+# released, and its position in the storage is kept. What the walk does not see holds the output as before. The first
+# consumer that unpacks its tensor in backward reads what the anchor saved. This reruns the region, once for all
+# consumers and for the region's own backward.
+#
+# Regions that take such an output as their input hold it themselves, not through autograd. `_discardable_inputs` puts
+# hooks around them, to which they pass their inputs: a chain of regions then holds none of the outputs between them.
+
+
+class CheckpointWithoutOutput:
+    """One region whose output is released once its consumers have run, and recomputed in backward.
+
+    Intentional differences from Megatron: FP8 state is always restored. No storage is resized: the output's memory is
+    freed with the caller's own references, consumers that do not lead to the hook tensor keep what they saved, and a
+    wrong hook tensor causes a warning. Each region discards its own output, also in a chain: there is no manager.
+    """
+
+    def __init__(self, fp8: Any = False) -> None:
+        self._outputs: list[_Output] | None = None
+
+    def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
+        """Run ``run_function(*args)`` as a region; return its result. In a compiled function, it runs in eager mode."""
+        if torch.compiler.is_compiling():  # discarding walks an autograd graph, which a compiled one is not
+            return run_in_eager(self.checkpoint, run_function, *args)
+        region = partial(_call_and_save, run_function)  # not a closure: calls are recognized by the function's parts
+        region.__qualname__ = getattr(run_function, "__qualname__", "function")  # type: ignore[attr-defined]
+        anchor, taken = SimpleNamespace(saved=None), {None, *map(plain_address, tree_leaves(args))}
+        output = _run(region, args, {"anchor": anchor}, CallOptions())
+        node, tensors = anchor.saved or (None, ())
+        anchor.saved = ()  # the region holds the anchor, which must not hold the region
+        own = ((index, tensor) for index, tensor in enumerate(tensors) if plain_address(tensor) not in taken)
+        self._outputs = [_Output(node, index, tensor) for index, tensor in own]
+        for one in self._outputs:
+            _discardable.setdefault(one.address, one)
+        return output
+
+    def discard_output_and_register_recompute(self, hook_tensor: Any) -> None:
+        """Release the output in what was saved between the region and ``hook_tensor``, a tensor computed from it.
+
+        If ``hook_tensor`` does not depend on the output, or the output was changed in place, it is kept, with a
+        warning. Raises ``RegionError`` if nothing was checkpointed.
+        """
+        if torch.compiler.is_compiling():
+            run_in_eager(self.discard_output_and_register_recompute, hook_tensor)
+            return
+        if self._outputs is None:
+            where, fix = "megatron.CheckpointWithoutOutput", "call checkpoint(run_function, *args) first"
+            raise RegionError(Problem(where, "there is no output to discard", fix=fix))
+        outputs, self._outputs = self._outputs, []
+        if outputs:
+            _release(outputs, [leaf for leaf in tree_leaves(hook_tensor) if isinstance(leaf, torch.Tensor)])
+
+
+def _release(outputs: list[_Output], ends: list[torch.Tensor]) -> None:
+    unchanged = [one for one in outputs if version_of(one.watch) == one.version]
+    released = {one.address: one for one in reversed(unchanged)}
+    starts: set[Any] = {one.start for one in outputs} - {None}
+    nodes = {*nodes_since(ends, min(node._sequence_nr() for node in starts or {outputs[0].anchor.grad_fn}))}
+    for saved in chain.from_iterable(map(saved_without_hooks, nodes)):
+        output = released.get(plain_address(saved.data))
+        if output is not None:
+            saved.register_hooks(output.hold, _fetch)
+    reason = "" if SHOWS_SAVED_TENSORS else "this version of torch does not show what its graph has saved"
+    if starts and not starts & nodes:
+        reason = "the tensor given does not depend on the region's output"
+    if len(unchanged) < len(outputs):
+        reason = "the region's output was changed in place after the region"
+    if reason:
+        warn(f"{reason}: it is kept until backward")
+
+
+def _call_and_save(function: Callable[..., Any], *args: Any, anchor: SimpleNamespace) -> Any:
+    """Call ``function`` and save the tensors that it returns; in recomputation save them again."""
+    output = function(*args)
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    if tensors and torch.is_grad_enabled():
+        node: Any = _Save.apply(torch.empty(0, requires_grad=True), *(one.detach() for one in tensors))  # type: ignore[no-untyped-call]
+        if anchor.saved is None:
+            anchor.saved = node, tensors
+    return output
+
+
+class _Save(torch.autograd.Function):
+    """Saves tensors; is not part of any other graph."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return anchor.detach()
+
+
+class _Output:
+    """A tensor that a region call returned, which is not held: how it lay in memory, and the node that saved it."""
+
+    def __init__(self, anchor: Any, index: int, tensor: torch.Tensor) -> None:
+        self.anchor, self.index, self.start, self.layout = anchor, index, tensor.grad_fn, _layout_of(tensor)
+        self.address, self.version, self.watch = plain_address(tensor), version_of(tensor), version_watch(tensor)
+        self.keeps_address = StorageWeakRef(tensor.untyped_storage())  # which is then not given to other memory
+
+    def hold(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """Return what to hold in place of a tensor in the memory of the output."""
+        return self, tensor.dtype, place_of(tensor)
+
+
+def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, place_of(tensor), tensor.untyped_storage().nbytes()
+
+
+def _fetch(held: Any) -> torch.Tensor:
+    """Return a tensor in memory that it shares with others; the region recomputes the output unless it has before.
+
+    Raises ``RegionError`` if the output lies in its memory in another way than in forward, or if that is the same
+    memory, which is then not the region's own, and was written to.
+    """
+    if not isinstance(held, tuple):
+        return fetch(held)
+    output, dtype, place = held
+    tensor = output.anchor.grad_fn.saved_tensors[output.index]
+    layout, is_same_memory = _layout_of(tensor), plain_address(tensor) == output.address
+    if layout != output.layout or (is_same_memory and version_of(tensor) != output.version):
+        found = f"output {output.index} was {output.layout} and is {layout} in recomputation, or was written to"
+        fix = "let the region make its results in the same way in both passes, in memory of their own"
+        raise RegionError(Problem("region", found, fix=fix))
+    with torch.no_grad():
+        shared: torch.Tensor = tensor.new_empty(0, dtype=dtype).set_(tensor.untyped_storage(), *place)
+        return shared
+
+
+_discardable: WeakValueDictionary[int | None, _Output] = WeakValueDictionary()  # by storage address
+
+
+def _discardable_inputs(inputs: Any) -> AbstractContextManager[Any]:
+    """Return a context in which a region with these inputs does not itself hold those that are discardable outputs."""
+    if not _discardable or not any(plain_address(leaf) in _discardable for leaf in tree_leaves(inputs)):
+        return nullcontext()
+    return saved_tensors_hooks(partial(_pack, active_hooks()), _fetch)
+
+
+def _pack(outer: PackHooks | None, tensor: torch.Tensor) -> Any:
+    output = _discardable.get(plain_address(tensor))
+    if output is not None and version_of(tensor) == output.version:
+        return output.hold(tensor)
+    return pack_with_outer_hooks(tensor, outer)

@@ -4,26 +4,24 @@
 ``nemo_automodel.components.distributed.activation_checkpointing``.
 
 Differences: nothing is wrapped. The layers themselves become regions, so lists of them stay valid and ``sac.remove``
-removes the regions. A policy file (that of the model's family, if there is one) decides what is saved, not a list in
-code; ``SAC_TRACE`` and ``sac.report`` show the decisions. The policy of a family may choose other matrix products than
-every second one.
-
-Regions restore attention backends and run ops that appear only in recomputation, so the functions that make context
-functions and those that let ops be ignored are for remaining calls of torch's own ``checkpoint``.
+removes the regions. A policy file (that of the model's family, if there is one) decides what is saved; ``SAC_TRACE``
+and ``sac.report`` show the decisions. Regions restore attention backends and run ops that appear only in recomputation,
+so the functions that make context functions and those that let ops be ignored are for remaining calls of torch's own
+``checkpoint``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
-from sac.blocks.applying import Chosen, put_regions
+from sac.blocks.applying import put_regions
 from sac.blocks.checkpoint_context import context_fn
 from sac.blocks.install import InstalledForward, ours_on
 from sac.blocks.kv_cache import is_attention, shares_kv, turn_off_cache
@@ -35,23 +33,15 @@ from sac.engine.flags import BackendFlags, attention_choice
 from sac.engine.region import FULL
 from sac.errors import ConfigError, ModelError, Problem, warn
 from sac.policy.model import Policy
-from sac.torch_private import WRAPPED_MODULE, checkpoint_wrapper_module, ignored_ops
+from sac.torch_private import WRAPPED_MODULE, ignored_ops
 
 __all__ = [
-    "SELECTIVE_AC_WRAPPER_FLAG",
-    "apply_full_layer_checkpointing_to_layers",
-    "apply_selective_checkpointing_to_layers",
-    "apply_submodule_checkpointing",
-    "detect_kv_sharing_and_maybe_disable_cache",
-    "ensure_fsdp_ops_sac_ignored",
-    "ensure_profiler_ops_sac_ignored",
-    "ignore_sac_ops",
-    "is_selective_activation_checkpointing",
-    "make_selective_checkpoint_context_fn",
-    "sdpa_backend_snapshot_context_fn",
-    "transformer_engine_attention_backend_snapshot_context_fn",
-    "unwrap_checkpoint_wrapper",
-]
+    "SELECTIVE_AC_WRAPPER_FLAG", "apply_full_layer_checkpointing_to_layers", "apply_selective_checkpointing_to_layers",
+    "apply_submodule_checkpointing", "detect_kv_sharing_and_maybe_disable_cache", "ensure_fsdp_ops_sac_ignored",
+    "ensure_profiler_ops_sac_ignored", "ignore_sac_ops", "is_selective_activation_checkpointing",
+    "make_selective_checkpoint_context_fn", "sdpa_backend_snapshot_context_fn",
+    "transformer_engine_attention_backend_snapshot_context_fn", "unwrap_checkpoint_wrapper",
+]  # fmt: skip
 
 Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -75,27 +65,22 @@ def unwrap_checkpoint_wrapper(module: nn.Module) -> nn.Module:
     return inner
 
 
-class _AsInForward(AbstractContextManager[None]):
-    """The process flags at the time of construction, with ``inner`` inside; may be entered repeatedly."""
+class _AsInForward(ExitStack):
+    """The process flags at the time of construction, inside ``inner``; may be entered repeatedly."""
 
-    def __init__(self, inner: AbstractContextManager[Any] | None = None) -> None:
+    def __init__(self, inner: AbstractContextManager[Any]) -> None:
+        super().__init__()
         self._flags, self._inner = BackendFlags(), inner
-        self._entered: list[ExitStack] = []
 
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            self._flags.enter_on(stack)
-            if self._inner is not None:
-                stack.enter_context(self._inner)
-            self._entered.append(stack.pop_all())
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
+    def __enter__(self) -> Any:
+        self.enter_context(self._inner)
+        self._flags.enter_on(self)
+        return self
 
 
 def sdpa_backend_snapshot_context_fn() -> Contexts:
     """Return the two contexts of a checkpointed call that starts now; the second restores what selects kernels."""
-    return nullcontext(), _AsInForward()
+    return nullcontext(), _AsInForward(nullcontext())
 
 
 def transformer_engine_attention_backend_snapshot_context_fn(
@@ -108,14 +93,13 @@ def transformer_engine_attention_backend_snapshot_context_fn(
 
 # The ops with which FSDP2 gathers parameters: in recomputation only, if the forward found them prefetched.
 _GATHERING = (
-    "fsdp.all_gather_copy_in.default", "fsdp.split_with_sizes_copy.default", "fsdp.chunk_cat.default",
-    "fsdp.copy_.default", "c10d._allgather_base_.default", "aten.empty.memory_format", "aten.empty_like.default",
-    "aten.view.default",
-)  # fmt: skip
+    "fsdp.all_gather_copy_in.default fsdp.split_with_sizes_copy.default fsdp.chunk_cat.default fsdp.copy_.default "
+    "c10d._allgather_base_.default aten.empty.memory_format aten.empty_like.default aten.view.default"
+)
 _RANGES = (
-    "profiler._record_function_enter.default", "profiler._record_function_enter_new.default",
-    "profiler._record_function_exit.default", "profiler._record_function_exit._RecordFunction",
-)  # fmt: skip
+    "profiler._record_function_enter.default profiler._record_function_enter_new.default "
+    "profiler._record_function_exit.default profiler._record_function_exit._RecordFunction"
+)
 
 
 def ignore_sac_ops(ops: Iterable[object | None]) -> None:
@@ -125,19 +109,17 @@ def ignore_sac_ops(ops: Iterable[object | None]) -> None:
 
 def ensure_profiler_ops_sac_ignored() -> None:
     """Let torch's own selective checkpointing ignore the ops of ``record_function``."""
-    ignore_sac_ops(map(_op, _RANGES))
+    ignore_sac_ops(map(_op, _RANGES.split()))
 
 
 def ensure_fsdp_ops_sac_ignored() -> None:
     """Let torch's own selective checkpointing ignore the ops with which FSDP2 gathers parameters."""
-    ignore_sac_ops(map(_op, _GATHERING))
+    ignore_sac_ops(map(_op, _GATHERING.split()))
 
 
 def _op(name: str) -> Any:
-    found: Any = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+    root: Any = torch.ops
+    return reduce(lambda found, part: getattr(found, part, None), name.split("."), root)
 
 
 def detect_kv_sharing_and_maybe_disable_cache(model: nn.Module) -> bool:
@@ -161,8 +143,6 @@ def apply_selective_checkpointing_to_layers(
 
     Raises ``ModelError``, with nothing changed, for layers that are already regions.
     """
-    del enable_compile
-    layers = _not_disabled(layers)
     _put_on_layers(model, layers, family_policy(model, layers), has_kv_sharing=has_kv_sharing)
 
 
@@ -171,15 +151,9 @@ def apply_full_layer_checkpointing_to_layers(model: nn.Module, layers: list[nn.M
 
     Layers that are already regions, or are inside torch's ``checkpoint_wrapper``, are skipped. If layers of the model
     share keys and values, their parts without attention become regions, with a warning.
-
-    Raises ``ModelError``, with nothing changed, for layers with their own checkpointing.
     """
-    layers = [
-        layer
-        for layer in _not_disabled(layers)
-        if not isinstance(layer, checkpoint_wrapper_module().CheckpointWrapper)
-        and not isinstance(ours_on(layer), InstalledForward)
-    ]
+    layers = [layer for layer in layers if not hasattr(layer, WRAPPED_MODULE)]
+    layers = [layer for layer in layers if not isinstance(ours_on(layer), InstalledForward)]
     _put_on_layers(model, layers, FULL, has_kv_sharing=bool(layers) and shares_kv(model))
 
 
@@ -189,7 +163,7 @@ def _put_on_layers(model: nn.Module, layers: list[nn.Module], policy: Policy, *,
         warn(f"{found}: their other sub-modules are recomputed as a whole")
         apply_submodule_checkpointing(layers, has_kv_sharing)
     else:
-        put_regions(model, [Chosen(tuple(layers), policy)])
+        put_regions(model, _not_disabled(layers), policy)
 
 
 def apply_submodule_checkpointing(
@@ -207,13 +181,21 @@ def apply_submodule_checkpointing(
     Raises ``ConfigError`` for another ``context_fn``; ``ModelError``, with nothing changed, for parts that are already
     regions, and if there are no parts.
     """
-    policy = _policy_in(context_fn)
+    restores = (sdpa_backend_snapshot_context_fn, transformer_engine_attention_backend_snapshot_context_fn)
+    inner = context_fn
+    if isinstance(inner, partial) and inner.func is restores[1]:
+        inner = next(iter((*inner.args, *inner.keywords.values())), None)
+    policy = FULL if inner in (None, noop_context_fn, *restores) else policy_of_contexts(inner)
+    if policy is None:
+        found = f"{inner!r} makes its own contexts around forward and recomputation, which regions do not enter"
+        fix = "choose per op with context_fn=sac.context_fn(policy), or leave it out"
+        raise ConfigError(Problem("apply_submodule_checkpointing.context_fn", found, fix=fix))
     layers = _not_disabled(layers)
     parts = tuple(part for layer in layers for part in _parts(root_node(layer), without_attention=has_kv_sharing))
     if layers and not parts:
-        class_names = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-        raise ModelError(Problem(class_names, "these layers have no sub-modules with parameters that could be regions"))
-    put_regions(nn.ModuleList(layers), [Chosen(parts, policy)])
+        found = "the layers have no sub-modules with parameters that could be regions"
+        raise ModelError(Problem("apply_submodule_checkpointing", found))
+    put_regions(nn.ModuleList(layers), parts, policy)
 
 
 def _not_disabled(layers: list[nn.Module]) -> list[nn.Module]:
@@ -221,30 +203,12 @@ def _not_disabled(layers: list[nn.Module]) -> list[nn.Module]:
     return [layer for layer in layers if not getattr(layer, "_nemo_disable_activation_checkpointing", False)]
 
 
-def _policy_in(context_fn: Any) -> Policy:
-    """Return the policy that a context function represents; raises ``ConfigError`` if it represents none."""
-    inner = context_fn
-    while isinstance(inner, partial) and inner.func is transformer_engine_attention_backend_snapshot_context_fn:
-        inner = inner.args[0] if inner.args else inner.keywords.get("context_fn")
-    ours = (sdpa_backend_snapshot_context_fn, transformer_engine_attention_backend_snapshot_context_fn)
-    if inner is None or inner is noop_context_fn or inner in ours:
-        return FULL
-    policy = policy_of_contexts(inner)
-    if policy is None:
-        name = getattr(inner, "__name__", type(inner).__name__)
-        found = f"{name} makes its own contexts around forward and recomputation, which regions do not enter"
-        fix = "choose per op with context_fn=sac.context_fn(policy), or leave it out"
-        raise ConfigError(Problem("apply_submodule_checkpointing.context_fn", found, fix=fix))
-    return policy
-
-
 def _parts(node: Node, *, without_attention: bool) -> Iterator[nn.Module]:
     for child in children_of(node):
-        module = child.module
-        holds = without_attention and any(is_attention(name, part) for name, part in module.named_modules())
-        if is_attention(child.path, module) and without_attention:
+        is_left = without_attention and any(is_attention(name, part) for name, part in child.module.named_modules())
+        if without_attention and is_attention(child.path, child.module):
             continue
-        if holds or not is_callable(module):
+        if is_left or not is_callable(child.module):
             yield from _parts(child, without_attention=without_attention)
-        elif any(True for _ in module.parameters()):
-            yield module
+        elif any(True for _ in child.module.parameters()):
+            yield child.module

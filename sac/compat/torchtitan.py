@@ -1,10 +1,6 @@
 """torchtitan: a policy for its ``activation_checkpoint`` field that calls ``sac.apply``.
 
-In a job's config registry::
-
-    from sac.compat.torchtitan import SacAC
-
-    Trainer.Config(activation_checkpoint=SacAC.Config(value="selective"), ...)
+In a job's config registry: ``Trainer.Config(activation_checkpoint=SacAC.Config(value="selective"), ...)``.
 """
 
 from __future__ import annotations
@@ -22,9 +18,8 @@ __all__ = ["SacAC"]
 class SacAC(ActivationCheckpointing):  # type: ignore[misc]
     """Applies a config value of ``sac.apply`` to each part of the model in a process.
 
-    There are no wrappers: names of parameters stay as they are. torchtitan's own keys ``preserve_rng_state``,
-    ``determinism_check`` and ``debug`` are not read; ``value`` may be a mapping with sac's keys of these names. A
-    pipeline part without layers is left as it is, with a warning.
+    torchtitan's own keys ``preserve_rng_state``, ``determinism_check`` and ``debug`` are not read; ``value`` may be a
+    mapping with sac's keys of these names. A pipeline part without layers is left as it is, with a warning.
     """
 
     @dataclass(kw_only=True, slots=True)

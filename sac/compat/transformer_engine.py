@@ -2,11 +2,10 @@
 
 ``from sac.compat.transformer_engine import checkpoint`` replaces the import from ``transformer_engine``.
 
-Intentional differences: the caller's tensors are never touched; activations are also scattered in the non-reentrant
-mode, for functions without modules of TransformerEngine, and for any number of elements, strides and device. FP8 state
-(scales, histories of maxima, the autocast with its recipe and group) is that of the forward in recomputation, for
-backwards in the order of their forwards, and advances once. A function with modules that can run in FP8 is not
-reentrant, even with ``use_reentrant=True``.
+Intentional differences: the caller's tensors are never touched; activations are scattered in both modes, for any
+function, number of elements, strides and device. FP8 state (scales, histories of maxima, the autocast with its recipe
+and group) is that of the forward in recomputation, for backwards in the order of their forwards, and advances once. A
+function with modules that can run in FP8 is not reentrant, even with ``use_reentrant=True``.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ import torch.distributed as dist
 from torch.utils.checkpoint import noop_context_fn
 
 from sac.checkpointing import run_with
-from sac.compat.keywords import NO_DEBUG, only, read_keywords
 from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
 from sac.engine.fp8 import check_fp8
+from sac.errors import ConfigError, Problem
 from sac.full import RngTracker
 
 __all__ = ["CudaRNGStatesTracker", "checkpoint"]
@@ -30,11 +29,6 @@ __all__ = ["CudaRNGStatesTracker", "checkpoint"]
 CudaRNGStatesTracker = RngTracker
 
 _NAME = "transformer_engine.checkpoint"
-_NO_CONTEXTS = only(
-    noop_context_fn,
-    found="the caller's contexts around forward and recomputation are not entered",
-    fix='choose per op with sac.apply(model, "selective"), or put state back with sac.full.FullConfig(state=...)',
-)
 
 
 def checkpoint(
@@ -54,36 +48,30 @@ def checkpoint(
     ``distribute_saved_activations``: keep the first floating-point input scattered over ``tp_group``; None is the
     default group. ``get_rng_state_tracker`` returns the tracker of named random states that the function forks. The old
     form, ``checkpoint(function, distribute_saved_activations, get_rng_state_tracker, tp_group, *args)``, is accepted
-    with a ``DeprecationWarning``. Without grad mode this is the plain call.
+    with a ``DeprecationWarning``. ``debug`` changes nothing.
 
-    Raises ``ConfigError`` for a ``context_fn`` and for ``debug``, for FP8 in a version of TransformerEngine whose state
-    cannot be restored, and where ``sac.checkpoint`` does; ``RegionError`` in backward as ``sac.checkpoint`` does.
+    Raises ``ConfigError`` for a ``context_fn``, for FP8 in a version of TransformerEngine whose state
+    cannot be restored, and otherwise what ``sac.checkpoint`` raises.
     """
-    if len(args) > 3 and isinstance(args[0], bool) and callable(args[1]) and _may_be_group(args[2]):
-        warnings.warn(
-            "distribute_saved_activations, get_rng_state_tracker and tp_group are keywords of checkpoint: by position "
-            "they will be taken for arguments of the function",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+    is_group = len(args) > 3 and (args[2] is None or isinstance(args[2], getattr(dist, "ProcessGroup", ())))
+    if is_group and isinstance(args[0], bool) and callable(args[1]):
+        text = "distribute_saved_activations, get_rng_state_tracker and tp_group are keywords of checkpoint"
+        warnings.warn(f"{text}: by position they will be arguments of the function", DeprecationWarning, stacklevel=2)
         distribute_saved_activations, get_rng_state_tracker, tp_group, *rest = args
         args = tuple(rest)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    given = {"context_fn": context_fn, "debug": debug}
-    read_keywords(given, {"context_fn": _NO_CONTEXTS, "debug": NO_DEBUG}, _NAME)
+    if context_fn is not noop_context_fn:
+        fix = 'choose per op with sac.apply(model, "selective"), or put state back with FullConfig(state=...)'
+        raise ConfigError(Problem(f"{_NAME}.context_fn", "its contexts are not entered", fix=fix))
     check_fp8(_NAME)
     if distribute_saved_activations is True and tp_group is None and dist.is_available() and dist.is_initialized():
         tp_group = dist.group.WORLD
     options = CallOptions(
-        use_reentrant=use_reentrant,
-        distribute_saved_activations=distribute_saved_activations,
-        tp_group=tp_group,
-        get_rng_state_tracker=get_rng_state_tracker,
+        use_reentrant,
+        distribute_saved_activations,
+        tp_group,
+        get_rng_state_tracker,
         determinism_check=determinism_check,
     )
     return run_with(settings_of(DEFAULT_CONFIG, options, _NAME), function, args, kwargs)
-
-
-def _may_be_group(value: Any) -> bool:
-    return value is None or (dist.is_available() and isinstance(value, dist.ProcessGroup))

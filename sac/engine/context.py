@@ -9,15 +9,17 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from sac.engine.fp8 import Fp8Function
+from sac.engine.op_trace import compiled_calls
 from sac.engine.region import Region, group_of, parts_of_function
 from sac.engine.settings import PLAIN, Settings, as_torch_says
 from sac.engine.table import DecisionTable
-from sac.errors import Problem, RegionError
+from sac.errors import Problem, RegionError, warn
 from sac.outer_hooks import PackHooks, active_hooks
-from sac.torch_private import CHECKPOINT_FUNCTION, pop_hooks, push_hooks
+from sac.torch_private import CHECKPOINT_FUNCTION, last_graph_break, pop_hooks, push_hooks
 
 # Note [Inside torch.utils.checkpoint]
 #
@@ -49,8 +51,24 @@ def eager_contexts(
     """
     call = _call_of_torch()
     if in_graph:
+        if compiled_calls(table).left_in_eager == 1:
+            _tell_of_graph_break(call.function)
         call = call._replace(settings=replace(call.settings, preserve_rng_state=True))
     return _Forward(table, module, call), nullcontext()
+
+
+def _tell_of_graph_break(function: Any) -> None:
+    """Warn that a block was compiled and runs uncompiled: no graph can hold half a region."""
+    modules = [part for part in parts_of_function(function) if isinstance(part, nn.Module)]
+    if any(isinstance(module, GraphModule) for module in modules):  # the graph is run as it is (backend "eager")
+        return
+    forwards = (getattr(module.__dict__.get("forward"), "__self__", None) for module in modules)
+    regions = (getattr(forward, "region", None) for forward in forwards)
+    where = next((region.path for region in regions if isinstance(region, Region)), _NAME)
+    found = "it was compiled, but runs uncompiled, since there is a graph break in it"
+    fix = "compile its parts instead (module.compile()), or take the cause out of it"
+    reason = last_graph_break().rstrip(".")
+    warn(Problem(where, f"{found}: {reason}" if reason else found, fix=fix))
 
 
 def _call_of_torch() -> _Call:

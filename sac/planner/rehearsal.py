@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sac.blocks.applying import refuse_existing_checkpointing
+from sac.blocks.applying import refuse_second
 from sac.blocks.find import find_blocks
-from sac.blocks.install import ours_on, remove
+from sac.blocks.install import remove
 from sac.blocks.kv_cache import turn_off_cache
+from sac.blocks.other_checkpointing import refuse_existing_checkpointing
 from sac.config import Config, family_policy
 from sac.engine.settings import NEVER
 from sac.errors import ModelError, PlanError, Problem, SacWarning
@@ -201,8 +202,7 @@ def refuse_unfit(model: nn.Module) -> None:
     """Raise ``ModelError`` for a model that sac is already on, or whose own checkpointing is on."""
     if not isinstance(model, nn.Module):
         raise ModelError(Problem("model", f"a {type(model).__name__} is not a torch.nn.Module"))
-    if any(ours_on(module) is not None for module in model.modules()):
-        raise ModelError(Problem(type(model).__name__, "sac is on this model", fix="call sac.remove(model) first"))
+    refuse_second(model)
     refuse_existing_checkpointing(model)
 
 

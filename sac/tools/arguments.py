@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,6 @@ from sac.extras import import_extra
 from sac.tools.comparison import NONE, Training, check_device
 from sac.tools.models import Scale, check_spec
 from sac.tools.plan_table import check_wish, smallest_batch
-
-Check = Callable[[], object]
 
 
 def scale_of(arguments: argparse.Namespace) -> Scale:
@@ -38,22 +34,29 @@ def modes_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def check_trace(arguments: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` with all problems in the arguments of `sac trace`."""
-    of_device, of_policy = lambda: check_device(arguments.device), lambda: check_value(arguments.policy, "--policy")
-    refuse([*_of_model(arguments), of_device, of_policy])
+    """Raise ``ConfigError`` for what is wrong in the arguments of `sac trace`."""
+    _check_model(arguments)
+    check_device(arguments.device)
+    check_value(arguments.policy, "--policy")
 
 
 def check_compare(arguments: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` with all problems in the arguments of `sac compare`."""
-    checks = [*_of_model(arguments), lambda: training_of(arguments)]
-    checks += [partial(check_value, mode, "--modes") for mode in modes_of(arguments) if mode != NONE]
-    refuse([*checks, *([lambda: _check_picture(arguments.picture)] if arguments.picture else [])])
+    """Raise ``ConfigError`` for what is wrong in the arguments of `sac compare`."""
+    _check_model(arguments)
+    training_of(arguments)
+    for mode in modes_of(arguments):
+        if mode != NONE:
+            check_value(mode, "--modes")
+    if arguments.picture:
+        _check_picture(arguments.picture)
 
 
 def check_plan(arguments: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` with all problems in the arguments of `sac plan`."""
-    checks = [*_of_model(arguments), lambda: check_wish(arguments)]
-    refuse([*checks, *([lambda: _check_writable(Path(arguments.out))] if arguments.out else [])])
+    """Raise ``ConfigError`` or ``PlanError`` for what is wrong in the arguments of `sac plan`."""
+    _check_model(arguments)
+    check_wish(arguments)
+    if arguments.out:
+        _check_writable(Path(arguments.out))
 
 
 def check_value(value: Any, where: str) -> None:
@@ -68,40 +71,19 @@ def check_value(value: Any, where: str) -> None:
         ) from error
 
 
-def refuse(checks: Sequence[Check]) -> None:
-    """Run all checks; raise one ``ConfigError`` with all that they find, each problem once."""
-    problems: dict[Problem, None] = {}
-    for check in checks:
-        try:
-            check()
-        except SacError as error:
-            problems |= dict.fromkeys(error.problems)
-    if problems:
-        raise ConfigError(list(problems))
-
-
-def _of_model(arguments: argparse.Namespace) -> list[Check]:
-    def check_model() -> None:
-        try:
-            scale = scale_of(arguments)
-        except SacError:
-            scale = Scale()  # the problems of the sizes are reported elsewhere
-        check_spec(arguments.model, scale, text_path=getattr(arguments, "text", None))
-
-    return [lambda: scale_of(arguments), check_model, check_trace_target]
+def _check_model(arguments: argparse.Namespace) -> None:
+    check_spec(arguments.model, scale_of(arguments), text_path=getattr(arguments, "text", None))
+    check_trace_target()
 
 
 def _check_picture(path: str) -> None:
     """Raise ``ConfigError`` if a picture cannot be saved at ``path``, whose folder is created on saving."""
-    import_extra("matplotlib", "tools")
-    formats: list[str] = sorted(import_extra("matplotlib.backend_bases", "tools").FigureCanvasBase.filetypes)
+    formats = sorted(import_extra("matplotlib.backend_bases", "tools").FigureCanvasBase.filetypes)
     ending = Path(path).suffix.removeprefix(".").lower()
     if ending and ending not in formats:
-        legal = f"(supported formats: {', '.join(formats)})"
-        found = f"the picture cannot be saved: Format {ending!r} is not supported {legal}"
-        raise ConfigError(Problem(path, found, nearest=nearest(ending, formats)))
-    folder = next(one for one in Path(path).absolute().parents if one.exists())
-    _check_writable(Path(path), folder)
+        found = f"the picture cannot be saved: Format {ending!r} is not supported"
+        raise ConfigError(Problem(path, found, ", ".join(formats), nearest(ending, formats)))
+    _check_writable(Path(path), next(one for one in Path(path).absolute().parents if one.exists()))
 
 
 def _check_writable(path: Path, folder: Path | None = None) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # these import torch, which help does not need
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; see ``EXIT_CODES`` of ``sac.tools.parser``."""
-    arguments = parse(argv, _COMMANDS, _Version)
+    arguments = parse(argv, _COMMANDS)
     arguments.typed = shlex.join(["sac", *(sys.argv[1:] if argv is None else argv)])
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a console script does not see modules in its working directory
@@ -142,41 +142,11 @@ def _plan(arguments: argparse.Namespace) -> int:
         return DONE
     print_plan(planned)
     if arguments.out:
-        print(f"policy: {arguments.out}; try it: {_comparison(arguments)}")
+        path = arguments.out if os.path.isabs(arguments.out) else os.path.join(os.curdir, arguments.out)
+        print(f"policy: {arguments.out}; try it on this model: sac compare --modes none,full,selective,{path}")
     else:
         print(f"\n{planned.policy_text().rstrip()}")
     return DONE
-
-
-class _Version(argparse.Action):
-    """``--version``, whose text is made only when it is asked for."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            print(f"sac {version('sac')}")
-        except PackageNotFoundError:  # found on the path, as in a checkout
-            print("sac (not installed)")
-        parser.exit()
-
-
-def _comparison(arguments: argparse.Namespace) -> str:
-    """Return how to try a planned policy: the command that measures it next to the modes, on the same model.
-
-    That command has one rank; for a plan of one of several, the ranks that it is meant for are named instead.
-    """
-    if arguments.fsdp is not None:
-        return f"on each rank that is sharded so (--fsdp {arguments.fsdp}), give sac.apply this file"
-    words = ["sac", "compare"]
-    for name in ("model", "layers", "seq", "batch", "vocab", "dtype"):
-        value = getattr(arguments, name)
-        if value is not None:
-            words += [f"--{name}", str(value)]
-    if arguments.device != "cpu":
-        words += ["--device", "cuda"]  # a CPU runs other ops and refuses the policy
-    path = arguments.out if os.path.isabs(arguments.out) else os.path.join(os.curdir, os.path.normpath(arguments.out))
-    return shlex.join([*words, "--modes", f"none,full,selective,{path}"])
 
 
 def _build(arguments: argparse.Namespace, build: Build | None = None) -> BuiltModel:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from math import isnan
 from statistics import median
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from sac.blocks.stacks import find_stacks
 from sac.errors import ConfigError, Problem, SacError, nearest
 from sac.memory_timeline import MemoryTimeline, mark, measure_memory
 from sac.ops.flops import added_formulas
@@ -47,7 +46,6 @@ class ModeResult:
     error: str = ""
     memory: MemoryTimeline | None = None
     kept_bytes: int = 0  # live at the end of forward, by the profiler
-    region_kept_bytes: Mapping[str, int] = field(default_factory=dict)  # by the profiler, around each block
     step_flops: int = 0
     recompute_flops: int | None = None  # this mode's step minus that of `none`
     step_ms: tuple[float, ...] = ()  # without the first step, which warms up
@@ -310,23 +308,14 @@ class ModeRun:
         self._figures["step_flops"] = count_flops(partial(self._forward_backward, inputs))
 
     def measure_memory(self) -> None:
-        """Measure one forward and backward with the profiler, with marks around each block.
+        """Measure one forward and backward with the profiler.
 
         It adds to existing gradients, as with gradient accumulation: on a model cut to a few layers, gradients that
         backward allocates would hide the activations.
         """
-        inputs = self._inputs(self._training.steps)
-        blocks = {node.path: node.module for stack in find_stacks(self._live_model) for node in stack.nodes}
-        with ExitStack() as hooks:
-            for path, block in blocks.items():
-                hooks.callback(block.register_forward_pre_hook(partial(_mark, f"in {path}")).remove)
-                hooks.callback(block.register_forward_hook(partial(_mark, f"out {path}")).remove)
-            memory = measure_memory(partial(self._forward_backward, inputs), self._training.device)
-        kept = {}
-        for path in blocks:
-            passes = zip(memory.marks.get(f"in {path}", ()), memory.marks.get(f"out {path}", ()), strict=True)
-            kept[path] = sum(after - before for (_, before), (_, after) in passes)
-        self._figures |= {"memory": memory, "kept_bytes": memory.at("forward"), "region_kept_bytes": kept}
+        step = partial(self._forward_backward, self._inputs(self._training.steps))
+        memory = measure_memory(step, self._training.device)
+        self._figures |= {"memory": memory, "kept_bytes": memory.at("forward")}
         self._optimizer.zero_grad(set_to_none=True)
 
     def result(self, baseline_flops: int | None) -> ModeResult:
@@ -367,10 +356,6 @@ def largest_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tenso
     unequal = [name for name in expected if not torch.equal(expected[name], found[name])]
     differences = [(expected[name].double() - found[name].double()).abs().max().item() for name in unequal]
     return float("nan") if any(map(isnan, differences)) else max(differences, default=0.0)
-
-
-def _mark(label: str, *_: object) -> None:
-    mark(label)
 
 
 # -- Training copies of one model side by side, one per mode, and measuring what each costs

@@ -6,19 +6,18 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from sac.blocks.install import regions_of
+from sac.blocks.applying import refuse_second
 from sac.config import parse_config
 from sac.engine.rng import random_state_kept
 from sac.errors import ConfigError, ModelError, Problem
 from sac.planner.applying import apply
 from sac.policy.model import Policy
 from sac.reporting import Trace, trace_of
-from sac.tools.arguments import check_value, refuse
+from sac.tools.arguments import check_value
 from sac.tools.comparison import NONE, Comparison, Training, forward_backward, inputs_on
 from sac.tools.comparison import compare as compare_copies
 from sac.tools.models import BuiltModel, Inputs
@@ -80,7 +79,8 @@ def compare(
     """
     given, device = _checked(model, inputs)
     values = _labelled([modes] if isinstance(modes, str | Policy) else modes)
-    refuse([partial(check_value, value, "modes") for value in values.values()])
+    for value in values.values():
+        check_value(value, "modes")
     try:
         training = Training(steps, optimizer, lr, seed, device, loss_fn)
     except ConfigError as error:
@@ -112,9 +112,7 @@ def label_of(value: Any) -> str:
 
 
 def _checked(model: nn.Module, inputs: Any) -> tuple[Inputs, str]:
-    if next(regions_of(model), None) is not None:
-        found = "sac.apply has been called on this model before"
-        raise ModelError(Problem(type(model).__name__, found, fix="call sac.remove(model) first"))
+    refuse_second(model)
     if not isinstance(inputs, (tuple, list, Mapping)):
         found = f"a {type(inputs).__name__} is not what a model is called with"
         raise ConfigError(Problem("inputs", found, "a tuple or a dict of arguments", fix="write (x,) for one argument"))

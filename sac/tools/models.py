@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -217,23 +216,17 @@ def scale_config(raw: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
                 scaled[key] = value[: scale.layers]
     if scale.vocab is not None and "vocab_size" in scaled:
         scaled["vocab_size"] = scale.vocab
-        ids = {key: value for key, value in scaled.items() if key.endswith("_token_id")}
-        scaled |= {key: _token_below(value, scale.vocab) for key, value in ids.items()}
+        ids = {key: value for key, value in scaled.items() if key.endswith("_token_id") and isinstance(value, int)}
+        scaled |= {key: min(value, scale.vocab - 1) for key, value in ids.items()}
     for key in _SUB_CONFIGS:
         if isinstance(scaled.get(key), Mapping):
             scaled[key] = scale_config(scaled[key], scale)
     return scaled
 
 
-def _token_below(token: Any, vocab: int) -> Any:
-    if isinstance(token, list):
-        return [_token_below(each, vocab) for each in token]
-    return token if token is None or token < vocab else vocab - 1
-
-
 def _read_config(path: str) -> dict[str, Any]:
     try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"), object_hook=_as_float)
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(Problem(_TOP, f"cannot read {path}: {error.strerror}", "a config.json file")) from error
     except ValueError as error:
@@ -241,11 +234,6 @@ def _read_config(path: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(Problem(_TOP, f"{path} holds a {type(raw).__name__}", "a JSON object with a model_type"))
     return raw
-
-
-def _as_float(value: dict[str, Any]) -> Any:
-    """Return an infinite number, which transformers writes as a mapping."""
-    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _model_class(transformers: Any, architectures: list[str], config: Any, path: str) -> Any:
@@ -301,24 +289,16 @@ def _arguments(spec: str, function: Callable[..., Any], scale: Scale) -> dict[st
     signature, usual = inspect.signature(function), asdict(Scale())
     given = {name: value for name, value in asdict(scale).items() if value is not None}
     if not any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
-        ignored = {name: given.pop(name) for name in [*given] if name not in signature.parameters}
-        found, fix = (
-            "takes no argument `{}`, so this has no effect",
-            "leave it out, or give the function a parameter {}",
-        )
-        problems = [
-            Problem(f"--{name}", f"{spec} {found.format(name)}", fix=fix.format(name))
-            for name, value in ignored.items()
-            if value != usual[name]
-        ]
-        if problems:
-            raise ConfigError(problems)
+        for name in [name for name in given if name not in signature.parameters]:
+            if given.pop(name) != usual[name]:
+                found = f"{spec} takes no argument `{name}`, so this has no effect"
+                fix = f"leave it out, or give the function a parameter {name}"
+                raise ConfigError(Problem(f"--{name}", found, fix=fix))
     try:
         signature.bind(**given)
     except TypeError as error:
-        raise ConfigError(
-            Problem(_TOP, f"{spec} cannot be called: {error}", fix="give its arguments defaults")
-        ) from error
+        found = f"{spec} cannot be called: {error}"
+        raise ConfigError(Problem(_TOP, found, fix="give its arguments defaults")) from error
     return given
 
 
@@ -329,10 +309,7 @@ def _parsed(spec: str) -> str | Callable[..., Any]:
         return config_path(rest)
     if form and rest and "/" not in spec:
         return _function(spec, form, rest)
-    hint = f"hf:{spec.lower()}" if spec.lower() in _shipped_configs() else f"hf:{spec}" * spec.endswith(".json")
-    file, is_file, function = spec.partition(".py:")
-    if is_file:
-        hint = f"{file.replace(os.sep, '.').lstrip('.')}:{function}"
+    hint = f"hf:{spec}" if spec.endswith(".json") or spec.lower() in _shipped_configs() else ""
     raise ConfigError(Problem(_TOP, f"'{spec}' is not a model spec", FORMS, hint))
 
 
@@ -367,6 +344,5 @@ def _function(spec: str, module_name: str, function_name: str) -> Callable[..., 
     if callable(function):
         return function  # type: ignore[no-any-return]
     found = f"'{spec}': module '{module_name}' has no function '{function_name}'"
-    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
-    public = [name for name in own if not name.startswith("_") and inspect.isfunction(getattr(module, name))]
+    public = [name for name, _ in inspect.getmembers(module, inspect.isfunction) if not name.startswith("_")]
     raise ConfigError(Problem(_TOP, found, listing(public), nearest(function_name, public)))

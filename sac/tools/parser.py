@@ -4,72 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
-
-from sac.errors import Problem, nearest
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 
 FORMS = (
     "hf:CONFIG.json (a Hugging Face config file), hf:NAME (a shipped one), "
     "package.module:function (returns a model and its inputs)"
 )
 
-DONE, REFUSED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
+DONE, REFUSED, INTERRUPTED = 0, 1, 130
 EXIT_CODES = f"""\
 exit codes:
   {DONE}    done
   {REFUSED}    sac refused something, or a mode of `sac compare` failed: stderr or the table says which
-  {WRONG_USAGE}    wrong usage: an unknown command or flag, or a missing one
+  2    wrong usage: an unknown command or flag, or a missing one
   {INTERRUPTED}  interrupted (Ctrl-C)"""
 
 Command = Callable[[argparse.Namespace], int]
-
-
-class CommandParser(argparse.ArgumentParser):
-    """Errors of usage in the form of sac's other errors, with the nearest spelling; exits with 2."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)  # else `--mode selective` is read as `--model selective`
-
-    def error(self, message: str) -> NoReturn:
-        """Print what is wrong and end the process."""
-        self.refuse(Problem(self.prog, message, fix=f"`{self.prog} --help` lists the arguments"))
-
-    def refuse(self, *problems: Problem) -> NoReturn:
-        """Print the problems and end the process."""
-        self.exit(WRONG_USAGE, "".join(f"{problem}\n" for problem in problems))
-
-
-def parse(
-    argv: Sequence[str] | None, commands: Mapping[str, Command], version: type[argparse.Action]
-) -> argparse.Namespace:
-    """Return the arguments, with the function of the chosen command as ``command``; exits for help and wrong usage.
-
-    ``version`` is the action of ``--version``.
-    """
-    argv = sys.argv[1:] if argv is None else argv
-    parser, of_command = _parsers(commands, version)
-    if not argv:
-        parser.print_help(sys.stderr)
-        parser.exit(WRONG_USAGE)
-    if not argv[0].startswith("-") and argv[0] not in of_command:
-        found, legal = f'there is no command "{argv[0]}"', ", ".join(of_command)
-        parser.refuse(Problem("sac", found, legal, nearest(argv[0], of_command), "`sac --help` says what each does"))
-    chosen = of_command.get(argv[0], parser)
-    # All unknown flags at once: argparse reports a missing argument first, and never the nearest spelling.
-    flags = ["--help", *re.findall(r"--[a-z][a-z-]*", chosen.format_usage())]
-    given = [word.partition("=")[0] for word in argv if word.startswith("--") and word != "--"]
-    unknown = [flag for flag in dict.fromkeys(given) if flag not in flags]
-    if unknown:
-        legal, fix = ", ".join(flags), f"`{chosen.prog} --help` says what each does"
-        chosen.refuse(*(Problem(chosen.prog, f"there is no {one}", legal, nearest(one, flags), fix) for one in unknown))
-    arguments, rest = parser.parse_known_args(argv)
-    if rest:
-        chosen.error(f"it takes no argument {shlex.join(rest)}")
-    return arguments
 
 
 def file_path(text: str) -> str:
@@ -87,21 +39,21 @@ def _size(text: str) -> int | tuple[int, int]:
     return int(low), int(high)
 
 
-def _parsers(
-    commands: Mapping[str, Command], version: type[argparse.Action]
-) -> tuple[CommandParser, dict[str, CommandParser]]:
-    parser = CommandParser(
+def parse(argv: Sequence[str] | None, commands: Mapping[str, Command]) -> argparse.Namespace:
+    """Return the arguments, with the function of the chosen command as ``command``; exits for help and wrong usage."""
+    parser = argparse.ArgumentParser(
         prog="sac",
         description="Activation checkpointing from a policy: check it, see what it decides, measure it.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--version", action=version, nargs=0, help="show the version")
-    found = parser.add_subparsers(required=True, metavar="COMMAND")
-    check = found.add_parser("check", help="read a policy file and show what its rules mean")
+    parser.add_argument("--version", action="version", version=f"sac {_version()}")
+    add = partial(parser.add_subparsers(required=True, metavar="COMMAND", dest="name").add_parser, allow_abbrev=False)
+    check = add("check", help="read a policy file and show what its rules mean")
     check.add_argument("file", metavar="FILE", help="a policy file, or the name of a shipped policy")
     check.add_argument("--verbose", action="store_true", help="also list ops that this build of torch lacks")
-    trace = found.add_parser("trace", help="show the decision for each op of a model, and by which rule")
+    trace = add("trace", help="show the decision for each op of a model, and by which rule")
     _add_model_options(trace)
     trace.add_argument(
         "--policy",
@@ -109,18 +61,24 @@ def _parsers(
         metavar="VALUE",
         help="a mode, a policy's name, or a path to one (default: %(default)s)",
     )
-    compare = found.add_parser("compare", help="train copies of a model under several modes and measure them")
+    compare = add("compare", help="train copies of a model under several modes and measure them")
     _add_model_options(compare)
     _add_training_options(compare)
-    plan = found.add_parser("plan", help="compute a policy that fits a memory budget with the least recomputation")
+    plan = add("plan", help="compute a policy that fits a memory budget with the least recomputation")
     _add_model_options(plan, "cpu, cuda, or whose figures price the ops: h100, h200, a100, b200, mi300x", ranges=True)
     _add_plan_options(plan)
     for command in (check, trace, compare, plan):
         command.add_argument("--json", action="store_true", help="write the same as JSON to stdout")
-    of_command = {"check": check, "trace": trace, "compare": compare, "plan": plan}
-    for name, one in of_command.items():
-        one.set_defaults(command=commands[name])
-    return parser, of_command
+    arguments = parser.parse_args(argv)
+    arguments.command = commands[arguments.name]
+    return arguments
+
+
+def _version() -> str:
+    try:
+        return version("sac")
+    except PackageNotFoundError:  # found on the path, as in a checkout
+        return "(not installed)"
 
 
 def _add_model_options(parser: argparse.ArgumentParser, devices: str = "cpu or cuda", *, ranges: bool = False) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sac.errors import PlanError, Problem, SacError
+from sac.errors import PlanError, Problem
 from sac.planner.budget import LEGAL_BUDGET, optimizer_bytes, read_budget
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.fakes import Build, fake_build, fake_inputs, fake_mode
@@ -91,21 +91,11 @@ def smallest_batch(batch: int | tuple[int, int]) -> int:
 
 
 def check_wish(arguments: argparse.Namespace) -> None:
-    """Raise ``PlanError`` with all problems of the arguments that do not depend on the model."""
-    checks: list[Callable[[], object]] = [
-        lambda: _budget(arguments.budget, _figures(arguments.device)),
-        lambda: read_budget(arguments.budget or 1),
-        lambda: optimizer_bytes(arguments.optimizer, ()),
-        lambda: _check_sizes(arguments),
-    ]
-    problems: list[Problem] = []
-    for check in checks:
-        try:
-            check()
-        except SacError as error:
-            problems += [one for one in error.problems if one not in problems]
-    if problems:
-        raise PlanError(problems)
+    """Raise ``PlanError`` for what is wrong in the arguments that do not depend on the model."""
+    _budget(arguments.budget, _figures(arguments.device))
+    read_budget(arguments.budget or 1)
+    optimizer_bytes(arguments.optimizer, ())
+    _check_sizes(arguments)
 
 
 def _check_sizes(arguments: argparse.Namespace) -> None:

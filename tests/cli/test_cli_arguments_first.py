@@ -106,13 +106,6 @@ def test_a_trace_file_that_cannot_be_written(
     assert refusal(capsys, *command("trace")).startswith("SAC_TRACE: ")
 
 
-def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    text = refusal(capsys, *command("compare", "--layers", "0", "--modes", "lama", "--steps", "1"))
-    assert [line.partition(":")[0] for line in text.splitlines() if not line.startswith(" ")] == [
-        "--layers", "--steps", "--modes",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_with_nothing_wrong_a_model_is_built(name: str) -> None:
     with pytest.raises(Built):

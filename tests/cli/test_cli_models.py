@@ -129,11 +129,7 @@ def test_function_gets_the_sizes_that_it_takes():
             "llama.json",
             "'llama.json' is not a model spec / did you mean: hf:llama.json / legal: hf:CONFIG.json (a Hugg",
         ),
-        (
-            "examples/loop.py:small",
-            "'examples/loop.py:small' is not a model spec / did you mean: examples.loop:small / ",
-        ),
-        ("T5-small", "'T5-small' is not a model spec / did you mean: hf:t5-small / legal: "),
+        ("T5-small", "'T5-small' is not a model spec / did you mean: hf:T5-small / legal: "),
         (
             "hf:smollm",
             'no shipped config is called "smollm" / did you mean: smollm2-135m / legal: llama-3.1-8b, llama-',

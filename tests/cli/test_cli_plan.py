@@ -26,7 +26,7 @@ def test_plan_is_printed_and_written(capsys: pytest.CaptureFixture[str], tmp_pat
         "plan", "none", "full", "selective",
     ]  # fmt: skip
     assert "alive at the peak of" in out
-    assert "try it: sac compare --model" in out
+    assert "try it on this model: sac compare --modes" in out
     assert "# made by: sac plan" in path.read_text()
     assert sac.load_policy(str(path)).rules
 

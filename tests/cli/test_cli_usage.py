@@ -19,29 +19,13 @@ from sac.tools.comparison import OPTIMIZERS
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (
-            "comapre --model x",
-            'sac: there is no command "comapre" / did you mean: compare / legal: check, trace, compar',
-        ),
-        (
-            "check --jsn --verbos=1",
-            "sac check: there is no --jsn / did you mean: --json / legal: --help, --verbose, --json / fix: `sac check "
-            "--help` says what each does\nsac check: there is no --verbos / did you mean: --verbose",
-        ),
-        ("trace --mode selective", "sac trace: there is no --mode / did you mean: --model"),
-        ("trace", "sac trace: the following arguments are required: --model / fix: `sac trace --help` lists the arg"),
-        ("check llama gpt2 more", "sac check: it takes no argument gpt2 more / fix: `sac check --help` lists the arg"),
-    ],
-)
-def test_wrong_usage_ends_with_two(arguments: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("arguments", ["", "comapre", "check --jsn", "trace --mode selective", "trace", "check a b"])
+def test_wrong_usage_ends_with_two(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments.split())
     streams = capsys.readouterr()
     assert (ended.value.code, streams.out) == (2, "")
-    assert streams.err.replace("\n    ", " / ").startswith(text)
+    assert streams.err.startswith("usage: sac")
 
 
 @pytest.mark.parametrize("command", [[], ["trace"], ["compare"], ["plan"]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import re
@@ -51,8 +52,8 @@ def run_snippets(page: str) -> list[str]:
     trained = []
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(deepspeed, "_process", deepspeed._Process())  # the process goes on to other tests
-        patch.setattr(megatron_job, "_job", megatron_job._Job())
+        patch.setattr(deepspeed, "_process", copy.copy(deepspeed._process))  # the process goes on to other tests
+        patch.setattr(megatron_job, "_job", copy.copy(megatron_job._job))
         Path("ds_config.json").write_text(json.dumps({"activation_checkpointing": {"partition_activations": True}}))
         for number, snippet in enumerate(snippets(page, "python")):
             names |= names_of_a_user()

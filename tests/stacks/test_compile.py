@@ -349,6 +349,23 @@ def test_a_region_with_a_graph_break_runs_in_eager() -> None:
         whole(model, "aot_eager")(*tokens())
 
 
+@pytest.mark.parametrize("apply_first", [False, True])
+def test_a_compiled_block_with_a_graph_break_is_told_once(apply_first: bool) -> None:
+    torch._dynamo.reset()
+    model, (x,) = built(lambda: Stack(Breaking(), Breaking())), tokens()
+    if apply_first:
+        sac.apply(model, FULL)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    if not apply_first:
+        sac.apply(model, FULL)
+    with pytest.warns(SacWarning) as caught:
+        model(x).sum().backward()
+    (told,) = [str(one.message) for one in caught if issubclass(one.category, SacWarning)]
+    assert told.startswith("blocks.0: it was compiled, but runs uncompiled, since there is a graph break in it: ")
+    assert "User-inserted graph break" in told
+
+
 # -- The report
 
 

@@ -53,7 +53,7 @@ def test_a_second_fit_finds_the_callback_done(caplog: pytest.LogCaptureFixture) 
 
 def test_a_callback_beside_a_call_and_a_wrong_value_are_errors() -> None:
     module = sac.apply(Module(late=False), "full")
-    with pytest.raises(sac.SacError, match=r"sac\.apply has been called on this model before"):
+    with pytest.raises(sac.SacError, match="sac is on this module already"):
         fit(module, callbacks=[SacCallback("full")])
     with pytest.raises(sac.SacError, match="did you mean: selective"):
         SacCallback("selectiv")

@@ -25,6 +25,6 @@ def test_products_in_4_bits_are_matmuls_to_a_policy_and_are_dequantised_once() -
     plain, full, selective = (ran(value) for value in ("none", "full", "selective"))
     each = models.LAYERS * models.LINEARS
     assert (plain.count(PRODUCT), full.count(PRODUCT)) == (each, 2 * each - models.LAYERS)
-    # The scales of a weight in 4 bits are attributes of it, so the block is replayed: no saved sum, no product runs again.
+    # The scales of a weight in 4 bits are attributes of it, so the block is replayed: no product runs again.
     assert selective.count(PRODUCT) == each
     assert plain.count(DEQUANTISE) == full.count(DEQUANTISE) == selective.count(DEQUANTISE)

@@ -155,15 +155,13 @@ def test_what_cannot_be_taken_over() -> None:
     with pytest.raises(ModelError, match=r"Linear: this model has no activation_checkpointing_enable\(\)"):
         take_over(nn.Linear(2, 2))
     sac.apply(model, "full")
-    with pytest.raises(ModelError, match=r"LlamaForCausalLM: sac\.apply has been called on this model before"):
+    with pytest.raises(ModelError, match="sac is on this module already"):
         take_over(model)
 
 
 def test_arguments_that_mean_nothing_to_us() -> None:
     model, _ = tiny("llama")
     enable = take_over(model).activation_checkpointing_enable
-    with pytest.raises(ConfigError, match=r"activation_checkpointing_kwargs\.layers: every_n_layers=2 sets it too"):
-        enable({"layers": "all"}, every_n_layers=2)
     with pytest.raises(ConfigError, match="unknown key 'context_fn'"):
         enable({"context_fn": print})
     with pytest.raises(ConfigError, match="mode selective has no reentrant form"):

@@ -106,7 +106,7 @@ def test_fine_tuning_an_adapter_that_the_trainer_puts_on(tmp_path: Path) -> None
 def test_gradient_checkpointing_that_trl_turns_on_by_itself(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"activation_checkpointing_enable was called, and sac\.apply has been"):
         fine_tune(tmp_path, applied("selective"))
-    with pytest.raises(ConfigError, match="activation_checkpointing is on in the SFTConfig too"):
+    with pytest.raises(ConfigError, match="activation_checkpointing is on in the arguments too"):
         fine_tune(tmp_path, untouched, callbacks=[SacCallback("selective")])
 
 

@@ -67,40 +67,22 @@ def with_its_own_checkpointing() -> nn.Module:
     return model
 
 
-class AttentionOnly(nn.Module):
-    """Layers of attention alone, of which the config says that they share keys and values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = type("Config", (), {"num_kv_shared_layers": 1, "use_cache": True})()
-        self.layers = nn.ModuleList(nn.ModuleDict({"self_attn": block.self_attn}) for block in llama_stack().blocks)
-
-
 SCATTERED = {"mode": "full", "distribute_saved_activations": True}
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
     # name: (the model, the config value, parts of the text)
-    "a second apply": (lambda: sac.apply(llama(), "full"), "none", ["sac.apply has been called on this model before"]),
+    "a second apply": (lambda: sac.apply(llama(), "full"), "none", ["model.layers.0: sac is on this module already"]),
     "a part of a region": (
         lambda: sac.apply(llama(), "full").model.layers[0].mlp,
         "full",
-        ["LlamaMLP: this module is inside a block", "fix: call sac.remove"],
+        ["LlamaMLP: sac is on this module already", "fix: call sac.remove"],
     ),
-    "after context_fn": (
-        given_to_context_fn,
-        "full",
-        ["model.layers.1.self_attn: sac.context_fn has been given", "fix: call sac.remove(model) first"],
-    ),
+    "after context_fn": (given_to_context_fn, "full", ["model.layers.1.self_attn: sac is on this module already"]),
     "own checkpointing": (
         with_its_own_checkpointing,
         "full",
-        ["LlamaForCausalLM: the model's own checkpointing is on", "fix: turn it off, then call sac.apply"],
+        ["LlamaForCausalLM: the model's own checkpointing is on", "fix: turn it off"],
     ),
     "layers": (llama, {"mode": "full", "layers": ["5-7"]}, ["`layers` leaves no block: the model has stacks of 2"]),
-    "attention alone": (
-        AttentionOnly,
-        {"mode": "full", "blocks": "layers.*.self_attn"},
-        ["share keys and values", "the blocks contain nothing else to recompute"],
-    ),
     "no group": (llama, SCATTERED, ["sac.apply.tp_group: inputs are to be scattered", "fix: pass tp_group="]),
 }
 
@@ -156,25 +138,24 @@ def test_layers_that_share_keys_and_values_are_regions_as_a_whole(family: str) -
     assert sac.remove(model).config.use_cache is True
 
 
-@pytest.mark.parametrize(("family", "parts"), [("gemma3n", ["mlp", "altup", "laurel"]), ("gemma4", ["mlp"])])
-def test_their_attention_is_left_alone_in_the_reentrant_mode(family: str, parts: list[str]) -> None:
-    model, inputs = tiny(family)
-    [note] = warned(lambda: sac.apply(model, {"mode": "full", "use_reentrant": True}))
-    assert f"attention cannot be recomputed: in its blocks the regions are {4 * len(parts)} other sub-modules" in note
-    assert paths(model) == [f"model.layers.{layer}.{part}" for layer in range(4) for part in parts]
+def test_their_attention_is_refused_in_the_reentrant_mode() -> None:
+    value = {"mode": "full", "use_reentrant": True}
+    text = refusal(tiny("gemma4")[0], value)
+    assert "its layers share keys and values, so attention cannot be recomputed in reentrant mode" in text
+    model, inputs = tiny("gemma4")
+    assert paths(sac.apply(model, {**value, "blocks": ["**.mlp"]})) == [f"model.layers.{i}.mlp" for i in range(4)]
     assert model(**inputs).loss.isfinite()
-    assert sac.report(model).notes == (note,)
 
 
 def test_warning_made_an_error_leaves_the_model_as_it_was() -> None:
     nowhere = with_rules(save("matmul", module="mlp"), save("matmul", module="nowhere"))
-    for model, value in ((tiny("gemma4")[0], {"mode": "full", "use_reentrant": True}), (llama(), nowhere)):
-        before = state(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", SacWarning)
-            with pytest.raises(SacWarning, match=r"share keys and values|nowhere"):
-                sac.apply(model, value)
-        assert state(model) == before
+    model = llama()
+    before = state(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SacWarning)
+        with pytest.raises(SacWarning, match="no region has the module of rule"):
+            sac.apply(model, nowhere)
+    assert state(model) == before
 
 
 def test_rules_that_speak_of_modules_and_layers_that_are_not_there() -> None:
@@ -187,9 +168,9 @@ def test_rules_that_speak_of_modules_and_layers_that_are_not_there() -> None:
     )
     told = warned(lambda: sac.apply(llama(), value))
     assert [text.partition("\n")[0].removeprefix("activation_checkpointing.policy.") for text in told] == [
-        'rules[1].module: rule "rule-1" names module "nowhere", which no region has',
-        'rules[2].layers: rule "rule-2" names layers (the model has stacks of 2) that no region has',
-        'rules[3].module: rule "rule-3" names module "self_attn" in its layers, which no region has',
+        'rules[1].module: no region has the module of rule "rule-1" (the model has stacks of 2)',
+        'rules[2].layers: no region has the layers of rule "rule-2" (the model has stacks of 2)',
+        'rules[3].module: no region has the module and layers of rule "rule-3" (the model has stacks of 2)',
     ]
     assert refusal(llama(), {**value, "strict": True}, PolicyError) == "\n".join(told)
 

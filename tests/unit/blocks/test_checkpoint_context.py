@@ -56,17 +56,17 @@ def llama_layer() -> nn.Module:
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     # name: (the policy, what makes the block if one is given, the place and what is wrong)
-    "module": (policy(save("matmul", module="mlp.**")), None, r"rules\[0\]\.module: .* by module.*\n.*module=block"),
-    "layers": (policy(save("matmul", layers={"first": 1})), None, r"rules\[0\]\.layers: .* by layers"),
+    "module": (policy(save("matmul", module="mlp.**")), None, r"rules\[0\]\.module: .* by module.*module=block"),
+    "layers": (policy(save("matmul", layers={"first": 1})), None, r"rules\[0\]\.layers: .* selects layers"),
     "blocks": (policy(save("matmul", blocks="a")), None, r"rules\[0\]\.blocks: .*\n.*fix: use sac.apply"),
     "blocks with a module": (policy(save("matmul", blocks="a")), llama_layer, r"rules\[0\]\.blocks: "),
     "a block without a number": (
         policy(save("matmul", layers={"first": 1})),
         lambda: llama_stack().blocks[0],
-        "LlamaLikeBlock has no attribute with its number: layer_idx, ",
+        "selects layers, which a block tells by layer_idx, ",
     ),
-    "the last layers": (policy(save("matmul", layers={"last": 1})), llama_layer, "counts from the last layer"),
-    "a fraction": (policy(save("matmul", layers={"fraction": 0.5})), llama_layer, "selects a fraction of the layers"),
+    "the last layers": (policy(save("matmul", layers={"last": 1})), llama_layer, "needs the number of layers"),
+    "a fraction": (policy(save("matmul", layers={"fraction": 0.5})), llama_layer, "needs the number of layers"),
     "unknown": ("lama", None, "no shipped policy .*\n.*did you mean: llama"),
     "a rule that offloads": (policy({"ops": "matmul", "do": "offload"}), None, r"rules\[0\]\.do: .* offloads"),
     "a default that offloads": (policy(default="offload"), None, r"policy\.default: the default offloads"),

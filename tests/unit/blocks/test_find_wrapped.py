@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import sac
-from sac.blocks.find import Block, clean_path, find_blocks
+from sac.blocks.find import Block, find_blocks
+from sac.blocks.paths import clean_path
 from sac.policy.patterns import PathPattern
 from tests.support.blocks import GatedMLP, llama_stack, policy, save, selective, tokens
 from tests.support.plain_zoo import Block as PlainBlock

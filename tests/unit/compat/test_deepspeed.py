@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import sac.compat.deepspeed as checkpointing
-from sac.compat.deepspeed import ActivationCheckpointing
 from sac.errors import ConfigError, RegionError
 from sac.full import RngTracker
 from tests.support.rank_programs import ModelParallelUnit
@@ -26,13 +25,14 @@ from tests.support.stored_regions import plainly
 from tests.support.training import assert_same
 from tests.unit.compat.programs import WIDTH, Call, forking, gradients_of, trained, unequal_in_a_residual
 
+UNCONFIGURED = copy.copy(checkpointing._process)
 DEEPSPEED = {"reentrant": checkpointing.checkpoint, "non-reentrant": checkpointing.non_reentrant_checkpoint}
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `configure` was called with is that of the process, in which other tests ran."""
-    monkeypatch.setattr(checkpointing, "_process", checkpointing._Process())
+    monkeypatch.setattr(checkpointing, "_process", copy.copy(UNCONFIGURED))
 
 
 @pytest.fixture(params=DEEPSPEED, name="call")
@@ -146,19 +146,15 @@ def test_partitioning_over_two_ranks(name, arguments):
     assert run_ranks(2, partitioned, name, arguments) == [([], True, False)] * 2
 
 
-def test_seeds_are_those_of_deepspeeds_formula_until_others_are_set():
+def test_seeds_are_those_of_deepspeeds_formula():
     answers = {"rank": lambda: 3, "group": lambda: None, "world_size": lambda: 1}
     checkpointing.configure(SimpleNamespace(**{f"get_model_parallel_{name}": one for name, one in answers.items()}))
-    for seed, seeds in (
-        (5, checkpointing.model_parallel_cuda_manual_seed),
-        (9, checkpointing.model_parallel_reconfigure_tp_seed),
-    ):
-        seeds(seed)
-        state = checkpointing.get_cuda_rng_tracker().get_states()["model-parallel-rng"]
-        assert torch.equal(state, torch.Generator().manual_seed(seed + 2718 + 3).get_state())
-        assert torch.initial_seed() == 5  # the default generator is left alone the second time
-    with pytest.raises(ConfigError, match=r"^deepspeed\.model_parallel_reconfigure_tp_seed"):
-        checkpointing.model_parallel_reconfigure_tp_seed(2**64 - 1)
+    checkpointing.model_parallel_cuda_manual_seed(5)
+    state = checkpointing.get_cuda_rng_tracker().get_states()["model-parallel-rng"]
+    assert torch.equal(state, torch.Generator().manual_seed(5 + 2718 + 3).get_state())
+    assert torch.initial_seed() == 5
+    with pytest.raises(ConfigError, match=r"^deepspeed\.model_parallel_cuda_manual_seed"):
+        checkpointing.model_parallel_cuda_manual_seed(2**64 - 1)
 
 
 # -- `configure`: where its settings come from, which of them win, what each mistake reads; profile, waits
@@ -174,8 +170,9 @@ EVERYTHING = {
 SECTION = {"train_batch_size": 8, "activation_checkpointing": EVERYTHING}
 
 
-def now() -> ActivationCheckpointing:
-    return checkpointing._process.section
+def now() -> tuple[dict[str, bool], str, int | None]:
+    process = checkpointing._process
+    return process.flags, process.config.store, process.config.num_checkpoints
 
 
 def mpu_of(group: Any) -> SimpleNamespace:
@@ -183,25 +180,25 @@ def mpu_of(group: Any) -> SimpleNamespace:
     return SimpleNamespace(**{f"get_tensor_model_parallel_{what}": answer for what, answer in answers.items()})
 
 
+FLAGS = dict.fromkeys(checkpointing._KEYS.keys() - {"num_checkpoints"}, True)
+ON = (FLAGS, "host+contiguous", 4)
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs", "expected"),
     [
-        ((), {}, {}),
-        ((None, True, True, 4, True, True, True), {}, EVERYTHING),
-        ((SECTION,), {}, EVERYTHING),
-        (({"train_batch_size": 8},), {}, {}),
-        (
-            (SECTION,),
-            {"profile": False, "num_checkpoints": 2},
-            EVERYTHING | {"profile": False, "number_checkpoints": 2},
-        ),
+        ((), {}, ({}, "whole", None)),
+        ((None, True, True, 4, True, True, True), {}, ON),
+        ((SECTION,), {}, ON),
+        (({"train_batch_size": 8},), {}, ({}, "whole", None)),
+        ((SECTION,), {"profile": False, "num_checkpoints": 2}, (FLAGS | {"profile": False}, ON[1], 2)),
     ],
 )
 def test_what_is_configured(args, kwargs, expected):
     assert not checkpointing.is_configured()
     checkpointing.configure(None, *args, **kwargs)
     assert checkpointing.is_configured()
-    assert now() == ActivationCheckpointing(**expected)
+    assert now() == expected
 
 
 def test_from_a_file(tmp_path):
@@ -209,12 +206,15 @@ def test_from_a_file(tmp_path):
     path.write_text(json.dumps(SECTION), encoding="utf-8")
     for given in (path, str(path)):
         checkpointing.configure(None, given)
-        assert now() == ActivationCheckpointing(**EVERYTHING)
-    for content, text in (('{"activation_checkpointing": {,}}', "it is not JSON: "), ("[]", "it is a list")):
+        assert now() == ON
+    for content, text in (
+        ('{"activation_checkpointing": {,}}', "it cannot be read as JSON: "),
+        ("[]", r"activation_checkpointing is \[\]"),
+    ):
         path.write_text(content, encoding="utf-8")
         with pytest.raises(ConfigError, match=f"^{re.escape(str(path))}: {text}"):
             checkpointing.configure(None, path)
-    with pytest.raises(ConfigError, match="missing: it cannot be read: No such file or directory"):
+    with pytest.raises(ConfigError, match=r"missing: it cannot be read as JSON: .*No such file or directory"):
         checkpointing.configure(None, tmp_path / "missing")
 
 
@@ -224,26 +224,14 @@ def in_section(**values: Any) -> tuple[None, dict[str, Any]]:
 
 FAILS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     # what is told: positional arguments and keywords of configure
-    "partitioned_activations: it is not known\n.*did you mean: partition": (
-        in_section(partitioned_activations=1),
-        {},
-    ),
-    "cpu_checkpointing: .*\n.*fix: put it into activation_checkpointing": ((None, {"cpu_checkpointing": True}), {}),
-    "activation_checkpointing: it is a bool\n    legal: a mapping": ((None, {"activation_checkpointing": True}), {}),
-    'cpu_checkpointing is "yes"': (in_section(cpu_checkpointing="yes"), {}),
-    "number_checkpoints is 0": (in_section(number_checkpoints=0), {}),
-    'configure.num_checkpoints: num_checkpoints is "4"': ((None,), {"num_checkpoints": "4"}),
+    "is {'partitioned_activations': 1}\n    legal: a mapping of partition": (in_section(partitioned_activations=1), {}),
+    "activation_checkpointing is True\n    legal: a mapping": ((None, {"activation_checkpointing": True}), {}),
+    'checkpoint_in_cpu is "yes"': (in_section(cpu_checkpointing="yes"), {}),
+    "num_checkpoints is 0": (in_section(contiguous_memory_optimization=True, number_checkpoints=0), {}),
     "configure.profile: profile is 1": ((None,), {"profile": 1}),
-    "contiguous_checkpointing: contiguous buffers need the number of layers": (
-        (None,),
-        {"partition_activations": True, "contiguous_checkpointing": True},
-    ),
-    "contiguous buffers hold partitioned .*\n.*fix: set partition_activations too": (
-        (None,),
-        {"contiguous_checkpointing": True, "num_checkpoints": 2},
-    ),
+    "num_checkpoints: a contiguous store needs to know how many": ((None,), {"contiguous_checkpointing": True}),
     "mpu_: a SimpleNamespace has no get_model_parallel_rank": ((SimpleNamespace(),), {}),
-    "mpu_: torch.distributed is not initialised": ((mpu_of("tp"),), {"partition_activations": True}),
+    "tp_group: torch.distributed is not initialised": ((mpu_of("tp"),), {"partition_activations": True}),
 }
 
 
@@ -257,20 +245,6 @@ def test_a_mistake_is_an_error_and_changes_nothing(text):
     assert now() == before
 
 
-def test_flags_that_are_set_one_by_one():
-    checkpointing.partition_activations_in_checkpoint(True)
-    assert now().partition_activations
-    checkpointing.partition_activations_in_checkpoint(False)
-    checkpointing.set_num_layers(7)
-    assert now() == ActivationCheckpointing(number_checkpoints=7)
-    for call, value, text in (
-        (checkpointing.partition_activations_in_checkpoint, "on", 'partition_activations_in_checkpoint is "on"'),
-        (checkpointing.set_num_layers, 0, "set_num_layers: set_num_layers is 0"),
-    ):
-        with pytest.raises(ConfigError, match=text):
-            call(value)
-
-
 WAITS = Noted()  # what the region can reach is put back before it runs again
 
 
@@ -281,7 +255,7 @@ def region(x: Tensor) -> Tensor:
 
 def test_the_device_is_waited_for_at_each_boundary(call, monkeypatch):
     WAITS.clear()
-    monkeypatch.setattr(checkpointing, "synchronize_device", partial(WAITS.append, "wait"))
+    monkeypatch.setattr(checkpointing, "_now", lambda: WAITS.append("wait") or 0.0)
     checkpointing.configure(None, synchronize=True)
     out = call(region, torch.randn(4, requires_grad=True) * 1) * 2
     assert WAITS == ["wait", "run", "wait"]

@@ -25,7 +25,7 @@ STATE = "megatron.core.parallel_state"
 
 @pytest.fixture(autouse=True)
 def _nothing_was_said_before(monkeypatch):
-    monkeypatch.setattr(megatron, "_job", megatron._Job())
+    monkeypatch.setattr(megatron, "_job", SimpleNamespace(group=None, tracker=None))
 
 
 def whole(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,17 +106,13 @@ def before_megatron_is_initialised() -> None:
 
 
 FAILS: dict[str, Any] = {  # what is told, and the call
-    r"no tensor-parallel group to scatter over\n    fix: call set_": before_megatron_is_initialised,
+    r"there is no group to scatter them over\n": before_megatron_is_initialised,
     r"distribute_saved_activations: a Tensor is not true or false": lambda: megatron.checkpoint(
         torch.exp, torch.ones(2)
     ),
     r"^megatron\.set_tensor_model_parallel_group": lambda: megatron.set_tensor_model_parallel_group("tp"),
     r"tp_rank: the rank in .* is not known\n    fix: pass": lambda: megatron.model_parallel_cuda_manual_seed(5),
-    r"get_cuda_rng_tracker\.use_te_rng_tracker: .*\n    fix: leave": lambda: megatron.get_cuda_rng_tracker(True),
-    r"seed\.inference_rng_tracker": lambda: megatron.model_parallel_cuda_manual_seed(
-        1, inference_rng_tracker=True, tp_rank=0
-    ),
-    r"CudaRNGStatesTracker\.use_cudagraphable_rng": lambda: megatron.CudaRNGStatesTracker(use_cudagraphable_rng=True),
+    r"this type of tracker belongs to Megatron\n    fix: leave": lambda: megatron.get_cuda_rng_tracker(True),
 }
 
 

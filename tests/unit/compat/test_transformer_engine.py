@@ -45,7 +45,7 @@ def test_the_old_form_is_understood():
     tracker = RngTracker()
 
     def call(function: Any, *args: Any) -> Any:
-        with pytest.warns(DeprecationWarning, match="are keywords of checkpoint: by position they will be taken for"):
+        with pytest.warns(DeprecationWarning, match="are keywords of checkpoint: by position they will be"):
             return te.checkpoint(function, False, lambda: tracker, None, *args)
 
     assert_same(forking(plainly, RngTracker()), forking(call, tracker))
@@ -65,7 +65,7 @@ def contexts() -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"context_fn": contexts}, r"checkpoint\.context_fn: the caller's contexts .* not entered"),
+        ({"context_fn": contexts}, r"checkpoint\.context_fn: its contexts are not entered"),
         ({"determinism_check": "sometimes"}, r'checkpoint\.determinism_check: determinism_check is "sometimes"'),
         ({"distribute_saved_activations": True}, r"checkpoint\.tp_group: .* no group to scatter them over"),
     ],

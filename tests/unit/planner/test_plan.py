@@ -147,7 +147,7 @@ class _Odd(Block):
         ({"model": Looks()}, "give sac.apply a `budget`"),
         ({"model": nn.Linear(16, 1), "loss_fn": torch.sum}, "blocks"),
         ({"model": 3}, "not a torch.nn.Module"),
-        ({"model": sac.apply(Stack(), "full")}, "sac is on this model"),
+        ({"model": sac.apply(Stack(), "full")}, "sac is on this module"),
     ],
 )
 def test_errors(arguments: dict[str, Any], message: str) -> None:
