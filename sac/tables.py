@@ -24,22 +24,14 @@ def flops_text(count: float) -> str:
     return in_units(count, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"), 1000)
 
 
-def time_text(milliseconds: float) -> str:
-    """Return a duration: ``1.25 s``, ``12.5 ms``."""
-    return f"{milliseconds / 1e3:.2f} s" if milliseconds >= 1e3 else f"{milliseconds:.1f} ms"
-
-
 def seconds_text(seconds: float) -> str:
     """Return a short time with three digits: ``0.0148 ms``, ``12.5 ms``, ``1.25 s``."""
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 def parameters_text(count: int) -> str:
     """Return a number of parameters: ``1.2 B``, ``243.3 M``."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return str(count)
+    return in_units(count, ("", "k", "M", "B"), 1000).rstrip()
 
 
 def percent_text(part: float, whole: float) -> str:

@@ -109,21 +109,17 @@ class ContiguousBuffer(InputStore):
     def _slots_for(self, flat: torch.Tensor, name: Callable[[], str]) -> _Slots:
         """Return slots that fit ``flat``, at least one of them free."""
         slots = self._slots.get(name())
-        if slots is not None and slots.kind != _kind(flat):
-            if len(slots.free) < self.num_checkpoints:
-                found = (
-                    f"it has {_kind(flat)}, but the slots of the contiguous buffer have {slots.kind} and cannot be "
-                    "replaced while some are in use"
-                )
-                fix = (
-                    "choose inputs of one size by `keep`, or another `store`; the size may change while no backward is "
-                    "pending"
-                )
-                raise RegionError(Problem(name(), found, fix=fix))
-            del self._slots[name()]
-            slots = None  # frees its memory
-        if slots is None:
+        if slots is None or (slots.kind != _kind(flat) and len(slots.free) == self.num_checkpoints):
+            self._slots.pop(name(), None)
+            del slots  # frees its memory
             slots = self._slots[name()] = _Slots(self.num_checkpoints, flat)
+        if slots.kind != _kind(flat):
+            found = (
+                f"it has {_kind(flat)}, but the slots of the contiguous buffer have {slots.kind} and cannot be "
+                "replaced while some are in use"
+            )
+            fix = "choose inputs of one size by `keep`, or another `store`; without a pending backward it may change"
+            raise RegionError(Problem(name(), found, fix=fix))
         if not slots.free:
             found = (
                 f"no slot of the contiguous buffer is free: each of its {self.num_checkpoints} (num_checkpoints) holds "

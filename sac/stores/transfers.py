@@ -255,8 +255,10 @@ class Transfers:
         """Return the bytes in memory on the device that is the caller's to write to."""
         with self._lock:
             found = self.look(copy)
+            if found is copy.source:
+                return found.clone()
             copy.target = None
-            return found if found is not copy.source else found.clone()
+            return found
 
     def _look_ahead(self, call: CallNode | None, task: int) -> None:
         """Backward has come to ``call``: bring up its values, and within the limit what backward reads next.

@@ -29,7 +29,7 @@ from sac.tables import (
     parameters_text,
     percent_text,
     screen_width,
-    time_text,
+    seconds_text,
     wrapped_text,
 )
 from sac.tools.models import BuiltModel, Inputs
@@ -152,7 +152,7 @@ def _cells(row: ModeResult, baseline: ModeResult) -> tuple[str, ...]:
         f"{bytes_text(row.kept_bytes)} {percent_text(row.kept_bytes, baseline.kept_bytes)}",
         bytes_text(row.peak_bytes),
         "?" if row.recompute_flops is None else flops_text(row.recompute_flops),
-        f"{time_text(row.median_step_ms)} ×{row.median_step_ms / baseline.median_step_ms:.2f}",
+        f"{seconds_text(row.median_step_ms / 1e3)} ×{row.median_step_ms / baseline.median_step_ms:.2f}",
         "?" if difference is None else f"off {difference:.0e}" if difference else "equal",
     )
 

@@ -9,7 +9,7 @@ import torch
 from sac.policy.load import load_policy
 from sac.policy.model import limits_of
 from sac.policy.read import bytes_text
-from sac.tables import flops_text, parameters_text, time_text
+from sac.tables import flops_text, parameters_text, seconds_text
 from sac.tools.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -140,8 +140,8 @@ def test_trace_json_has_every_op(tiny_llama, capsys):
         (bytes_text, -(2**20), "-1.0 MiB"),
         (flops_text, 999, "999 FLOP"),
         (flops_text, 7e12, "7.0 TFLOP"),
-        (time_text, 12.34, "12.3 ms"),
-        (time_text, 1234, "1.23 s"),
+        (seconds_text, 0.01234, "12.3 ms"),
+        (seconds_text, 1.234, "1.23 s"),
         (parameters_text, 12, "12"),
         (parameters_text, 243_300_000, "243.3 M"),
     ],
