@@ -106,24 +106,22 @@ class TracedPolicy:
         self._paths = {} if module is None else {str(id(part)): name for name, part in module.named_modules()}
         stack = _modules_at_work()
         self._base = stack[-1][1] if stack else ""
-        self._whole: dict[str, ResolvedRule | None] = {}
-        self._turns: dict[int, list[str]] = {}  # rule with `do: alternate` -> modules it has met
+        self._turns: dict[int, dict[str, int]] = {}  # rule -> modules it has met, in order
 
     def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Return the decision on this call as torch's ``CheckpointPolicy``."""
-        table = self.table
-        path = self._module()
-        site = table.sites_of(path).get(id(op)) or table.add_site(op, path)
+        table, figures, path = self.table, self.figures, self._module()
+        around = self._rule_of_module(path)
+        site = table.sites_of(path, around).get(id(op)) or table.add_site(op, path, around)
         if site.is_bookkeeping:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        decision = Decision.SAVE if site.savable else Decision.RECOMPUTE
-        rule = self._rule_of_module(path)
-        if rule is None:
-            decision, rule = Decision.RECOMPUTE, site.final_rule
-            if site.may_save or site.conditional_rules:
-                decision, rule = decide(self, site, args, kwargs, getattr(context, "op_output", None))
+        decision, rule = Decision.RECOMPUTE, site.final_rule
+        if site.may_save or site.conditional_rules:
+            decision, rule = decide(self, site, args, kwargs, getattr(context, "op_output", None))
         saves = decision.keeps  # a compiled graph offloads nothing
-        self._count(saves, rule)
+        figures.saved, figures.recomputed = figures.saved + saves, figures.recomputed + (not saves)
+        if rule is not None:
+            figures.rules[rule.rule.id] = figures.rules.get(rule.rule.id, 0) + 1
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
     def _rule_of_module(self, path: str) -> ResolvedRule | None:
@@ -134,25 +132,15 @@ class TracedPolicy:
         table = self.table
         if not table.saves_modules:
             return None
-        if path not in self._whole:
-            saving = [(around, bound) for around in reversed(paths_up(path)) if (bound := table.whole_rule(around))]
-            chosen = (bound for around, bound in saving if bound.saves and self._has_turn(around, bound))
-            self._whole[path] = next(chosen, None)
-        return self._whole[path]
-
-    def _has_turn(self, path: str, bound: ResolvedRule) -> bool:
-        if bound.rule.do != ALTERNATE:
-            return True
-        modules = self._turns.setdefault(bound.index, [])
-        if path not in modules:
-            modules.append(path)
-        return bound.rule.keeps_turn(modules.index(path))
-
-    def _count(self, saves: bool, rule: ResolvedRule | None) -> None:
-        calls = self.figures
-        calls.saved, calls.recomputed = calls.saved + saves, calls.recomputed + (not saves)
-        if rule is not None:
-            calls.rules[rule.rule.id] = calls.rules.get(rule.rule.id, 0) + 1
+        for around in reversed(paths_up(path)):
+            resolved = table.whole_rule(around)
+            if resolved is None or not resolved.saves:
+                continue
+            turns = self._turns.setdefault(resolved.index, {})
+            turn = turns.setdefault(around, len(turns))
+            if resolved.rule.do != ALTERNATE or resolved.rule.keeps_turn(turn):
+                return resolved
+        return None
 
     def _module(self) -> str:
         """Return the path, relative to the region, of the module that is being traced."""

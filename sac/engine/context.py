@@ -110,7 +110,7 @@ class _Forward(AbstractContextManager[None]):
             raise RegionError(Problem(_NAME, found, fix=_FIRST))
         outer = _hooks_around()
         self._frame = frame = Region(group, "").frame(function, owners, settings, outer)
-        frame.begin(args, kwargs, outer, is_careful=bool(group.careful))
+        frame.begin(args, kwargs, outer)
         self._stack.enter_context(frame.recording())
         if isinstance(frame.function, Fp8Function):
             self._stack.enter_context(frame.function.forward())

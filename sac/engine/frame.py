@@ -61,9 +61,9 @@ class Frame:
         self._packed: list[tuple[Tensor, int]] = []  # what autograd saves, with its version; until the forward ends
         self._drawn: list[Any] | None = None  # if it has drawn, the checksums of the random states at its end
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_careful: bool) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward and return its result."""
-        self.begin(args, kwargs, active_hooks(), is_careful=is_careful)
+        self.begin(args, kwargs, active_hooks())
         with self.recording():
             output = self.function(*args, **kwargs)
         self.end()
@@ -71,14 +71,12 @@ class Frame:
             self.call.mark(tree_leaves(output))
         return output
 
-    def begin(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], outer: PackHooks | None, *, is_careful: bool
-    ) -> None:
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], outer: PackHooks | None) -> None:
         """Begin the forward; ``outer``: the hooks around the region."""
         self._outer = outer
         self.inputs = inputs = Inputs(args, kwargs)
         arguments = (*args, *kwargs.values(), *bound_in(self.function))
-        self.state = ForwardState(self.owners, arguments, self.settings, is_careful=is_careful)
+        self.state = ForwardState(self.owners, arguments, self.settings, is_careful=bool(self.group.careful))
         if self.settings.input_storing is not None:
             self.call = CallNode()
             inputs.store(self.settings.input_storing, self.where, self.call)
@@ -123,14 +121,14 @@ class Frame:
         for handle in alive(self._handles):
             tensor, version = self._packed[handle.index]
             handle.is_written_later = tensor._version != version
-        if self._is_new(written):
+        is_new = self._is_new(written)
+        if is_new:
             self._keep_whole()
-            if self.group.communicates:
-                plain = (tensor for tensor in written if not is_wrapper(tensor))
-                self._owes = [(one, copy_of(one.untyped_storage()), version_of(one)) for one in plain]
-                self.inputs.end(self._packer())
-            else:
-                self._drop()
+        if is_new and self.group.communicates:
+            plain = (tensor for tensor in written if not is_wrapper(tensor))
+            self._owes = [(one, copy_of(one.untyped_storage()), version_of(one)) for one in plain]
+        if is_new and self._owes is None:
+            self._drop()
         else:
             self.inputs.end(self._packer())
         self._packed = []

@@ -320,10 +320,7 @@ class TapeMode(RegionMode):
             self.sums[handle.index] = checksum(tensor)
 
     def _may_be_in_flight(self, root: int, tensor: Tensor) -> bool:
-        tape = self.tape
-        return (tape.has_collectives and tape.is_in_flight(root)) or (
-            type(tensor) is not Tensor and is_in_flight(tensor)
-        )
+        return (self.tape.has_collectives and self.tape.is_in_flight(root)) or is_in_flight(tensor)
 
     def _is_seed(self, handle: Handle) -> bool:
         """Return whether a handle is that of a seed or offset, which an attention without dropout leaves undefined."""
@@ -336,7 +333,7 @@ class TapeMode(RegionMode):
     def same_as(self, tensor: Tensor) -> int:
         """Return the value of a tensor that autograd has made of one on the tape."""
         tape, key = self.tape, layout_key(tensor)
-        is_same = same_memory if is_wrapper(tensor) else same_storage
+        is_same = same_memory if is_wrapper(tensor) else _same_storage
         for value in reversed(range(len(tape.refs))):
             other = tape.refs[value]()
             if other is not None and is_same(other, tensor) and layout_key(other) == key:
@@ -344,8 +341,7 @@ class TapeMode(RegionMode):
         return tape.find(tensor)
 
 
-def same_storage(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors are in one storage."""
+def _same_storage(left: Tensor, right: Tensor) -> bool:
     return storage_address(left) == storage_address(right)
 
 

@@ -118,10 +118,10 @@ class _Call:
         if len(outputs) != len(grads):
             self.refuse(f"it returned {len(grads)} tensors in forward and {len(outputs)} in recomputation")
         pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
-        for output, grad in pairs if self.settings.checks_metadata else ():
+        for index, (output, grad) in enumerate(pairs if self.settings.checks_metadata else ()):
             if metadata(output) != metadata(grad):
                 now, then = f"{describe(output)} on {output.device}", f"{describe(grad)} on {grad.device}"
-                self.refuse(f"a result was {then} in forward and is {now} in recomputation")
+                self.refuse(f"result {index} was {then} in forward and is {now} in recomputation")
         return [(output, grad) for output, grad in pairs if output.requires_grad]
 
     def check_backward(self) -> None:

@@ -141,7 +141,7 @@ class Region:
         if frame.is_dual and not (isinstance(frame, TapedFrame) and frame.is_replayed):
             frame.refuse_tangents()
         with settings.explained():
-            output = frame.run(args, kwargs, is_careful=bool(group.careful))
+            output = frame.run(args, kwargs)
         if not isinstance(frame, TapedFrame):
             stats.engine = ""
             kept = frame.kept_bytes

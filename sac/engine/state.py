@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
@@ -20,7 +19,6 @@ from sac.engine.objects import (
     StandIn,
     attributes_of,
     class_of,
-    is_own_class,
     is_own_object,
     is_stale,
     with_tensor,
@@ -51,21 +49,14 @@ _SMALL = 1 << 16  # statistics and counters
 _GONE = object()
 
 
+@cache
+def _is_random_class(cls: type) -> bool:
+    return issubclass(cls, torch.Generator) or (hasattr(cls, "get_states") and hasattr(cls, "set_states"))
+
+
 def _is_random(value: Any) -> bool:
     """Return whether a value is a generator of torch, or a tracker of named streams."""
-    if isinstance(value, torch.Generator):
-        return True
-    cls = type(value)
-    return cls not in PLAIN and hasattr(cls, "get_states") and hasattr(cls, "set_states")
-
-
-@cache
-def _may_hold(cls: type) -> bool:
-    """Return whether a rerun may need more of an attribute of this class than its binding."""
-    is_tracker = hasattr(cls, "get_states") and hasattr(cls, "set_states")
-    is_object = (is_tracker or is_own_class(cls)) and not issubclass(cls, (nn.Module, type))
-    holders = (Tensor, *_CONTAINERS, tuple, deque, partial, torch.Generator)
-    return is_object or (cls is not torch.Size and issubclass(cls, holders))
+    return _is_random_class(class_of(value))
 
 
 def modules_in(owners: Sequence[nn.Module]) -> list[nn.Module]:
@@ -143,7 +134,7 @@ class ForwardState:
             held = table.copy()
             self._tables.append((table, held))
             for name in table.keys() - _NOT_OURS:
-                if _may_hold(class_of(value := table[name])):
+                if type(value := table[name]) not in PLAIN:
                     held[name] = self._note_value(value)
         for name in ("_parameters", "_buffers") if FSDP_MANAGED not in table else ("_buffers",):
             if (tensors := table[name]) and isinstance(tensors, dict):  # not so in what TorchScript compiles

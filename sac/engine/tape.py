@@ -77,18 +77,16 @@ class Tape:
         self.leaves: dict[int, Leaf] = {}
         self.leaf_roots: dict[int, int] = {}  # address of a leaf's storage -> root
         self.writers: dict[int, list[int]] = {}  # root -> entries that write to it
-        self.before: dict[
-            int, tuple[Tensor, Any]
-        ] = {}  # root of leaves -> one of them, contents before the first write
+        # Root of leaves -> one of them, contents before the first write
+        self.before: dict[int, tuple[Tensor, Any]] = {}
         self.kept: dict[int, Any] = {}  # value -> tensor, at first all that the policy saves
         self.kept_roots: set[int] = set()
         self.kept_keys: tuple[int, ...] = ()  # those of `kept` at the end of the forward
         self.kept_versions: dict[int, int] = {}
         self.rule_of: dict[int, int] = {}  # kept value -> index of its rule
         self.states: dict[int, GeneratorStates] = {}  # entry -> generators that it advances, with states before it
-        self.follows: dict[
-            int, int
-        ] = {}  # such an entry -> the one before, if nothing else was drawn between; -1: none
+        # Such an entry -> the one before, if nothing else was drawn between; -1: none
+        self.follows: dict[int, int] = {}
         self.chained: dict[int, int] = {}  # the same if its states are not held
         self.drawing: set[int] = set()  # all such entries, when states that no schedule needs have been let go of
         self.after: dict[int, GeneratorStates] = {}  # kept entry -> the same after it
@@ -98,9 +96,8 @@ class Tape:
         self.metadata: dict[int, Any] = {}  # kept entry -> shapes and dtypes of its arguments
         self.argument_sums: dict[int, Any] = {}  # kept entry -> their checksums, if the call is verified
         self.fresh: set[int] = set()  # roots of uninitialised memory that no entry has written to
-        self.constants: dict[
-            int, int
-        ] = {}  # roots that a factory filled -> its entry (small leaves: -1), until an op reads it
+        # Roots that a factory filled -> its entry (small leaves: -1), until an op reads it
+        self.constants: dict[int, int] = {}
         self.why_not = ""  # why this call cannot be replayed
         self.has_collectives = False  # other ranks take part in a recomputation
         self.collectives: list[int] = []  # entries
@@ -110,9 +107,8 @@ class Tape:
         self.input_roots: set[int] = set()
         self.stored: dict[int, StoredTensor | None] = {}  # roots of inputs in a store, as the forward found them
         self.is_careful = False  # there is something of which a forward without a mode takes no notice
-        self.parts: dict[
-            int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]
-        ] = {}  # id of a tensor in a wrapper value
+        # Id of a tensor in a wrapper value
+        self.parts: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}
         self.of_unknown_origin: set[int] = set()  # leaves, held weakly until the forward ends
         self.joined: set[int] = set()  # roots of wrappers that the region has made of other values, and of these
         self.units: dict[int, Any] = {}  # entry -> how to repeat a call of an autograd function

@@ -17,7 +17,7 @@ from sac.engine.op_trace import OpTraceRecorder, RegionStats
 from sac.engine.recorder import TapeMode
 from sac.engine.region import Region, RegionGroup
 from sac.engine.settings import REPLAY, Settings
-from sac.engine.table import NO_RULE, CallSite, DecisionTable, ResolvedRule, decide
+from sac.engine.table import CallSite, DecisionTable, ResolvedRule, decide
 from sac.engine.tape import Tape
 from sac.engine.taped import TapedFrame
 from sac.ops.registry import op_name
@@ -108,20 +108,13 @@ class _ProfilingMode(TapeMode):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._would_save: dict[int, int] = {}  # value -> index of its rule
+        self._would_save: set[int] = set()
         self.units: set[Any] = set()  # sites of units that a policy would save
 
     def decide_on_unit(self, site: Any, args: Any, out: Any) -> tuple[Decision, ResolvedRule | None]:
         """See ``TapeMode.decide_on_unit``; a call of which ops explain everything does not become a unit."""
-        decision, rule = super().decide_on_unit(site, args, out)
-        if decision.keeps:
+        if super().decide_on_unit(site, args, out)[0].keeps:
             self.units.add(site)
-        elif rule is not None:  # it decides on the ops inside, too, unless an earlier rule does
-            first, earlier = self.tape.scope.first, {one.index for one in self.table.rules if one.index < rule.index}
-            inside = [value for value in self._would_save if self.tape.makers[value] >= first]
-            for value in inside:
-                if self._would_save[value] not in earlier:
-                    del self._would_save[value]
         return Decision.RECOMPUTE, None
 
     def _decide(self, site: CallSite, entry: int, args: Any, kwargs: Any, out: Any) -> None:
@@ -130,7 +123,7 @@ class _ProfilingMode(TapeMode):
             return
         decision, rule = decide(self, site, args, kwargs, out)
         if decision.keeps:
-            self._would_save.update(dict.fromkeys(self.tape.results(entry), NO_RULE if rule is None else rule.index))
+            self._would_save.update(self.tape.results(entry))
         self.op_trace.add(site, rule, decision, args, kwargs, out)
 
     def savable(self) -> set[int]:
