@@ -3,7 +3,6 @@
 
     .venv/bin/python scripts/bench_overhead.py                 all cases, about three minutes
     .venv/bin/python scripts/bench_overhead.py --quick         few rounds: that it works, not how fast it is
-    .venv/bin/python scripts/bench_overhead.py --ranks         two layers on two ranks instead: TP, DTensor, FSDP2
 
 The ways take turns, one step each, and begin with another one in every round. A ratio is the median of the ratios in
 single rounds. With one thread the clock is the process's CPU time, which other programs do not disturb; with several
@@ -34,9 +33,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -70,7 +67,6 @@ class Case:
     """Some blocks and one input. 0 threads: torch's own choice; 0 kv_heads: as many as heads; 0 experts: one MLP.
 
     ``kernels``: norms, rotary positions and the gated product are autograd Functions on raw memory, like Liger's.
-    ``calls``: the block is so many calls of such a Function, and nothing else.
     """
 
     key: str
@@ -86,7 +82,6 @@ class Case:
     experts: int = 0
     layers: int = 1
     kernels: bool = False
-    calls: int = 0
 
     @property
     def label(self) -> str:
@@ -94,18 +89,16 @@ class Case:
         mlp = f"{CHOSEN_EXPERTS} of {self.experts} experts of {self.hidden}" if self.experts else f"MLP {self.hidden}"
         layers = f"{self.layers} layers, " if self.layers > 1 else ""
         kernels = ", kernels as autograd Functions" if self.kernels else ""
-        layer = f"{self.calls} calls of an autograd Function" if self.calls else f"{heads}, {mlp}"
-        return f"{layers}d={self.d}, {layer}, batch {self.batch}, {self.seq} tokens{kernels}"
+        return f"{layers}d={self.d}, {heads}, {mlp}, batch {self.batch}, {self.seq} tokens{kernels}"
 
 
 SMALL = Case("small", d=32, heads=4, hidden=64, batch=2, seq=8, rounds=400, warm_up=20, threads=1)
 MIXTURE = replace(SMALL, key="moe", experts=4, rounds=200)
 LAYER = Case("layer", d=1024, heads=16, hidden=4096, batch=2, seq=256, rounds=10, warm_up=1)
 KERNELS = replace(SMALL, key="kernels", rounds=200, kernels=True)
-CALLS = replace(SMALL, key="calls", rounds=50, calls=50)
-FULL_RUN = (SMALL, MIXTURE, LAYER, KERNELS, CALLS)
+FULL_RUN = (SMALL, MIXTURE, LAYER, KERNELS)
 QUICK_RUN = (
-    *(replace(case, rounds=3, warm_up=2) for case in (SMALL, MIXTURE, KERNELS, CALLS)),
+    *(replace(case, rounds=3, warm_up=2) for case in (SMALL, MIXTURE, KERNELS)),
     replace(LAYER, d=128, heads=4, hidden=512, seq=64, rounds=2),
 )
 
@@ -148,19 +141,6 @@ class KernelMLP(GatedMLP):
         return self.down_proj(SwiGLU.apply(self.gate_proj(x_BTD), self.up_proj(x_BTD)))
 
 
-class Calls(LlamaLikeBlock):
-    """Calls of one autograd Function."""
-
-    def __init__(self, width: int, calls: int) -> None:
-        super().__init__(width)
-        self.weight, self.calls = nn.Parameter(torch.ones(width)), calls
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        for _ in range(self.calls):
-            x_BTD = RMSNorm.apply(x_BTD, self.weight)
-        return x_BTD * 1.0  # its backward writes over the gradient that it is given
-
-
 class MixtureOfExperts(nn.Module):
     """A router, the best experts of each token, and a loop over experts, as published models have it in eager."""
 
@@ -190,8 +170,6 @@ def build(case: Case, device: str = "cpu", dtype: torch.dtype = torch.float32) -
 
 
 def _block(case: Case) -> LlamaLikeBlock:
-    if case.calls:
-        return Calls(case.d, case.calls)
     block = LlamaLikeBlock(case.d, case.heads, case.hidden)
     if case.kernels:
         block.self_attn = KernelAttention(case.d, case.heads, case.kv_heads or case.heads)
@@ -281,7 +259,6 @@ WAYS: dict[str, Callable[[nn.ModuleList], None]] = {
     "sac.context_fn": sac_context_fn,
     "sac whole module": partial(by_sac, mode="selective", policy=ATTENTION_MODULE),
 }
-ON_RANKS = (BASELINE, TORCH_FULL, STOCK, "sac full", "sac rerun", "sac replay")
 
 
 def cannot_run() -> dict[str, str]:
@@ -333,32 +310,23 @@ WALL_TIME = HostClock(time.perf_counter)
 
 
 class Count(TorchDispatchMode):
-    """Counts ops without `detach`, by which the ways hold tensors, and matrix products and collectives among them.
-
-    An op on DTensors is counted by what it runs: that is where its collectives are.
-    """
+    """Counts ops without `detach`, by which the ways hold tensors, and matrix products among them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ops = self.matmuls = self.collectives = 0
+        self.ops = self.matmuls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented
         self.ops += func is not ATEN.detach.default
         self.matmuls += func in MATMULS
-        is_waiting = func is torch.ops._c10d_functional.wait_tensor.default
-        self.collectives += func.namespace.strip("_").startswith("c10d") and not is_waiting
         return func(*args, **(kwargs or {}))
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """Ops that a forward runs; matrix products of both passes, collectives of each."""
+class Counted(NamedTuple):
+    """Ops that a forward runs; matrix products of both passes."""
 
     forward_ops: int
     matmuls: int
-    collectives: tuple[int, int]
 
 
 class Runner:
@@ -390,19 +358,18 @@ class Runner:
         self.clear()
         forward: list[int] = []
         with Count() as counted:
-            self.pass_through(lambda: forward.extend((counted.ops, counted.collectives)))
-        return Counted(forward[0], counted.matmuls, (forward[1], counted.collectives - forward[1]))
+            self.pass_through(lambda: forward.append(counted.ops))
+        return Counted(forward[0], counted.matmuls)
 
     def kept_bytes(self) -> int:
         """Return the bytes that a forward leaves for backward, besides its result."""
         outputs: list[Tensor] = []
         end = measure_memory(lambda: outputs.append(self.step(self.x))).end_bytes
-        return end - sum(one.nbytes for one in outputs if type(one) is Tensor)
+        return end - outputs[0].nbytes
 
     def gradients(self) -> list[Tensor]:
-        """Return those of the last step; of a DTensor, this rank's share."""
-        found = [tensor.grad for tensor in (self.x, *self.parameters) if tensor.grad is not None]
-        return [one.to_local() if isinstance(one, DTensor) else one for one in found]
+        """Return those of the last step."""
+        return [tensor.grad for tensor in (self.x, *self.parameters) if tensor.grad is not None]
 
 
 def shared_runner(mode: str, blocks: nn.Sequential, x: Tensor, weights: Tensor, clock: Any) -> Runner:
@@ -545,7 +512,6 @@ def measure(case: Case, runners: dict[str, Runner], label: str, clock: str, adva
             "matmuls": counted[mode].matmuls,
             "kept_bytes": kept[mode],
             "gradients_equal": equal[mode],
-            "collectives": "{} + {}".format(*counted[mode].collectives),
         }
 
     return {
@@ -573,60 +539,13 @@ def measure_all(cases: list[Case], modes: list[str], progress: Progress) -> list
     return results
 
 
-KINDS = {
-    "tp": "plain tensors, DTensor weights: colwise and rowwise linear layers",
-    "dtensor": "DTensors all the way: the same, norms in shards of the sequence",
-    "fsdp2": "fully_shard on each layer and on the model",
-}
-
-
-def measure_on_ranks(rounds: int) -> list[Result]:
-    """Every kind of parallel layers, on two processes with gloo; the times are those of rank 0."""
-    from tests.support.ranks import run_ranks
-
-    return [run_ranks(2, measure_rank, kind, rounds, timeout=3600)[0] for kind in KINDS]
-
-
-def measure_rank(kind: str, rounds: int) -> Result:
-    """What one rank measures."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    from tests.stacks.model_parallel import layer_plan
-    from tests.stacks.parallel_llama import Sizes, built
-
-    torch.set_num_threads(1)
-    mesh, sizes = init_device_mesh("cpu", (dist.get_world_size(),)), Sizes()
-
-    def runner(way: str) -> Runner:
-        model = built(sizes, first=False, last=False)
-        layers = model.layers.values()
-        generator = torch.Generator().manual_seed(dist.get_rank() if kind == "fsdp2" else 0)
-        x, weights = (torch.randn(2, 8, sizes.width, generator=generator) for _ in range(2))
-        for layer in layers if kind != "fsdp2" else ():
-            parallelize_module(layer, mesh, layer_plan("dtensor" if kind == "dtensor" else "replicated"))
-        if kind == "dtensor":
-            model.cos, model.sin = (distribute_tensor(one, mesh, [Replicate()]) for one in (model.cos, model.sin))
-            x, weights = (distribute_tensor(one, mesh, [Shard(1)]) for one in (x, weights))
-        WAYS[way](nn.ModuleList(layers))
-        for module in (*layers, model) if kind == "fsdp2" else ():
-            fully_shard(module, mesh=mesh)
-        return Runner(model, model.parameters(), x, weights, CPU_TIME)
-
-    case = replace(SMALL, key=kind, rounds=rounds, warm_up=5)
-    label = f"{KINDS[kind]}; {sizes.n_layers} layers, d={sizes.width}, 2 ranks"
-    return measure(case, {way: runner(way) for way in ON_RANKS}, label, "CPU time of rank 0", lambda _: None)
-
-
-COLUMNS = ("way", "step", "÷ none", "÷ full", "kept", "matmuls", "collectives", "equal")
+COLUMNS = ("way", "step", "÷ none", "÷ full", "kept", "matmuls", "equal")
 
 
 def cells(row: Result) -> list[str]:
     times = [f"{row['step_ms']:.2f} ms", *(f"{row[name]:.2f}" for name in ("ratio_to_none", "ratio_to_torch_full"))]
     equal = "yes" if row["gradients_equal"] else "NO"
-    return [row["mode"], *times, bytes_text(row["kept_bytes"]), str(row["matmuls"]), row["collectives"], equal]
+    return [row["mode"], *times, bytes_text(row["kept_bytes"]), str(row["matmuls"]), equal]
 
 
 def print_results(results: list[Result], skipped: dict[str, str], seen: dict[str, Any]) -> None:
@@ -638,8 +557,8 @@ def print_results(results: list[Result], skipped: dict[str, str], seen: dict[str
     print("", *(f"{mode} {reason}" for mode, reason in skipped.items()), sep="\n")
     print(
         "step: median. ÷: median of the ratios in single rounds, to no checkpointing and torch full. kept: for\n"
-        "backward. matmuls: matrix products that a step runs. collectives: of forward + backward. equal: gradients,\n"
-        "to those without checkpointing, in each bit. stock SAC, sac rerun, sac replay and sac.context_fn hold\n"
+        "backward. matmuls: matrix products that a step runs. equal: gradients, to those without checkpointing, in\n"
+        "each bit. stock SAC, sac rerun, sac replay and sac.context_fn hold\n"
         "attention and every 2nd matmul; torch_remat and sac whole module the attention module.\n"
         f"torch {seen['torch']}, Python {seen['python']}, {seen['cores']} cores of {seen['cpu']}"
     )
@@ -649,7 +568,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few rounds of small cases")
     parser.add_argument("--case", choices=[case.key for case in FULL_RUN], help="only this case")
-    parser.add_argument("--ranks", action="store_true", help="layers on two ranks")
     parser.add_argument("--rounds", type=int, help="rounds of each case")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     given = parser.parse_args()
@@ -657,15 +575,10 @@ def main() -> int:
         parser.error(f"--rounds is {given.rounds}; at least 1 is needed")
     chosen = QUICK_RUN if given.quick else FULL_RUN
     cases = [replace(case, rounds=given.rounds or case.rounds) for case in chosen if given.case in (None, case.key)]
-    skipped = {} if given.ranks else cannot_run()
+    skipped = cannot_run()
     seen = environment("bench_overhead.py")
-    if given.ranks:
-        from bench_overhead import measure_on_ranks  # ranks find the function by the name of its module
-
-        results = measure_on_ranks(given.rounds or (5 if given.quick else 100))
-    else:
-        with shown_progress(quiet=given.json) as progress:
-            results = measure_all(cases, [mode for mode in WAYS if mode not in skipped], progress)
+    with shown_progress(quiet=given.json) as progress:
+        results = measure_all(cases, [mode for mode in WAYS if mode not in skipped], progress)
     if given.json:
         print(json.dumps({**seen, "skipped": skipped, "cases": results}, indent=2))
     else:

@@ -5,7 +5,7 @@
 
 `before.json` was written at 83dbc8d without the C++ library. Its other parts hold the status of each family of the
 sweep (`scripts/hf_sweep.py --json`), the matrix of stacks (`scripts/composition_matrix.py --json`), and times relative
-to torch's full checkpointing (`scripts/bench_overhead.py --json`, with `--ranks`). It goes with the last issue that
+to torch's full checkpointing (`scripts/bench_overhead.py --json`). It goes with the last issue that
 compares with it.
 """
 
