@@ -3,7 +3,6 @@
 
     .venv/bin/python scripts/hf_sweep.py                          all of them
     .venv/bin/python scripts/hf_sweep.py --family llama t5        these
-    .venv/bin/python scripts/hf_sweep.py --only-failed rows.json  those that did not pass then, the others as they were
     .venv/bin/python scripts/hf_sweep.py --json rows.json         also write the rows there, as they come
 
 Each family is built from its configuration alone, with random weights, and trained for some steps in a process of its
@@ -340,8 +339,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", nargs="+", metavar="NAME", help="only these, by model_type")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time (2)")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there as they come; - prints them at the end")
-    parser.add_argument("--only-failed", metavar="FILE", help="rows of an earlier run: run what is not settled there")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there as they come")
     parser.add_argument("--limit", type=float, default=120, help="seconds of processor time for one family (120)")
     parser.add_argument("--memory", type=float, default=6, help="GiB for one family (6)")
     given = parser.parse_args()
@@ -353,22 +351,15 @@ def main() -> int:
         parser.error(f"transformers {transformers.__version__} does not know {', '.join(unknown)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a clean exit takes the children along
     rows: dict[str, Row] = {}
-    if given.only_failed:
-        earlier = [Row(**row) for row in json.loads(Path(given.only_failed).read_text(encoding="utf-8"))]
-        rows = {row.family: row for row in earlier if row.family in known}
-    settled = (PASSES, NOT_TRAINABLE)
-    wanted = given.family or [name for name in known if name not in rows or rows[name].status not in settled]
+    wanted = given.family or known
     with shown_progress(quiet=False) as progress:
         for done, row in enumerate(check_all(wanted, given.jobs, given.limit, int(given.memory * GIB)), 1):
             rows[row.family] = row
             progress(done, len(wanted), f"{row.family}: {row.status}")
-            if given.json and given.json != "-":
+            if given.json:
                 Path(given.json).write_text(json.dumps([asdict(one) for one in rows.values()], indent=1))
     ordered = [rows[name] for name in known if name in rows]
-    if given.json == "-":
-        print(json.dumps([asdict(row) for row in ordered], indent=1))
-    else:
-        print_table(ordered)
+    print_table(ordered)
     return int(any(row.status == FAILS for row in ordered))
 
 

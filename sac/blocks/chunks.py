@@ -40,6 +40,11 @@ class Chain:
         """Return the names of the children in ``chunk``."""
         return list(self.module._modules)[chunk.start : chunk.stop]
 
+    def path_of(self, chunk: range) -> str:
+        """Return the path of the region for ``chunk``."""
+        names = self.names(chunk)
+        return join(self.path, names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}")
+
 
 def find_chains(model: nn.Module, blocks: Sequence[Block], chunks: Chunks) -> tuple[Chain, ...]:
     """Return the chains that hold ``blocks``, divided into ``chunks``.
@@ -93,14 +98,9 @@ class ChunkedForward(InstalledForward):
     def __init__(self, chain: Chain, groups: Sequence[RegionGroup], applied: Applied) -> None:
         super().__init__(chain.module, applied)
         self.chunks = chain.chunks
-        self._regions = tuple(
-            Region(group, _region_path(chain, chunk)) for chunk, group in zip(chain.chunks, groups, strict=True)
+        self.regions = tuple(
+            Region(group, chain.path_of(chunk)) for chunk, group in zip(chain.chunks, groups, strict=True)
         )
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        """One region per chunk."""
-        return self._regions
 
     def __call__(self, input: Any) -> Any:
         """Run the children in order; the name ``input`` is the one that ``nn.Sequential`` uses."""
@@ -108,7 +108,7 @@ class ChunkedForward(InstalledForward):
             return self.original(input)
         children = [*self.module._modules.values()]
         done = 0
-        for chunk, region in zip(self.chunks, self._regions, strict=True):
+        for chunk, region in zip(self.chunks, self.regions, strict=True):
             input = _run_in_order(children[done : chunk.start], input)
             input = self._run_chunk(region, tuple(children[chunk.start : chunk.stop]), input)
             done = chunk.stop
@@ -131,11 +131,6 @@ def _run_in_order(modules: Sequence[Any], input: Any) -> Any:
     for module in modules:
         input = module(input)
     return input
-
-
-def _region_path(chain: Chain, chunk: range) -> str:
-    names = chain.names(chunk)
-    return join(chain.path, names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}")
 
 
 def install_chunks(chains: Sequence[Chain], table: DecisionTable, applied: Applied) -> None:

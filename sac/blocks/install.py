@@ -198,6 +198,8 @@ class InstalledForward(ABC):
     It works after pickling and ``deepcopy``: it refers to its module as an attribute, which both of them follow.
     """
 
+    regions: tuple[Region, ...] = ()  # in order; none if it only moves what is saved
+
     def __init__(self, module: nn.Module, applied: Applied) -> None:
         self.module = module
         self.applied = applied
@@ -213,11 +215,6 @@ class InstalledForward(ABC):
             return traced_forward(self.module, is_passed=self.is_passed)
         return class_forward(self.module)
 
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        """The regions that this forward runs, in order; none if it only moves what is saved."""
-        return ()
-
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -229,11 +226,7 @@ class RegionForward(InstalledForward):
     def __init__(self, block: Block, group: RegionGroup, applied: Applied) -> None:
         super().__init__(block.module, applied)
         self.region = Region(group, block.path)
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        """The single region."""
-        return (self.region,)
+        self.regions = (self.region,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module as a region."""

@@ -70,15 +70,11 @@ def root_node(model: nn.Module) -> Node:
 
 def children_of(node: Node) -> list[Node]:
     """Return the direct children of a node in order, each without its wrappers."""
-    found = []
-    for raw, wrapper in node.wrappers:  # modules that a wrapper adds, such as PEFT's prompt encoder
-        held = wrapped_name(wrapper)
-        others = [(name, child) for name, child in wrapper.named_children() if name != held]
-        found += [_look_through(join(raw, name), join(node.path, name), child) for name, child in others]
-    for name, child in node.module._modules.items():  # named_children() would skip the second use of a module
-        if child is not None:
-            found.append(_look_through(join(node.raw, name), join(node.path, name), child))
-    return found
+    return [
+        _look_through(join(node.raw, name), join(node.path, name), child)
+        for name, child in node.module._modules.items()  # named_children() would skip the second use of a module
+        if child is not None
+    ]
 
 
 def walk(model: nn.Module, *, repeats: bool = False) -> Iterator[Node]:

@@ -14,7 +14,7 @@ parameters and consist of several modules. The search goes from the root down:
 3. The search does not look inside a block, and a list of experts is never a stack.
 4. Lists of heads, projections and the like have the same structure. So stacks have a rank, and only the best rank
    found is used: first, stacks that Hugging Face declares, or whose blocks contain a token mixer, or that have the name
-   of a stack; otherwise any list of composed modules; otherwise a list of one module, or of bare modules of one class.
+   of a stack; otherwise any list of composed modules; otherwise a list of one module.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class _Search:
             return DECLARED
         if any(has_mixer(block.module) for block in blocks):
             return STRONG
-        if len(blocks) < 2 or not any(_is_composed(block.module) for block in blocks):
+        if len(blocks) < 2:
             return WEAK
         named = not STACK_NAMES.isdisjoint(_words(node.path))
         return STRONG if named and _are_alike(blocks) else PLAIN

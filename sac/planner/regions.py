@@ -168,6 +168,7 @@ class BudgetRegions:
                 if isinstance(one.region, ProfiledRegion):
                     one.full.stats = one.region.stats  # it was recomputed in full, too
                 one.region = one.planned if which == PLANNED and one.planned is not None else one.full
+                one.regions = (one.region,)
 
     def plan(self, planned: PlannedRegions) -> None:
         """Have the next calls run as ``planned``."""

@@ -261,7 +261,7 @@ class ModeRun:
     ) -> None:
         self.mode, self.error = mode, ""
         self._value, self._inputs_of_step, self._training = value, inputs_of_step, training
-        self._model: nn.Module | None = model
+        self._model = model
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer: torch.optim.Optimizer = OPTIMIZERS[training.optimizer](trained, lr=training.learning_rate)
         self._step_ms: list[float] = []
@@ -276,12 +276,12 @@ class ModeRun:
             part()
         except (SacError, torch.OutOfMemoryError) as error:
             self.error = str(error)
-            self._model = None  # frees the copy
+            self._model = nn.Module()  # frees the copy
             self._optimizer.param_groups.clear()
 
     def apply(self) -> None:
         """Apply the mode to the model."""
-        apply(self._live_model, self._value)
+        apply(self._model, self._value)
 
     def train_step(self, step: int, reference: dict[str, Tensor] | None) -> None:
         """Train one step; with ``reference``, compare the gradients to it, or fill it if it is empty."""
@@ -289,7 +289,7 @@ class ModeRun:
         started = self._now()
         loss = self._forward_backward(inputs)
         backward_s = self._now() - started
-        gradients = {name: p.grad for name, p in self._live_model.named_parameters() if p.grad is not None}
+        gradients = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
         if reference is not None and self.mode == NONE:
             reference.update(gradients)
         if reference:  # empty when `none` itself did not fit into memory
@@ -327,17 +327,12 @@ class ModeRun:
             recompute_flops=None if baseline_flops is None else self._figures["step_flops"] - baseline_flops,
             step_ms=tuple(self._step_ms),
             losses=tuple(self._losses),
-            report=None if self.mode == NONE else report(self._live_model),
+            report=None if self.mode == NONE else report(self._model),
             **self._figures,
         )
 
-    @property
-    def _live_model(self) -> nn.Module:
-        assert self._model is not None, "a failed mode is not run again"
-        return self._model
-
     def _forward_backward(self, inputs: Inputs) -> float:
-        return forward_backward(self._live_model, inputs, self._training.loss_fn)
+        return forward_backward(self._model, inputs, self._training.loss_fn)
 
     def _inputs(self, step: int) -> Inputs:
         torch.manual_seed(self._training.seed + step)  # dropout draws the same numbers in every mode

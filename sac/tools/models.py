@@ -225,14 +225,14 @@ def scale_config(raw: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
 
 
 def _read_config(path: str) -> dict[str, Any]:
+    legal = "a config.json file, with a JSON object that has a model_type"
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(Problem(_TOP, f"cannot read {path}: {error.strerror}", "a config.json file")) from error
-    except ValueError as error:
-        raise ConfigError(Problem(_TOP, f"{path} is not JSON: {error}", "a config.json file")) from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"it is not JSON: {error}"
+        raise ConfigError(Problem(_TOP, f"cannot read {path}: {reason}", legal)) from error
     if not isinstance(raw, dict):
-        raise ConfigError(Problem(_TOP, f"{path} holds a {type(raw).__name__}", "a JSON object with a model_type"))
+        raise ConfigError(Problem(_TOP, f"{path} holds a {type(raw).__name__}", legal))
     return raw
 
 

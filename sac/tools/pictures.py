@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sac.errors import ConfigError, Problem
 from sac.extras import import_extra
 from sac.policy.read import bytes_text
 from sac.tools.comparison import Comparison, ModeResult
@@ -19,8 +18,7 @@ MIB = 2**20
 def save_picture(comparison: Comparison, path: str | Path) -> Path:
     """Draw the memory of each mode over its step and save it in the format of ``path``'s suffix (png, svg, pdf).
 
-    Creates the folder if it is missing. Raises ``ConfigError`` if the suffix is unknown or the file cannot be written.
-    Needs the ``tools`` extra.
+    Creates the folder if it is missing. Needs the ``tools`` extra.
     """
     import_extra("matplotlib", "tools").use("agg")
     pyplot, path = import_extra("matplotlib.pyplot", "tools"), Path(path)
@@ -28,15 +26,9 @@ def save_picture(comparison: Comparison, path: str | Path) -> Path:
     for index, row in enumerate(row for row in comparison.rows if row.memory is not None):
         _draw(axes, row, COLOURS[index % len(COLOURS)])
     _describe(axes, comparison)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
-    except ValueError as error:  # matplotlib's error for an unknown suffix
-        raise ConfigError(Problem(str(path), f"the picture cannot be saved: {error}")) from error
-    except OSError as error:
-        raise ConfigError(Problem(str(path), f"the file cannot be written: {error.strerror}")) from error
-    finally:
-        pyplot.close(figure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
     return path
 
 

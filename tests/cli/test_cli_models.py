@@ -147,8 +147,8 @@ def test_spec_that_names_nothing(spec, text):
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("{", "is not JSON: Expecting property name enclosed in double quotes"),
-        ([1], "holds a list / legal: a JSON object with a model_type"),
+        ("{", "it is not JSON: Expecting property name enclosed in double quotes"),
+        ([1], "holds a list / legal: a config.json file, with a JSON object that has a model_type"),
         (
             tiny_llama(model_type="lama"),
             "model_type 'lama' is unknown to transformers VERSION / did you mean: llama / ",
