@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from sac.errors import PlanError, Problem
 from sac.planner.devices import device_named
-from sac.torch_private import scoped_library
+from sac.torch_private import FakeTensor, scoped_library
 
 # Note [Lowering]
 #
@@ -25,8 +25,8 @@ from sac.torch_private import scoped_library
 # intercept ops, so everything that runs later, including backward and recomputation, sees the same ops. (A
 # TorchFunctionMode is inactive in backward.)
 #
-# This changes torch for the whole process, so it happens in a separate process (planning.py), which the caller never
-# sees. Attention follows torch 2.11 to 2.13 (`sdp_utils.cpp`) by one rule per kernel; flags that a model sets
+# This changes torch for all threads while the plan is made; a fused norm with data, of another thread, raises. Attention
+# follows torch 2.11 to 2.13 (`sdp_utils.cpp`) by one rule per kernel; flags that a model sets
 # (`torch.nn.attention.sdpa_kernel`) are respected. Layer norm, softmax, losses and products are the same ops on both.
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -38,8 +38,7 @@ _RECURRENT = ("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
 def lowered_to(device_name: str) -> Iterator[None]:
     """Run ops on CPU tensors without data as ``device_name`` would; see Note [Lowering].
 
-    Use it only in a separate process, since it changes torch for every thread. Raises ``PlanError`` for an unknown
-    device.
+    It changes torch for every thread. Raises ``PlanError`` for an unknown device.
     """
     device = device_named(device_name).name
     kernels: list[tuple[str, str, Callable[..., Any]]] = [
@@ -63,6 +62,8 @@ def _refuse_recurrent(op: str, device: str, *_: Any) -> Any:
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
     """Return the result, and 1 / the root mean square of each row: [..., 1 per normalized dimension], in float32."""
+    if not isinstance(x, FakeTensor):
+        raise PlanError(Problem("sac.plan", "another thread runs a model while a plan is made for a device not here"))
     rows = [*x.shape[: x.dim() - len(shape)], *(1 for _ in shape)]
     return torch.empty_like(x), x.new_empty(rows, dtype=torch.float32 if x.dtype in _HALF else x.dtype)
 

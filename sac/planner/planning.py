@@ -1,23 +1,17 @@
-"""`sac.plan`: compute a policy for a budget, in a separate process if necessary."""
+"""`sac.plan`: compute a policy for a budget."""
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
-import pickle
 import textwrap
-import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sac.errors import PlanError, Problem, SacError, listing
+from sac.errors import PlanError, Problem, listing
 from sac.planner.budget import read_budget
 from sac.planner.cost import MEMORY, PRIORS
 from sac.planner.devices import Device, device_at_hand, device_named
@@ -144,23 +138,19 @@ def make_plan(
     figures = figures_of(model, device)
     wanted = read_budget(budget)
 
-    def work() -> Plan:
-        with fake_ranks(fsdp) if fsdp is not None else nullcontext():
-            shards = parallelize if fsdp is None else fsdp_over(fsdp)
-            steps = Rehearsal(model, arguments, figures, loss_fn=loss_fn, optimizer=optimizer, parallelize=shards)
-            try:
-                prediction = steps.prediction
-                least, most = prediction.least(), prediction.peak_of(prediction.fastest)
-                if wanted.bytes is None:
-                    most = max(least, steps.run(prediction.fastest).peak + steps.extra)
-                return _planned(steps, wanted.within(least, most), most, explains=explains)
-            finally:
-                steps.close()
-
-    with torch.random.fork_rng(devices=()):
-        if figures.name == "cpu" or "cuda" in {parameter.device.type for parameter in model.parameters()}:
-            return work()
-        return lowered(work, figures)
+    is_there = "cuda" in {parameter.device.type for parameter in model.parameters()}
+    shards = parallelize if fsdp is None else fsdp_over(fsdp)
+    with ExitStack() as scopes:
+        scopes.enter_context(torch.random.fork_rng(devices=()))
+        scopes.enter_context(lowered_to("cpu" if is_there else figures.name))
+        scopes.enter_context(fake_ranks(fsdp) if fsdp is not None else nullcontext())
+        steps = Rehearsal(model, arguments, figures, loss_fn=loss_fn, optimizer=optimizer, parallelize=shards)
+        scopes.callback(steps.close)
+        prediction = steps.prediction
+        least, most = prediction.least(), prediction.peak_of(prediction.fastest)
+        if wanted.bytes is None:
+            most = max(least, steps.run(prediction.fastest).peak + steps.extra)
+        return _planned(steps, wanted.within(least, most), most, explains=explains)
 
 
 def _planned(steps: Rehearsal, allowed: int, most: int, *, explains: bool) -> Plan:
@@ -234,7 +224,8 @@ def plan(
     ``"40GiB"``, or a share of the way from the least peak to the peak without checkpointing, such as ``"50%"``.
     ``loss_fn``: the loss is ``loss_fn(output)``, else ``output.loss``, else a scalar output.
     ``device``: the device whose figures price the ops (``"h100"``, …; default: the device of the parameters). For a
-    model on the CPU or on the meta device, the ops that this device would run are planned, in a separate process.
+    model on the CPU or on the meta device, the ops that this device would run are planned; until then, no other thread
+    may run a model on the CPU.
     ``parallelize``: a function that shards the copy in place (``fully_shard``, ``parallelize_module``), over a process
     group that sends nothing; the budget is then that of one rank.
     No data is read, and the model and torch's random state are not changed. The policy's ``table()`` shows the plan
@@ -285,63 +276,3 @@ def best_size(
         size: size / (made.step_s + made.rows[0].seconds) for size, (made, _) in tried.items() if made is not None
     }
     return max(speeds, key=speeds.__getitem__, default=None), dict(sorted(tried.items()))
-
-
-# -- Planning for an absent device, in a separate process
-
-T = TypeVar("T")
-
-# Note [The process of a lowered plan]
-#
-# The child process is forked, like the workers of a DataLoader. So model, inputs and loss function need not be
-# picklable, and nothing is copied. Only the result is pickled: a plan or an error. Torch's threads do not survive a
-# fork, so the child runs on one thread. If autograd has run on a GPU, it refuses to run in a forked process.
-
-
-def lowered(work: Callable[[], T], device: Device) -> T:
-    """Run ``work`` in a process in which ops run as on ``device``, and return its result; see Note [Lowering].
-
-    Errors that it raises are raised here. Raises ``PlanError`` if no process can be forked, or if the process dies.
-    """
-    if "fork" not in multiprocessing.get_all_start_methods():
-        raise _no_child("this system cannot fork a process")
-    context = multiprocessing.get_context("fork")
-    mine, its = context.Pipe(duplex=False)
-    child = context.Process(target=_run, args=(its, work, device.name), daemon=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: the child takes no lock a thread may hold
-        child.start()
-    its.close()
-    try:
-        error, found = mine.recv()
-        if error is None:
-            return found  # type: ignore[no-any-return]
-        raise error from (None if isinstance(error, SacError) else RuntimeError(found))
-    except EOFError:
-        child.join()
-        raise _no_child(f"the process that planned it ended with status {child.exitcode}") from None
-    finally:
-        mine.close()
-        child.terminate()
-        child.join()
-
-
-def _run(pipe: Connection, work: Callable[[], Any], device: str) -> None:
-    torch.set_num_threads(1)
-    gc.freeze()  # existing objects live as long as the process: keep the collector from scanning them repeatedly
-    try:
-        with lowered_to(device):
-            sent: tuple[Any, Any] = None, work()
-    except Exception as error:
-        sent = error, traceback.format_exc()
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:
-            sent = PlanError(Problem("plan", f"{type(error).__name__}: {error}")), sent[1]
-    pipe.send(sent)
-    pipe.close()
-
-
-def _no_child(reason: str) -> PlanError:
-    fix = "plan on a machine with this device"
-    return PlanError(Problem("plan", f"{reason}, and a plan for a device that is not here needs one", fix=fix))

@@ -1,9 +1,7 @@
-"""Ops as a GPU would run them, on tensors without data, in a process of their own."""
+"""Ops as a GPU would run them, on tensors without data."""
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac.errors import PlanError
-from sac.planner.devices import device_named
 from sac.planner.fakes import fake_mode
-from sac.planner.planning import lowered
+from sac.planner.gpu_ops import lowered_to
 
-fake_mode()  # what it imports is imported once, not in each child
-H100, A100 = device_named("h100"), device_named("a100")
+H100, A100 = "h100", "a100"
 CUDNN = "aten._scaled_dot_product_cudnn_attention"
 FLASH = "aten._scaled_dot_product_flash_attention"
 EFFICIENT = "aten._scaled_dot_product_efficient_attention"
@@ -50,6 +46,11 @@ def ops_of(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Seen:
     with Recording() as recording:
         function(*given).sum().backward()
     return recording.seen
+
+
+def lowered(function: Callable[[], Seen], device: str) -> Seen:
+    with lowered_to(device):
+        return function()
 
 
 def results(seen: Seen, op: str) -> list[tuple[int, ...]]:
@@ -144,8 +145,3 @@ def test_recurrent_kernels_are_refused():
 def test_this_process_is_as_it_was():
     lowered(lambda: ops_of(attention(), *ALIKE), H100)
     assert kernels(ops_of(attention(), *ALIKE)) == [FOR_CPU, f"{FOR_CPU}_backward"]
-
-
-def test_a_process_that_dies_is_an_error():
-    with pytest.raises(PlanError, match="ended with status -9"):
-        lowered(lambda: os.kill(os.getpid(), signal.SIGKILL), H100)
