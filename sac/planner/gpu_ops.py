@@ -25,8 +25,8 @@ from sac.torch_private import FakeTensor, scoped_library
 # intercept ops, so everything that runs later, including backward and recomputation, sees the same ops. (A
 # TorchFunctionMode is inactive in backward.)
 #
-# This changes torch for all threads while the plan is made; a fused norm with data, of another thread, raises. Attention
-# follows torch 2.11 to 2.13 (`sdp_utils.cpp`) by one rule per kernel; flags that a model sets
+# This changes torch for all threads while the plan is made; a fused norm with data, of another thread, raises.
+# Attention follows torch 2.11 to 2.13 (`sdp_utils.cpp`) by one rule per kernel; flags that a model sets
 # (`torch.nn.attention.sdpa_kernel`) are respected. Layer norm, softmax, losses and products are the same ops on both.
 
 _HALF = (torch.float16, torch.bfloat16)
