@@ -29,6 +29,14 @@ ENABLING = (  # Hugging Face's, its deprecated name, diffusers', timm's
 TWICE = "two at once would run every block three times"
 
 
+_OFF = (  # of Transformers, Diffusers and timm
+    "activation_checkpointing_disable()",
+    "gradient_checkpointing_disable()",
+    "disable_gradient_checkpointing()",
+    "set_grad_checkpointing(False)",
+)
+
+
 def refuse_existing_checkpointing(model: nn.Module) -> None:
     """Raise ``ModelError`` if the model's own checkpointing is on.
 
@@ -40,8 +48,8 @@ def refuse_existing_checkpointing(model: nn.Module) -> None:
         if what := _checkpointing_of(module):
             where = clean_path(path, model) or "the model"
             found = f"the model's own checkpointing is on: {what} at {where}"
-            fix = "turn it off, with model.activation_checkpointing_disable() or model.set_grad_checkpointing(False), "
-            fix += f"or build the model without it, then call sac.apply; {TWICE}"
+            off = next((f" with model.{name}" for name in _OFF if hasattr(model, name.partition("(")[0])), "")
+            fix = f"turn it off{off}, or build the model without it, then call sac.apply; {TWICE}"
             raise ModelError(Problem(type(model).__name__, found, fix=fix))
 
 
