@@ -264,7 +264,27 @@ class TapedFrame(Frame):
             site = tape.sites[entry]
             if not site.is_view and not all(value in kept for value in tape.results(entry)):
                 asked.update(tape.roots[value] for value in tape.reads[entry])
-        return {value for value in kept if tape.makers[value] < last and self._is_asked(value, asked)}
+        inside = self._inside_only()
+        return {
+            value
+            for value in kept
+            if tape.makers[value] < last and value not in inside and self._is_asked(value, asked)
+        }
+
+    def _inside_only(self) -> set[int]:
+        """Return the kept values that only a Function's forward uses: without a region, nothing would hold them."""
+        tape, saved = self.tape, {self.tape.roots[handle.position[0]] for handle in alive(self._handles)}
+        inside: set[int] = set()
+        for span, _, _ in self._spans:
+            made = {value for value in tape.kept if tape.makers[value] in span and tape.roots[value] not in saved}
+            later = range(span.stop, len(tape.sites)) if made else ()
+            used = {tape.roots[value] for entry in later for value in tape.reads[entry]}
+            inside |= {
+                value
+                for value in made
+                if tape.roots[value] not in used and not tape.sites[tape.makers[value]].must_save
+            }
+        return inside
 
     def _is_asked(self, value: int, asked: set[int]) -> bool:
         tape, maker = self.tape, self.tape.makers[value]
