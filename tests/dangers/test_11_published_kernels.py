@@ -237,10 +237,10 @@ class Adapted(Layer):
 class InTiles(Layer):
     def __init__(self) -> None:
         super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.SiLU(), nn.Linear(8 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + Tiled.apply(self.up(x), self.mlp)
+        return (x + Tiled.apply(self.up(x), self.mlp)).sin()  # so that a rerun goes on behind the tiles
 
 
 class Gathered(Layer):
