@@ -6,6 +6,7 @@ import argparse
 import copy
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from functools import cache
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sac.errors import Problem, RegionError
 from sac.tensors import detached, placed_on
 from sac.torch_private import tree_leaves
 
@@ -36,8 +38,9 @@ class NotLeaf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Never called: no backward runs through a recomputation."""
-        raise AssertionError("no backward runs through a recomputation")
+        """Raise: only the backward of a reentrant region runs through a recomputation."""
+        found = "a reentrant region reads a tensor with a graph from a container or object of a module"
+        raise RegionError(Problem("region", found, fix="pass it as an argument, or pass use_reentrant=False"))
 
 
 def not_leaf(tensor: Tensor) -> Tensor:
@@ -64,14 +67,21 @@ def held_in(copy: Any) -> Any:
 class StandIn:
     """Holds a tensor with a graph, or a container or an object with such tensors, as a copy without the graph."""
 
-    __slots__ = ("_copy", "is_tensor")
+    __slots__ = ("_copy", "_tensor")
 
     def __init__(self, value: Any) -> None:
-        self._copy, self.is_tensor = copied(value, {}), isinstance(value, Tensor)
+        self._copy = copied(value, {})
+        self._tensor = weakref.ref(value) if isinstance(value, Tensor) else None
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the value is a tensor."""
+        return self._tensor is not None
 
     def again(self) -> Any:
-        """Return a copy for one rerun."""
-        return copied(self._copy, {})
+        """Return a tensor itself while it lives (a reentrant region's gradients go through it), else a copy."""
+        original = None if self._tensor is None else self._tensor()
+        return copied(self._copy, {}) if original is None else original
 
 
 def without_graph(value: Any) -> Any:

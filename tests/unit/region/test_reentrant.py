@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -185,6 +186,23 @@ class Unregistered:
 def put_into_an_argument(given: dict[str, Tensor]) -> Tensor:
     given["new"] = given["old"].exp()
     return given["new"] * 2
+
+
+def test_gradients_go_through_what_a_module_remembers() -> None:
+    """A tensor with a graph in an attribute gets its gradient; in a container of the module, it is an error."""
+
+    def gradient(run: Any, name: str) -> Tensor:
+        torch.manual_seed(0)
+        block, scale = nn.Linear(WIDTH, WIDTH), torch.ones(WIDTH, requires_grad=True)
+        block.scale, block.held = scale.cos(), {"scale": scale.sin()}
+        block.forward = lambda x: F.linear(x, block.weight) * (block.scale if name == "scale" else block.held["scale"])
+        run(block, torch.randn(2, WIDTH, requires_grad=True)).sin().sum().backward()
+        assert scale.grad is not None
+        return scale.grad
+
+    assert torch.equal(gradient(lambda block, x: block(x), "scale"), gradient(reentrant, "scale"))
+    with pytest.raises(RegionError, match="reads a tensor with a graph from a container or object of a module"):
+        gradient(reentrant, "held")
 
 
 def test_tensors_that_autograd_does_not_see_are_refused() -> None:
