@@ -19,13 +19,8 @@ from sac.blocks.install import regions_of
 from tests.docs.pages import fenced, sections
 from tests.docs.snippet_models import WIDTH, Layer, Model
 from tests.support.blocks import llama_stack
+from tests.support.compiling import vectorised_inductor
 from tests.support.ranks import run_ranks
-
-# torch 2.13: with ATEN_CPU_CAPABILITY=default, inductor writes `at::vec` into some kernels and leaves its header out.
-vectorised_inductor = pytest.mark.skipif(
-    os.environ.get("ATEN_CPU_CAPABILITY") == "default",
-    reason="torch's inductor writes kernels that do not compile under ATEN_CPU_CAPABILITY=default",
-)
 
 PAGE = "docs/quick-start.md"
 Names = dict[str, Any]

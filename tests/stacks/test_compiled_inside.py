@@ -18,6 +18,7 @@ import sac
 from sac.errors import RegionError, SacWarning
 from sac.reporting import decisions_of
 from tests.support.blocks import FULL, alternate, llama_stack, policy, save, selective, tokens
+from tests.support.compiling import vectorised_inductor
 from tests.support.training import assert_same, built, train
 
 ATTENTION_AND_PRODUCTS = selective(policy(save("attention"), alternate("matmul")))
@@ -92,6 +93,7 @@ def inductor(**options: bool) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@vectorised_inductor
 def test_wrong_order_with_rules_that_reach_nothing_is_an_error_with_the_reason() -> None:
     with (
         pytest.warns(SacWarning, match="torch.compile was applied to a part of the region"),
@@ -101,6 +103,7 @@ def test_wrong_order_with_rules_that_reach_nothing_is_an_error_with_the_reason()
 
 
 @pytest.mark.slow
+@vectorised_inductor
 def test_a_compiled_graph_can_be_saved_as_a_whole() -> None:
     how = inductor(wrap_inductor_compiled_regions=True)
     expected, _ = training(wrapped_parts, "none", **how)

@@ -19,6 +19,7 @@ from tests.stacks.matrix import assert_as_promised, line_of
 from tests.stacks.other_trainers import TIMM
 from tests.stacks.pipelines import SCHEDULES
 from tests.stacks.registry import EVERY_MODE, STACKS, Stack, row
+from tests.support.compiling import vectorised_inductor
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # other packages' own: what sac finds wrong is an error in the row
 WIDTH = 64
@@ -55,7 +56,10 @@ OTHERS = (
 SLOW = ("aot_eager", "lightning_")
 
 
-@pytest.mark.parametrize("stack", STACKS, ids=lambda stack: stack.name)
+@pytest.mark.parametrize(
+    "stack",
+    [pytest.param(one, marks=vectorised_inductor if "inductor" in one.name else (), id=one.name) for one in STACKS],
+)
 def test_a_row_of_the_page(stack: Stack) -> None:
     assert_as_promised(line_of(stack))
 
