@@ -345,7 +345,7 @@ def _kept_inputs(keeping: InputStoring | None) -> str:
     if keeping is None:
         return ""
     which = _CHOSEN[keeping.which] if isinstance(keeping.which, str) else "those that `keep` chooses are kept"
-    return f"{which} {keeping.store.describe()}"
+    return f"{which} {keeping.store.place}"
 
 
 def _kind_report(regions: Sequence[Region]) -> KindReport:
