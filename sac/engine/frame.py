@@ -267,7 +267,8 @@ class Frame:
             self.refuse_tangents()
         self.state.check(self.tape, self.where)
         with self.state.restored(self.tape):
-            args, kwargs = self.inputs.again(self.where, written=self.tape is not None and bool(self.tape.before))
+            written = self.tape is not None and bool(self.tape.before)
+            args, kwargs = self.inputs.again(self.where, self.function, written=written)
             stops, total = self.early_stop or self.is_open, len(self._handles)
             again = partial(rerun, self.function, args, kwargs, stops=stops, total=total, fills=self._fills)
             with self.state.modes.entered():

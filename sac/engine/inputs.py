@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from sac.tensors import (
     tensor_parts,
     version_of,
 )
-from sac.torch_private import tree_flatten, tree_unflatten
+from sac.torch_private import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 
 class _Copy:
@@ -107,24 +108,39 @@ class Inputs:
         self.bytes = here + sum(size for size, _ in sizes), sum(size for _, size in sizes)
         self.tensors, self._before = [], []
 
-    def again(self, where: str, *, written: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def changed(self, index: int, tensor: Tensor, function: Any, where: str) -> RegionError:
+        """Return the error about an input that was written to; it is named as ``function`` does: ``p['mask']``."""
+        args, kwargs = self._with(range(len(self.leaves)))
+        try:
+            arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+        except (TypeError, ValueError):  # it has no signature
+            arguments = {"args": args, "kwargs": kwargs}
+        leaves = tree_flatten_with_path(arguments)[0]
+        path: Any = next(path for path, leaf in leaves if leaf == index)
+        name = f"{path[0].key}{keystr(path[1:])}"
+        found = f"its input `{name}` ({describe(tensor)}) was changed in place after the forward"
+        return RegionError(Problem(where, found, fix=WRITTEN))
+
+    def _with(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments and keywords with these leaves."""
+        if isinstance(self._spec, tuple):
+            count, names = self._spec
+            return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        return args, kwargs
+
+    def again(self, where: str, function: Any, *, written: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for a rerun; ``written``: the region writes to inputs, whose contents are put back."""
         leaves = [leaf.again() if type(leaf) is _Copy else leaf for leaf in self.leaves]
         for index, version, requires_grad, is_leaf in self._versions:
             tensor = leaves[index]
             has_moved = index in self._addresses and storage_address(tensor) != self._addresses[index]
             if has_moved or is_written(tensor, version):
-                tensor = fetch(tensor)
-                found = f"its input {index} ({describe(tensor)}) was changed in place after the forward"
-                raise RegionError(Problem(where, found, fix=WRITTEN))
+                raise self.changed(index, fetch(tensor), function, where)
             if index in self._same:
                 leaves[index] = leaves[self._same[index]]
             elif type(tensor) is not Parameter:
                 leaves[index] = again = fetch(tensor).detach().requires_grad_(requires_grad)
                 if written and requires_grad and not is_leaf:
                     leaves[index] = not_leaf(again)
-        if isinstance(self._spec, tuple):
-            count, names = self._spec
-            return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        return args, kwargs
+        return self._with(leaves)

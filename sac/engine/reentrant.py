@@ -99,7 +99,7 @@ class _Call:
         self.state.check(None, self.where)
         arrived: dict[int, Tensor] = {}
         with self.state.restored(None), torch.enable_grad():
-            args, kwargs = self.inputs.again(self.where, written=False)
+            args, kwargs = self.inputs.again(self.where, self.function, written=False)
             leaves = tree_leaves((args, kwargs))
             starts = {id(leaves[index]): position for position, index in reversed([*enumerate(self._indices)])}
             for leaf in leaves:

@@ -414,7 +414,7 @@ class TapedFrame(Frame):
             if tape.has_collectives:
                 filled = [(index, landed(tensor)) for index, tensor in filled]
         except ChangedError as change:
-            raise RegionError(self._of_change(change.value)) from None
+            raise self._changed(change.value) from None
         except UnobtainableError:
             raise CannotReplayError(_EARLIER) from None
         if tape.differing:
@@ -424,14 +424,14 @@ class TapedFrame(Frame):
         for index, tensor in filled:
             waiting[index].fill(tensor, self.where, checks=self.settings.checks_metadata)
 
-    def _of_change(self, value: int) -> Problem:
-        """Return the problem of a leaf that was written to after the forward."""
+    def _changed(self, value: int) -> RegionError:
+        """Return the error about a leaf that was written to after the forward."""
         tensor, inputs = fetch(self.tape.leaves[value].tensor), self._input_leaves.items()
         index = next((index for index, other in inputs if self.tape.roots[other] == self.tape.roots[value]), None)
-        found = f"its input {index} ({describe(tensor)}) was changed in place after the forward"
-        if index is None:
-            found = f"a tensor from outside the region ({describe(tensor)}) was changed in place after the forward"
-        return Problem(self.where, found, fix=WRITTEN)
+        if index is not None:
+            return self.inputs.changed(index, tensor, self.function, self.where)
+        found = f"a tensor from outside the region ({describe(tensor)}) was changed in place after the forward"
+        return RegionError(Problem(self.where, found, fix=WRITTEN))
 
     def _verify(self, filled: list[tuple[int, Tensor]], waiting: dict[int, Handle]) -> None:
         """Compare replayed values with those of the forward."""

@@ -62,16 +62,19 @@ def test_a_write_to_an_input_in_the_hands_of_hooks_is_still_seen():
         out = sac.checkpoint(lambda t: t.sin().exp(), h)
     with torch.no_grad():
         h.zero_()
-    with pytest.raises(RegionError, match=r"input 0 \(float32\[64\]\) was changed in place after the forward"):
+    with pytest.raises(RegionError, match=r"its input `t` \(float32\[64\]\) was changed in place after the forward"):
         out.sum().backward()
 
 
 WRITES: dict[str, tuple[Callable[[Tensor, nn.Linear], Any], str]] = {
-    "an input": (lambda mask, linear: mask.zero_(), r"its input 1 .* was changed"),
-    "other data": (lambda mask, linear: setattr(mask, "data", torch.zeros_like(mask)), r"its input 1 .* was changed"),
+    "an input": (lambda mask, linear: mask.zero_(), r"its input `mask` .* was changed"),
+    "other data": (
+        lambda mask, linear: setattr(mask, "data", torch.zeros_like(mask)),
+        r"its input `mask` .* was changed",
+    ),
     "other data of another shape": (
         lambda mask, linear: setattr(mask, "data", torch.zeros(5)),
-        r"its input 1 .* was changed",
+        r"its input `mask` .* was changed",
     ),
     "a weight": (
         lambda mask, linear: linear.weight.detach().mul_(0.5),
@@ -116,3 +119,14 @@ def test_an_optimizer_that_steps_inside_backward(reentrant: bool) -> None:
 
 
 # -- One tensor that is passed several times is one tensor again in recomputation: functions ask whether it is
+
+
+def test_an_input_is_named_as_the_function_names_it() -> None:
+    def body(x: Tensor, *, parts: dict[str, list[Tensor]]) -> Tensor:
+        return (x * parts["masks"][1]).sin().exp()
+
+    x, mask = torch.randn(8, requires_grad=True), torch.ones(8)
+    out = sac.checkpoint(body, x, parts={"masks": [x, mask]})
+    mask.zero_()
+    with pytest.raises(RegionError, match=r"its input `parts\['masks'\]\[1\]` \(float32\[8\]\) was changed"):
+        out.sum().backward()
