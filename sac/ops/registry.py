@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
@@ -54,7 +53,7 @@ class NamePattern:
         """Return whether the pattern matches the op called ``name`` (see ``op_name``)."""
         packet = name.rpartition(".")[0] if name.count(".") > 1 else name
         if is_glob(self.text):
-            return fnmatchcase(name, self.text) or fnmatchcase(packet, self.text)
+            return fnmatch.fnmatchcase(name, self.text) or fnmatch.fnmatchcase(packet, self.text)
         return self.text in (name, packet)
 
 
@@ -64,21 +63,13 @@ class Registry:
 
     packets: Mapping[str, tuple[str, ...]]
     names: tuple[str, ...]  # of all ops
-    text: str  # the names in one, to search in
-
-    @property
-    def namespaces(self) -> frozenset[str]:
-        """The namespaces with at least one op."""
-        return frozenset(packet.partition(".")[0] for packet in self.packets)
 
     def has(self, pattern: NamePattern) -> bool:
         """Return whether ``pattern`` matches any registered op."""
-        if not is_glob(pattern.text):
-            packet, _, overload = pattern.text.rpartition(".")
-            return pattern.text in self.packets or overload in self.packets.get(packet, ())
-        if "[" not in pattern.text and any(part not in self.text for part in re.split(r"[*?]", pattern.text)):
-            return False  # quickly, since most sets have many globs over libraries that are not there
-        return any(map(pattern.matches, self.names))
+        if is_glob(pattern.text):
+            return bool(fnmatch.filter(self.packets, pattern.text) or fnmatch.filter(self.names, pattern.text))
+        packet, _, overload = pattern.text.rpartition(".")
+        return pattern.text in self.packets or overload in self.packets.get(packet, ())
 
 
 def read_registry() -> Registry:
@@ -96,19 +87,16 @@ def _registry_of(names: tuple[str, ...], higher_order: tuple[str, ...]) -> Regis
     for name in higher_order:
         packets[f"{HIGHER_ORDER}.{name}"] = []
     names = tuple(f"{packet}.{one}" if one else packet for packet, found in packets.items() for one in found or [""])
-    return Registry({packet: tuple(sorted(found)) for packet, found in packets.items()}, names, "\n".join(names))
+    return Registry({packet: tuple(sorted(found)) for packet, found in packets.items()}, names)
 
 
 def find_op(name: str) -> Any | None:
     """Return the op called ``name`` (an overload or a higher-order op), or None if this torch does not have it."""
-    namespace, _, rest = name.partition(".")
-    packet_name, _, overload = rest.partition(".")
+    namespace, packet_name, overload = (*name.split(".", 2), "", "")[:3]
     packet = getattr(getattr(torch.ops, namespace, None), packet_name, None)
-    if isinstance(packet, HigherOrderOperator):
-        return packet
-    if not isinstance(packet, OpOverloadPacket):
-        return None
-    return getattr(packet, overload or "default", None)
+    if isinstance(packet, OpOverloadPacket):
+        return getattr(packet, overload or "default", None)
+    return packet if isinstance(packet, HigherOrderOperator) else None
 
 
 def find_ops(packet: str, overloads: Iterable[str]) -> tuple[Any, ...]:

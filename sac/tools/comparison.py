@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sac.errors import ConfigError, Problem, SacError, nearest
 from sac.memory_timeline import MemoryTimeline, mark, measure_memory
-from sac.ops.flops import added_formulas
+from sac.ops.flops import ADDED_FORMULAS
 from sac.planner.applying import apply
 from sac.policy.read import bytes_text
 from sac.reporting import Report, report
@@ -171,7 +171,7 @@ def count_flops(fn: Callable[[], object]) -> int:
 
     The counter is active during the whole call, so it also counts what backward recomputes.
     """
-    counter = FlopCounterMode(display=False, custom_mapping=added_formulas())
+    counter = FlopCounterMode(display=False, custom_mapping=dict(ADDED_FORMULAS))
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     with counter:
         fn()
