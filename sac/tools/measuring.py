@@ -16,7 +16,7 @@ from sac.engine.rng import random_state_kept
 from sac.errors import ConfigError, ModelError, Problem
 from sac.planner.applying import apply
 from sac.policy.model import Policy
-from sac.reporting import Trace, trace_of
+from sac.reporting import Trace, decisions_of
 from sac.tools.arguments import check_value
 from sac.tools.comparison import NONE, Comparison, Training, forward_backward, inputs_on
 from sac.tools.comparison import compare as compare_copies
@@ -51,7 +51,7 @@ def trace_here(
     """Apply ``policy`` to ``model`` itself, run one forward and backward, and return the decisions."""
     apply(model, policy)
     forward_backward(model, inputs, loss_fn)
-    return trace_of(model, name, label_of(policy))
+    return Trace(name, label_of(policy), decisions_of(model))
 
 
 def compare(
