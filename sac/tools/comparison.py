@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from functools import partial
-from math import isnan
+from itertools import count
 from statistics import median
 from typing import Any, final
 
@@ -77,11 +78,9 @@ class ModeResult:
         """Return the row's numbers for JSON."""
         if self.error:
             return {"mode": self.mode, "error": self.error}
-        found = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("error", "memory")}
-        report = None if self.report is None else self.report.to_dict()
-        return {
-            **found, "peak_bytes": self.peak_bytes, "median_step_ms": self.median_step_ms, "report": report,
-        }  # fmt: skip
+        names = [each.name for each in fields(self) if each.name not in ("error", "memory")]
+        numbers = {name: getattr(self, name) for name in (*names, "peak_bytes", "median_step_ms")}
+        return numbers | {"report": None if self.report is None else self.report.to_dict()}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -91,7 +90,7 @@ class Comparison:
     model: str
     parameters: int
     device: str
-    torch_version: str
+    torch: str
     steps: int
     rows: tuple[ModeResult, ...]
 
@@ -102,21 +101,13 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all numbers for JSON, without the curves of the picture."""
-        return {
-            "model": self.model,
-            "parameters": self.parameters,
-            "device": self.device,
-            "torch": self.torch_version,
-            "steps": self.steps,
-            "modes": [row.to_dict() for row in self.rows],
-        }
+        names = ("model", "parameters", "device", "torch", "steps")
+        return {name: getattr(self, name) for name in names} | {"modes": [row.to_dict() for row in self.rows]}
 
     def table(self) -> Table:
         """Return a row per mode."""
-        baseline = next((row for row in self.rows if not row.error), None)
-        rows = [
-            (row.mode, *(_cells(row, baseline or row) if not row.error else ("failed", *[""] * 4))) for row in self.rows
-        ]
+        baseline = next((row for row in self.rows if not row.error), self.rows[0])
+        rows = [(row.mode, *(("failed", *[""] * 4) if row.error else _cells(row, baseline))) for row in self.rows]
         return Table(("mode", *_NUMBERS), tuple(rows), right=_NUMBERS)
 
     def footnote(self) -> str:
@@ -124,19 +115,16 @@ class Comparison:
         source = "the profiler's memory events" + ("" if self.device == "cpu" else " and the allocator")
         return (
             f"{self.model}, {parameters_text(self.parameters)} parameters\n"
-            f"on {self.device}, torch {self.torch_version}, without weights and gradients, from\n{source}\n"
+            f"on {self.device}, torch {self.torch}, without weights and gradients, from\n{source}\n"
             "kept: alive at the end of forward; peak: of forward and backward\n"
             f"step: median of {self.steps - 1} interleaved steps; grads: gradients, compared with none"
         )
 
-    def errors(self) -> str:
-        """Return the errors of modes that failed, each after an empty line."""
-        return "".join(f"\n\n{row.mode}: {row.error}" for row in self.rows if row.error)
-
     def __str__(self) -> str:
         width = screen_width()
         footnote = wrapped_text(self.footnote().splitlines(), width)
-        return f"{self.table().text(width)}\n{footnote}{self.errors()}"
+        errors = [f"\n\n{row.mode}: {row.error}" for row in self.rows if row.error]
+        return f"{self.table().text(width)}\n{footnote}{''.join(errors)}"
 
     def __repr__(self) -> str:
         peaks = [f"{row.mode} {'failed' if row.error else bytes_text(row.peak_bytes)}" for row in self.rows]
@@ -197,31 +185,21 @@ class Training:
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot run; raises ``ConfigError``."""
-        problems = []
         if self.steps < 2:
             found = f"{count_text(self.steps, 'step')} cannot be timed: the first one warms up"
-            problems.append(Problem("--steps", found, "2, 3, 4, …"))
+            raise ConfigError(Problem("--steps", found, "2, 3, 4, …"))
         if self.optimizer not in OPTIMIZERS:
-            found = f"unknown optimizer '{self.optimizer}'"
-            problems.append(Problem("--optimizer", found, ", ".join(OPTIMIZERS), nearest(self.optimizer, OPTIMIZERS)))
-        try:
-            check_device(self.device)
-        except ConfigError as error:
-            problems += error.problems
-        if problems:
-            raise ConfigError(problems)
+            found, legal = f"unknown optimizer '{self.optimizer}'", ", ".join(OPTIMIZERS)
+            raise ConfigError(Problem("--optimizer", found, legal, nearest(self.optimizer, OPTIMIZERS)))
+        check_device(self.device)
 
 
 def check_device(device: str) -> None:
     """Raise ``ConfigError`` if models cannot run on ``device`` here."""
-    if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise ConfigError(Problem("--device", f"'{device}' cannot be measured", "cpu, cuda"))
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ConfigError(Problem("--device", f"'{device}' cannot be measured", "cpu, cuda, cuda:0, …"))
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(Problem("--device", "torch sees no CUDA device here", "cpu", fix="--device cpu"))
-    try:
-        torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(Problem("--device", f"'{device}' is not a torch device", "cpu, cuda, cuda:0, …")) from error
 
 
 def inputs_on(device: str, inputs: Inputs) -> Inputs:
@@ -259,16 +237,17 @@ class ModeRun:
     def __init__(
         self, mode: str, value: Any, model: nn.Module, inputs_of_step: Callable[[int], Inputs], training: Training
     ) -> None:
-        self.mode, self.error = mode, ""
-        self._value, self._inputs_of_step, self._training = value, inputs_of_step, training
-        self._model = model
+        self.mode, self.error, self.model = mode, "", model
+        self._inputs_of_step, self._training = inputs_of_step, training
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer: torch.optim.Optimizer = OPTIMIZERS[training.optimizer](trained, lr=training.learning_rate)
         self._step_ms: list[float] = []
         self._losses: list[float] = []
         self._figures: dict[str, Any] = {}  # fields of ModeResult
+        if mode != NONE:
+            self.attempt(partial(apply, model, value))
 
-    def attempt(self, part: Callable[[], None]) -> None:
+    def attempt(self, part: Callable[[], object]) -> None:
         """Run a part of the measurement unless an earlier part failed; an error of sac becomes the row's text."""
         if self.error:
             return
@@ -276,20 +255,16 @@ class ModeRun:
             part()
         except (SacError, torch.OutOfMemoryError) as error:
             self.error = str(error)
-            self._model = nn.Module()  # frees the copy
+            self.model = nn.Module()  # frees the copy
             self._optimizer.param_groups.clear()
-
-    def apply(self) -> None:
-        """Apply the mode to the model."""
-        apply(self._model, self._value)
 
     def train_step(self, step: int, reference: dict[str, Tensor] | None) -> None:
         """Train one step; with ``reference``, compare the gradients to it, or fill it if it is empty."""
-        inputs = self._inputs(step)
+        run = self._step(step)
         started = self._now()
-        loss = self._forward_backward(inputs)
+        self._losses.append(run())
         backward_s = self._now() - started
-        gradients = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         if reference is not None and self.mode == NONE:
             reference.update(gradients)
         if reference:  # empty when `none` itself did not fit into memory
@@ -300,12 +275,10 @@ class ModeRun:
         self._optimizer.zero_grad(set_to_none=True)
         if step > 0:
             self._step_ms.append((backward_s + self._now() - started) * 1e3)
-        self._losses.append(loss)
 
     def count_flops(self) -> None:
         """Count one forward and backward; its gradients stay for ``measure_memory``."""
-        inputs = self._inputs(self._training.steps)
-        self._figures["step_flops"] = count_flops(partial(self._forward_backward, inputs))
+        self._figures["step_flops"] = count_flops(self._step(self._training.steps))
 
     def measure_memory(self) -> None:
         """Measure one forward and backward with the profiler.
@@ -313,8 +286,7 @@ class ModeRun:
         It adds to existing gradients, as with gradient accumulation: on a model cut to a few layers, gradients that
         backward allocates would hide the activations.
         """
-        step = partial(self._forward_backward, self._inputs(self._training.steps))
-        memory = measure_memory(step, self._training.device)
+        memory = measure_memory(self._step(self._training.steps), self._training.device)
         self._figures |= {"memory": memory, "kept_bytes": memory.at("forward")}
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -327,16 +299,14 @@ class ModeRun:
             recompute_flops=None if baseline_flops is None else self._figures["step_flops"] - baseline_flops,
             step_ms=tuple(self._step_ms),
             losses=tuple(self._losses),
-            report=None if self.mode == NONE else report(self._model),
+            report=None if self.mode == NONE else report(self.model),
             **self._figures,
         )
 
-    def _forward_backward(self, inputs: Inputs) -> float:
-        return forward_backward(self._model, inputs, self._training.loss_fn)
-
-    def _inputs(self, step: int) -> Inputs:
+    def _step(self, step: int) -> Callable[[], float]:
         torch.manual_seed(self._training.seed + step)  # dropout draws the same numbers in every mode
-        return inputs_on(self._training.device, self._inputs_of_step(step))
+        inputs = inputs_on(self._training.device, self._inputs_of_step(step))
+        return partial(forward_backward, self.model, inputs, self._training.loss_fn)
 
     def _now(self) -> float:
         if self._training.device.startswith("cuda"):
@@ -349,8 +319,8 @@ def largest_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tenso
     if expected.keys() != found.keys():
         return float("inf")
     unequal = [name for name in expected if not torch.equal(expected[name], found[name])]
-    differences = [(expected[name].double() - found[name].double()).abs().max().item() for name in unequal]
-    return float("nan") if any(map(isnan, differences)) else max(differences, default=0.0)
+    differences = [(expected[name].double() - found[name].double()).abs().max() for name in unequal]
+    return torch.stack(differences).max().item() if differences else 0.0  # which is NaN if a difference is
 
 
 # -- Training copies of one model side by side, one per mode, and measuring what each costs
@@ -379,21 +349,17 @@ def compare(
     built = build()
     model = built.model.to(training.device)
     values = {NONE: NONE, **(modes if isinstance(modes, Mapping) else {mode: mode for mode in modes})}
-    copies = [model, *(deepcopy(model) for _ in range(len(values) - 1))]
     runs = [
-        ModeRun(label, value, copy, built.inputs_of_step, training)
-        for (label, value), copy in zip(values.items(), copies, strict=True)
+        ModeRun(label, value, deepcopy(model) if label != NONE else model, built.inputs_of_step, training)
+        for label, value in values.items()
     ]
-    del copies
-    total, done = len(runs) * (training.steps + 2), iter(range(len(runs) * (training.steps + 2)))
+    total, done = len(runs) * (training.steps + 2), count()
 
     def attempt(run: ModeRun, label: str, part: Callable[[], None]) -> None:
         if progress is not None:
             progress(next(done), total, f"{run.mode}: {label}")
         run.attempt(part)
 
-    for run in runs[1:]:
-        run.attempt(run.apply)
     reference: dict[str, Tensor] = {}
     for step in range(training.steps):
         turn = step % len(runs)  # each round starts with another mode; the first, whose gradients count, with `none`

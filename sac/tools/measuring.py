@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from sac.blocks.applying import refuse_second
 from sac.config import parse_config
 from sac.engine.rng import random_state_kept
-from sac.errors import ConfigError, ModelError, Problem
+from sac.engine.table import resolve_policy
+from sac.errors import ConfigError, ModelError, Problem, SacError
 from sac.planner.applying import apply
 from sac.policy.model import Policy
 from sac.reporting import Trace, decisions_of
-from sac.tools.arguments import check_value
 from sac.tools.comparison import NONE, Comparison, Training, forward_backward, inputs_on
 from sac.tools.comparison import compare as compare_copies
 from sac.tools.models import BuiltModel, Inputs
@@ -88,6 +88,21 @@ def compare(
     with random_state_kept(model.parameters()):
         built = BuiltModel(deepcopy(model).train(), lambda step: given, type(model).__name__)
         return compare_copies(lambda: built, values, training, progress=progress)
+
+
+def check_value(value: Any, where: str) -> None:
+    """Raise ``ConfigError`` if ``value`` is not a config value, or names a policy that cannot be used here."""
+    try:
+        config = parse_config(value)
+        if config.policy is not None:
+            resolve_policy(config.policy)
+    except SacError as error:
+        raise ConfigError(
+            [
+                replace(each, where=where) if each.where == "activation_checkpointing" else each
+                for each in error.problems
+            ]
+        ) from error
 
 
 def _labelled(modes: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:

@@ -18,13 +18,14 @@ from sac.blocks.kv_cache import turn_off_cache
 from sac.errors import ConfigError, Problem, SacError, listing, nearest
 from sac.extras import import_extra
 from sac.planner.fakes import Build
-from sac.tools.parser import FORMS
+from sac.tools.cli import FORMS
 
 # -- A model, its batches, and the sizes that both are built with
 
 Inputs: TypeAlias = "tuple[Any, ...] | Mapping[str, Any]"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 OWN_MODEL = "write a function that returns (model, inputs) and name it as package.module:function"
+_TOP = "--model"
 _SIDE = 224  # pixels, for models that take pictures of any size
 
 
@@ -43,10 +44,8 @@ class Scale:
 
     def __post_init__(self) -> None:
         """Refuse sizes and dtypes that no model can be built with; raises ``ConfigError`` with all of them."""
-        sizes = {name: size for name, size in asdict(self).items() if isinstance(size, int)}
-        problems = [
-            Problem(f"--{name}", f"{size} is not a size", "1, 2, 3, …") for name, size in sizes.items() if size < 1
-        ]
+        sizes = {name: size for name, size in asdict(self).items() if isinstance(size, int) and size < 1}
+        problems = [Problem(f"--{name}", f"{size} is not a size", "1, 2, 3, …") for name, size in sizes.items()]
         if self.dtype not in DTYPES:
             found = f"unknown dtype '{self.dtype}'"
             problems.append(Problem("--dtype", found, listing(list(DTYPES)), nearest(self.dtype, DTYPES)))
@@ -66,69 +65,63 @@ class BuiltModel:
 # -- The inputs of each training step for a Hugging Face model: bytes of a text, or seeded random numbers
 
 
-def batches_of(model: nn.Module, scale: Scale, *, text_path: str | None) -> Callable[[int], Mapping[str, Any]]:
-    """Return a function from step to the keyword inputs of ``model``, including labels if it takes any."""
-    name, config, accepted = _main_input(type(model)), model.config, inspect.signature(model.forward).parameters
-    text = torch.tensor(list(read_text(text_path, scale)) if text_path else [], dtype=torch.long)
-    rows = text[: len(text) // scale.seq * scale.seq].view(-1, scale.seq)
+def batches_of(
+    model_class: Any, config: Any, scale: Scale, *, text_path: str | None = None
+) -> Callable[[int], Mapping[str, Any]]:
+    """Return a function from step to the keyword inputs of such a model, including labels if it takes any.
+
+    Raises ``ConfigError`` if no batches can be generated for models of this class and config.
+    """
+    class_name, accepted = model_class.__name__, inspect.signature(model_class.forward).parameters
+    name = str(getattr(model_class, "main_input_name", "input_ids"))
+    compares = {"input_ids", "return_loss", "pixel_values"} <= accepted.keys()  # texts with pictures, in two towers
+    name = "input_ids" if compares else name
+    if name not in ("input_ids", "pixel_values"):
+        found = f"no batch can be generated for {class_name}, which reads '{name}'"
+        raise ConfigError(Problem(_TOP, found, "models that read input_ids or pixel_values", fix=OWN_MODEL))
+    if name == "pixel_values" and text_path is not None:
+        raise ConfigError(Problem("--text", f"{class_name} reads '{name}', not tokens", fix="leave it out"))
+    vocab = _checked_vocab(class_name, config, scale) if name == "input_ids" else 0
+    rows = _read_text(text_path, scale, vocab) if text_path is not None else None
 
     def inputs_of_step(step: int) -> Mapping[str, Any]:
         random = torch.Generator().manual_seed(step)
         if name == "pixel_values":
             main = _pixels(config, scale, random)
-        elif text_path:
+        elif rows is not None:
             main = rows[torch.arange(step * scale.batch, (step + 1) * scale.batch) % len(rows)]
         else:
-            main = torch.randint(0, _vocab(config), (scale.batch, scale.seq), generator=random)
+            main = torch.randint(0, vocab, (scale.batch, scale.seq), generator=random)
         inputs: dict[str, Any] = {name: main}
-        class_name = type(model).__name__
         if "labels" in accepted and "Classification" in class_name:
-            classes: Any = config.num_labels  # type: ignore[union-attr]
             shape = tuple(main.shape[:2]) if "Token" in class_name else (len(main),)
-            inputs["labels"] = torch.randint(0, classes, shape, generator=random)
+            inputs["labels"] = torch.randint(0, config.num_labels, shape, generator=random)
         elif "labels" in accepted and name == "input_ids":
             inputs["labels"] = main
-        if name == "input_ids" and {"return_loss", "pixel_values"} <= accepted.keys():  # compares texts with pictures
+        if compares:
             inputs |= {"pixel_values": _pixels(config, scale, random), "return_loss": True}
         return inputs
 
     return inputs_of_step
 
 
-def check_batches(model_class: Any, config: Any, scale: Scale, *, text_path: str | None) -> None:
-    """Raise ``ConfigError`` if no batches can be generated for models of this class and config."""
-    name, class_name, vocab = _main_input(model_class), model_class.__name__, _vocab(config)
-    if name not in ("input_ids", "pixel_values"):
-        found = f"no batch can be generated for {class_name}, which reads '{name}'"
-        raise ConfigError(Problem("--model", found, "models that read input_ids or pixel_values", fix=OWN_MODEL))
-    if name == "pixel_values":
-        if text_path is not None:
-            raise ConfigError(Problem("--text", f"{class_name} reads '{name}', not tokens", fix="leave it out"))
-        return
+def _checked_vocab(class_name: str, config: Any, scale: Scale) -> int:
+    text_config = config.get_text_config()
+    vocab, most = (getattr(text_config, name, None) for name in ("vocab_size", "max_position_embeddings"))
     if not isinstance(vocab, int):
         found = f"no batch can be generated for {class_name}: its config does not give the number of tokens"
-        raise ConfigError(Problem("--model", found, "a config with vocab_size", fix=OWN_MODEL))
-    text_config = config.get_text_config()
-    most = getattr(text_config, "max_position_embeddings", None)
-    is_rotary = any(hasattr(text_config, one) for one in ("rope_theta", "rope_parameters", "rope_scaling"))
+        raise ConfigError(Problem(_TOP, found, "a config with vocab_size", fix=OWN_MODEL))
+    is_rotary = any(hasattr(text_config, name) for name in ("rope_theta", "rope_parameters", "rope_scaling"))
     if isinstance(most, int) and scale.seq > most and not is_rotary:
         found = f"{class_name} has {most} positions, fewer than a row of {scale.seq} tokens"
         raise ConfigError(Problem("--seq", found, f"1 to {most}", fix=f"--seq {most}"))
-    if text_path is not None and vocab < 256:
+    return vocab
+
+
+def _read_text(path: str, scale: Scale, vocab: int) -> Tensor:
+    """Return the bytes of a text in rows; raises ``ConfigError`` if it cannot be read or is shorter than one row."""
+    if vocab < 256:
         raise ConfigError(Problem("--vocab", f"{vocab} tokens cannot hold the bytes of a text", "256 or more"))
-    if text_path is not None:
-        read_text(text_path, scale)
-
-
-def _main_input(model_class: Any) -> str:
-    """Return the name of a model's main input; for two parallel towers, that of the text tower."""
-    accepted = inspect.signature(model_class.forward).parameters
-    name = str(getattr(model_class, "main_input_name", "input_ids"))
-    return "input_ids" if "input_ids" in accepted and "return_loss" in accepted else name
-
-
-def read_text(path: str, scale: Scale) -> bytes:
-    """Return the bytes of a text; raises ``ConfigError`` if it cannot be read or is shorter than one row."""
     try:
         text = Path(path).read_bytes()
     except OSError as error:
@@ -136,7 +129,7 @@ def read_text(path: str, scale: Scale) -> bytes:
     if len(text) < scale.seq:
         found = f"{path} has {len(text)} bytes, fewer than one row of {scale.seq} tokens"
         raise ConfigError(Problem("--text", found, fix="a longer text or a smaller --seq"))
-    return text
+    return torch.tensor(list(text[: len(text) // scale.seq * scale.seq])).view(-1, scale.seq)
 
 
 def _pixels(config: Any, scale: Scale, random: torch.Generator) -> Tensor:
@@ -149,23 +142,18 @@ def _pixels(config: Any, scale: Scale, random: torch.Generator) -> Tensor:
     return torch.randn((scale.batch, *frames, channels, height, width), generator=random).to(DTYPES[scale.dtype])
 
 
-def _vocab(config: Any) -> Any:
-    return getattr(config.get_text_config(), "vocab_size", None)
-
-
 # -- Models from a Hugging Face config file, scaled to the available hardware, with random weights
 
 # All names under which a transformers config counts the layers of a stack.
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "encoder_layers",
                "decoder_layers")  # fmt: skip
 _SUB_CONFIGS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")
-_TOP = "--model"
 
 
 def _from_config(path: str, scale: Scale, *, text_path: str | None, build: Build) -> BuiltModel:
     """Build the model that a config.json describes: its ``architectures`` entry, or a causal language model."""
-    model_class, config = class_and_config(path, scale)
-    check_batches(model_class, config, scale, text_path=text_path)
+    model_class, config = _class_and_config(path, scale)
+    inputs_of_step = batches_of(model_class, config, scale, text_path=text_path)
     try:
         model = build(partial(model_class, config), DTYPES[scale.dtype]).train()
     except SacError:
@@ -174,12 +162,10 @@ def _from_config(path: str, scale: Scale, *, text_path: str | None, build: Build
         found = f"{path}: {model_class.__name__} cannot be built: {type(error).__name__}: {error}"
         raise ConfigError(Problem(_TOP, found, fix=OWN_MODEL)) from error
     turn_off_cache(model)  # training does not read it: no mode should pay for it
-    return BuiltModel(
-        model, batches_of(model, scale, text_path=text_path), f"{type(model).__name__} ({Path(path).name})"
-    )
+    return BuiltModel(model, inputs_of_step, f"{model_class.__name__} ({Path(path).name})")
 
 
-def class_and_config(path: str, scale: Scale) -> tuple[Any, Any]:
+def _class_and_config(path: str, scale: Scale) -> tuple[Any, Any]:
     """Return the model's class and its config at this scale; raises ``ConfigError`` if the file describes none."""
     raw = scale_config(_read_config(path), scale)
     transformers = import_extra("transformers", "hf")
@@ -263,11 +249,15 @@ def load_model(spec: str, scale: Scale, *, text_path: str | None = None, build: 
     data. Raises ``ConfigError`` if the spec, the file or the function that it names cannot be used.
     """
     torch.manual_seed(0)
-    found = _parsed(spec)
-    if isinstance(found, str):
+    form, _, rest = spec.partition(":")
+    if form == "hf" and rest:
         with_data: Build = build or (lambda make, dtype: make().to(dtype))
-        return _from_config(found, scale, text_path=text_path, build=with_data)
-    built = found(**_arguments(spec, found, scale))
+        return _from_config(config_path(rest), scale, text_path=text_path, build=with_data)
+    if not form or not rest or "/" in spec:
+        hint = f"hf:{spec}" if spec.endswith(".json") or spec.lower() in _shipped_configs() else ""
+        raise ConfigError(Problem(_TOP, f"'{spec}' is not a model spec", FORMS, hint))
+    function = _function(spec, form, rest)
+    built = function(**_arguments(spec, function, scale))
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(model, nn.Module) or not isinstance(inputs, (tuple, Mapping)):
         legal = "(model, inputs), where inputs is a tuple for model(*inputs) or a dict for model(**inputs)"
@@ -275,42 +265,22 @@ def load_model(spec: str, scale: Scale, *, text_path: str | None = None, build: 
     return BuiltModel(model.train(), lambda step: inputs, spec)
 
 
-def check_spec(spec: str, scale: Scale, *, text_path: str | None = None) -> None:
-    """Raise ``ConfigError`` if ``spec`` names no model that can be built at this scale; nothing is built."""
-    found = _parsed(spec)
-    if isinstance(found, str):
-        check_batches(*class_and_config(found, scale), scale, text_path=text_path)
-    else:
-        _arguments(spec, found, scale)
-
-
 def _arguments(spec: str, function: Callable[..., Any], scale: Scale) -> dict[str, Any]:
     """Return what of ``scale`` a function takes; raises ``ConfigError`` if it needs more, or ignores what was said."""
     signature, usual = inspect.signature(function), asdict(Scale())
     given = {name: value for name, value in asdict(scale).items() if value is not None}
-    if not any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
-        for name in [name for name in given if name not in signature.parameters]:
-            if given.pop(name) != usual[name]:
-                found = f"{spec} takes no argument `{name}`, so this has no effect"
-                fix = f"leave it out, or give the function a parameter {name}"
-                raise ConfigError(Problem(f"--{name}", found, fix=fix))
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    for name in [name for name in given if name not in signature.parameters and not takes_any]:
+        if given.pop(name) != usual[name]:
+            found = f"{spec} takes no argument `{name}`, so this has no effect"
+            raise ConfigError(Problem(f"--{name}", found, fix=f"leave it out, or give the function a parameter {name}"))
     try:
         signature.bind(**given)
     except TypeError as error:
-        found = f"{spec} cannot be called: {error}"
-        raise ConfigError(Problem(_TOP, found, fix="give its arguments defaults")) from error
+        raise ConfigError(
+            Problem(_TOP, f"{spec} cannot be called: {error}", fix="give its arguments defaults")
+        ) from error
     return given
-
-
-def _parsed(spec: str) -> str | Callable[..., Any]:
-    """Return the path of a config file, or a function; raises ``ConfigError`` for anything else."""
-    form, _, rest = spec.partition(":")
-    if form == "hf" and rest:
-        return config_path(rest)
-    if form and rest and "/" not in spec:
-        return _function(spec, form, rest)
-    hint = f"hf:{spec}" if spec.endswith(".json") or spec.lower() in _shipped_configs() else ""
-    raise ConfigError(Problem(_TOP, f"'{spec}' is not a model spec", FORMS, hint))
 
 
 def config_path(text: str) -> str:

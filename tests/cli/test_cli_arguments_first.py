@@ -68,7 +68,7 @@ all           | --model tests.nowhere:f | --model: 'tests.nowhere:f': no module 
 all           | --model {TOY[:-1]} | --model: '{TOY[:-1]}': module '{TOY[:-6]}' has no function 'stac'
 all           | --model llama | --model: 'llama' is not a model spec
 all           | --model hf:*/clip.json | --seq: CLIPModel has 77 positions, fewer than a row of 128 tokens / legal: 1
-trace compare | --device gpu | --device: 'gpu' cannot be measured / legal: cpu, cuda
+trace compare | --device gpu | --device: 'gpu' cannot be measured / legal: cpu, cuda, cuda:0
 trace         | --policy lama | --policy{UNKNOWN}
 compare       | --modes lama | --modes{UNKNOWN}
 trace         | --policy */mine.yaml | */mine.yaml:4:

@@ -1,0 +1,192 @@
+"""What the commands do: each checks its arguments, since a model takes minutes to build, and then prints a result."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sac.engine.op_trace import check_trace_target
+from sac.engine.table import ResolvedRule, resolve_policy
+from sac.errors import ConfigError, Problem, nearest
+from sac.extras import import_extra
+from sac.planner.fakes import Build
+from sac.policy.load import load_policy
+from sac.policy.model import limits_of
+from sac.tables import Table, count_text, screen_width
+from sac.tools.cli import DONE, REFUSED
+from sac.tools.comparison import NONE, Training, check_device, inputs_on
+from sac.tools.comparison import compare as compare_modes
+from sac.tools.measuring import check_value, trace_here
+from sac.tools.models import BuiltModel, Scale, load_model
+from sac.tools.pictures import save_picture
+from sac.tools.plan_table import check_wish, plan_model, print_plan
+
+PROGRESS_AFTER_S = 2.0  # what finishes sooner shows nothing
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Print the rules of a policy file, with what each means in this build of torch."""
+    policy = load_policy(arguments.file)
+    rules = [_meaning(resolved) for resolved in resolve_policy(policy).rules]
+    missing = {rule["id"]: rule["missing"] for rule in rules if rule["missing"]}
+    if arguments.json:
+        names = ("source", "extends", "models")
+        about = {"policy": policy.name, "default": policy.default.value, "torch": torch.__version__}
+        _print_json({**about, **{name: getattr(policy, name) for name in names}, "rules": rules})
+        return DONE
+    columns = ("rule", "do", "ops", "names here", "only where", "of policy", "place")
+    rows = [
+        (rule.id, rule.do, rule.what_text, _count(meaning), "; ".join(limits_of(rule)), rule.origin, rule.where())
+        for rule, meaning in zip(policy.rules, rules, strict=True)
+    ]
+    print(policy.title())
+    print(Table(columns, tuple(rows), ("names here",), optional=("place", "of policy")).text(screen_width()))
+    print(policy.rest())
+    if missing and not arguments.verbose:
+        count = count_text(len({name for names in missing.values() for name in names}), "name")
+        print(f"{count} not in this build of torch ({torch.__version__}): --verbose lists them")
+    elif missing:
+        print(f"\nnot in this build of torch ({torch.__version__}):")
+        print("\n".join(f"  {rule_id}: {', '.join(names)}" for rule_id, names in missing.items()))
+    return DONE
+
+
+def _meaning(resolved: ResolvedRule) -> dict[str, Any]:
+    rule, missing = resolved.rule, resolved.matcher.missing
+    names = dict.fromkeys(entry.pattern.text for entry in resolved.matcher.entries)
+    return {
+        "id": rule.id, "do": rule.do, "ops": rule.ops, "function": rule.functions, "unit": rule.units,
+        "only_where": limits_of(rule), "of_policy": rule.origin, "place": rule.where(),
+        "names": [name for name in names if name not in missing], "missing": missing,
+    }  # fmt: skip
+
+
+def _count(meaning: Mapping[str, Any]) -> str:
+    count = len(meaning["names"])
+    return f"{count} of {count + len(meaning['missing'])}" if meaning["ops"] else "–"
+
+
+def trace(arguments: argparse.Namespace) -> int:
+    """Print the decision for each op of a model."""
+    check_device(arguments.device)
+    check_value(arguments.policy, "--policy")
+    with progress_bar() as progress:
+        progress(0, 0, "building the model")
+        built = _build(arguments)
+        progress(0, 0, "forward and backward")
+        inputs = inputs_on(arguments.device, built.inputs_of_step(0))
+        decisions = trace_here(built.model.to(arguments.device), inputs, arguments.policy, built.name)
+    if arguments.json:
+        _print_json([asdict(row) for row in decisions.rows])
+    else:
+        print(decisions)
+    return DONE
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Measure a model under several modes, and print a table."""
+    training = Training(arguments.steps, arguments.optimizer, device=arguments.device)
+    modes = [mode.strip() for mode in arguments.modes.split(",") if mode.strip()]
+    for mode in modes:
+        if mode != NONE:
+            check_value(mode, "--modes")
+    if arguments.picture:
+        _check_picture(Path(arguments.picture))
+    with progress_bar() as progress:
+        progress(0, 0, "building the model")
+        comparison = compare_modes(lambda: _build(arguments), modes, training, progress=progress)
+    if arguments.json:
+        _print_json(comparison.to_dict())
+    else:
+        print(comparison)
+    if arguments.picture:
+        print(f"picture: {save_picture(comparison, arguments.picture)}", file=sys.stderr)
+    return REFUSED if comparison.failed else DONE
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Compute a policy for a memory budget; print it, or write it and print what it costs."""
+    check_wish(arguments)
+    if arguments.out:
+        _check_writable(Path(arguments.out))
+    with progress_bar() as progress:
+        progress(0, 0, "planning on tensors without data")
+        planned = plan_model(arguments, lambda build: _build(arguments, build))
+    if arguments.out:
+        Path(arguments.out).write_text(planned.policy_text(), encoding="utf-8")
+    if arguments.json:
+        _print_json(planned.to_dict())
+        return DONE
+    print_plan(planned)
+    if arguments.out:
+        path = arguments.out if os.path.isabs(arguments.out) else os.path.join(os.curdir, arguments.out)
+        print(f"policy: {arguments.out}; try it on this model: sac compare --modes none,full,selective,{path}")
+    else:
+        print(f"\n{planned.policy_text().rstrip()}")
+    return DONE
+
+
+def _build(arguments: argparse.Namespace, build: Build | None = None) -> BuiltModel:
+    check_trace_target()
+    scale = Scale(arguments.layers, arguments.seq, arguments.batch, arguments.vocab, arguments.dtype)
+    return load_model(arguments.model, scale, text_path=getattr(arguments, "text", None), build=build)
+
+
+def _check_picture(path: Path) -> None:
+    """Raise ``ConfigError`` if a picture cannot be saved at ``path``; creates its folder."""
+    formats = sorted(import_extra("matplotlib.backend_bases", "tools").FigureCanvasBase.filetypes)
+    ending = path.suffix.removeprefix(".").lower()
+    if ending and ending not in formats:
+        problem = f"the picture cannot be saved: Format {ending!r} is not supported"
+        raise ConfigError(Problem(str(path), problem, ", ".join(formats), nearest(ending, formats)))
+    with suppress(OSError):  # the file cannot be written then
+        path.parent.mkdir(parents=True, exist_ok=True)
+    _check_writable(path)
+
+
+def _check_writable(path: Path) -> None:
+    """Raise ``ConfigError`` if a file cannot be written at ``path``."""
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ConfigError(Problem(str(path), f"the file cannot be written: {error.strerror}")) from error
+    if is_new:
+        path.unlink()
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """Yield a function that writes to stderr what runs now: (passes done, in all, the current one).
+
+    It writes at most one line in two seconds; a terminal shows one line, which then changes with each call.
+    """
+    written, is_terminal, shown = time.monotonic(), sys.stderr.isatty(), False
+
+    def write(done: int, total: int, label: str) -> None:
+        nonlocal written, shown
+        if time.monotonic() - written <= PROGRESS_AFTER_S and not shown:
+            return
+        line = f"{label}: {done} of {total}" if total else label
+        print(f"\r\033[2K{line}" if is_terminal else line, end="" if is_terminal else "\n", file=sys.stderr, flush=True)
+        written, shown = time.monotonic(), is_terminal
+
+    try:
+        yield write
+    finally:
+        if shown:
+            print("\r\033[2K", end="", file=sys.stderr, flush=True)
