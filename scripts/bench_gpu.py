@@ -84,7 +84,6 @@ def measure(case: Case, modes: list[str], device: str, advance: Callable[[str], 
         return {
             "mode": mode,
             "step_ms": 1e3 * median(steps),
-            "quartiles_ms": [1e3 * one for one in bench.quartiles(steps)],
             "host_ms": 1e3 * median(each.host for each in times[mode]),
             "tokens_per_s": case.batch * case.seq / median(steps),
             "ratio_to_none": bench.ratio(times[mode], times[BASELINE]),
@@ -137,14 +136,13 @@ def kept_and_peak_bytes(runner: Runner, device: str) -> tuple[int, int]:
 
 def hardware(device: str) -> dict[str, Any]:
     """What the steps ran on, and the versions that matter in addition to torch's."""
-    versions = {}
+    seen: dict[str, Any] = {"device": "cpu"}
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties("cuda")
+        seen = {"device": properties.name, "device_bytes": properties.total_memory, "cuda": torch.version.cuda}
     with contextlib.suppress(metadata.PackageNotFoundError):
-        versions["torch_remat"] = metadata.version("torch_remat")
-    if device != "cuda":
-        return {"device": "cpu", **versions}
-    properties = torch.cuda.get_device_properties("cuda")
-    found = {"device": properties.name, "device_bytes": properties.total_memory, "cuda": torch.version.cuda}
-    return {**found, **versions}
+        seen["torch_remat"] = metadata.version("torch_remat")
+    return seen
 
 
 def measure_all(cases: list[Case], modes: list[str], device: str, progress: bench.Progress) -> list[dict[str, Any]]:
@@ -203,10 +201,6 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="blocks, one after the other")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     given = parser.parse_args()
-    for option in ("rounds", "layers"):
-        number = getattr(given, option)
-        if number is not None and number < 1:
-            parser.error(f"--{option} is {number}; at least 1 is needed")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cases = [
         replace(case, rounds=given.rounds or case.rounds, layers=given.layers or case.layers)
@@ -214,7 +208,7 @@ def main() -> int:
         if given.case in (None, case.key)
     ]
     skipped = {mode: reason for mode, reason in bench.cannot_run().items() if mode in MODES}
-    with bench.shown_progress(quiet=given.json) as progress:
+    with bench.progress_bar() as progress:
         results = measure_all(cases, [mode for mode in MODES if mode not in skipped], device, progress)
     seen = {**bench.environment("bench_gpu.py"), **hardware(device)}
     if given.json:
