@@ -97,7 +97,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     check = add("check", help="read a policy file and show what its rules mean")
     check.add_argument("file", metavar="FILE", help="a policy file, or the name of a shipped policy")
-    check.add_argument("--verbose", action="store_true", help="also list ops that this build of torch lacks")
     trace = add("trace", help="show the decision for each op of a model, and by which rule")
     _add_model_options(trace)
     trace.add_argument(
@@ -140,12 +139,6 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="training steps (default: %(default)s)")
     parser.add_argument("--optimizer", default="sgd", metavar="NAME", help="sgd, adamw (default: %(default)s)")
-    parser.add_argument(
-        "--text",
-        type=os.path.expanduser,
-        metavar="FILE",
-        help="train on the bytes of this file (default: random tokens)",
-    )
     parser.add_argument(
         "--picture", type=os.path.expanduser, metavar="FILE", help="save memory over the step per mode (png, svg, pdf)"
     )

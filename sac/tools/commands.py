@@ -38,7 +38,7 @@ def check(arguments: argparse.Namespace) -> int:
     """Print the rules of a policy file, with what each means in this build of torch."""
     policy = load_policy(arguments.file)
     rules = [_meaning(resolved) for resolved in resolve_policy(policy).rules]
-    missing = {rule["id"]: rule["missing"] for rule in rules if rule["missing"]}
+    missing = {name for rule in rules for name in rule["missing"]}
     if arguments.json:
         names = ("source", "extends", "models")
         about = {"policy": policy.name, "default": policy.default.value, "torch": torch.__version__}
@@ -52,12 +52,8 @@ def check(arguments: argparse.Namespace) -> int:
     print(policy.title())
     print(Table(columns, tuple(rows), ("names here",), optional=("place", "of policy")).text(screen_width()))
     print(policy.rest())
-    if missing and not arguments.verbose:
-        count = count_text(len({name for names in missing.values() for name in names}), "name")
-        print(f"{count} not in this build of torch ({torch.__version__}): --verbose lists them")
-    elif missing:
-        print(f"\nnot in this build of torch ({torch.__version__}):")
-        print("\n".join(f"  {rule_id}: {', '.join(names)}" for rule_id, names in missing.items()))
+    if missing:
+        print(f"{count_text(len(missing), 'name')} not in this build of torch ({torch.__version__}): --json lists them")
     return DONE
 
 
@@ -104,7 +100,7 @@ def compare(arguments: argparse.Namespace) -> int:
         _check_picture(Path(arguments.picture))
     with progress_bar() as progress:
         progress(0, 0, "building the model")
-        comparison = compare_modes(lambda: _build(arguments), modes, training, progress=progress)
+        comparison = compare_modes(_build(arguments), {mode: mode for mode in modes}, training, progress=progress)
     if arguments.json:
         _print_json(comparison.to_dict())
     else:
@@ -139,7 +135,7 @@ def plan(arguments: argparse.Namespace) -> int:
 def _build(arguments: argparse.Namespace, build: Build | None = None) -> BuiltModel:
     check_trace_target()
     scale = Scale(arguments.layers, arguments.seq, arguments.batch, arguments.vocab, arguments.dtype)
-    return load_model(arguments.model, scale, text_path=getattr(arguments, "text", None), build=build)
+    return load_model(arguments.model, scale, build)
 
 
 def _check_picture(path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, fields
@@ -66,8 +66,7 @@ class ModeResult:
 
     def curve(self) -> list[tuple[float, float]]:
         """Return live bytes over the step: forward from 0 to 1, backward from 1 to 2, so that modes line up."""
-        if self.memory is None:
-            return []
+        assert self.memory is not None
         forward_ms, total_ms = self.memory.marks["forward"][-1][0], self.memory.times_ms[-1]
         return [
             (ms / forward_ms if ms <= forward_ms else 1 + (ms - forward_ms) / (total_ms - forward_ms), live)
@@ -329,29 +328,24 @@ def largest_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tenso
 # Steps are interleaved, one of each mode in turn, so a machine that slows down slows all modes. Memory and FLOPs are
 # measured in two extra passes after the training steps, in which nothing is timed.
 
-Progress = Callable[[int, int, str], None]
-
 
 def compare(
-    build: Callable[[], BuiltModel],
-    modes: Sequence[str] | Mapping[str, Any],
-    training: Training | None = None,
+    built: BuiltModel,
+    modes: Mapping[str, Any],
+    training: Training,
     *,
-    progress: Progress | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> Comparison:
-    """Measure each of ``modes`` (none, full, selective, a policy's name or file; or config values by label).
+    """Measure each of ``modes``, config values by the label of their row.
 
     ``none`` is always the first row: the others are measured against it, and it never goes through sac. A mode that sac
     refuses keeps its row, with the error.
     ``progress`` is called with (passes done, total passes, current pass).
     """
-    training = training or Training()
-    built = build()
     model = built.model.to(training.device)
-    values = {NONE: NONE, **(modes if isinstance(modes, Mapping) else {mode: mode for mode in modes})}
     runs = [
         ModeRun(label, value, deepcopy(model) if label != NONE else model, built.inputs_of_step, training)
-        for label, value in values.items()
+        for label, value in {NONE: NONE, **modes}.items()
     ]
     total, done = len(runs) * (training.steps + 2), count()
 

@@ -18,11 +18,9 @@ from sac.errors import ConfigError, ModelError, Problem, SacError
 from sac.planner.applying import apply
 from sac.policy.model import Policy
 from sac.reporting import Trace, decisions_of
-from sac.tools.comparison import NONE, Comparison, Training, forward_backward, inputs_on
+from sac.tools.comparison import Comparison, Training, forward_backward, inputs_on
 from sac.tools.comparison import compare as compare_copies
 from sac.tools.models import BuiltModel, Inputs
-
-MODES = (NONE, "full", "selective")
 
 
 def trace(
@@ -57,7 +55,7 @@ def trace_here(
 def compare(
     model: nn.Module,
     inputs: Any,
-    modes: str | Policy | Iterable[Any] | Mapping[str, Any] = MODES,
+    modes: str | Policy | Iterable[Any] | Mapping[str, Any] = ("none", "full", "selective"),
     *,
     steps: int = 5,
     optimizer: str = "sgd",
@@ -87,7 +85,7 @@ def compare(
         raise ConfigError([replace(one, where=one.where.removeprefix("--")) for one in error.problems]) from None
     with random_state_kept(model.parameters()):
         built = BuiltModel(deepcopy(model).train(), lambda step: given, type(model).__name__)
-        return compare_copies(lambda: built, values, training, progress=progress)
+        return compare_copies(built, values, training, progress=progress)
 
 
 def check_value(value: Any, where: str) -> None:
@@ -106,15 +104,14 @@ def check_value(value: Any, where: str) -> None:
 
 
 def _labelled(modes: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values by label; of values with the same label, such as two plans, the later ones are numbered."""
+    """Return the values by label; of values with the same label, such as two plans, the later ones get their place."""
     if isinstance(modes, Mapping):
         return dict(modes)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for value in modes:
         label = label_of(value)
-        same = [one for one in found if one == label or one.startswith(f"{label} (")]
-        found[f"{label} ({len(same) + 1})" if same else label] = value
-    return found
+        values[f"{label} ({len(values) + 1})" if label in values else label] = value
+    return values
 
 
 def label_of(value: Any) -> str:

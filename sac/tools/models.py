@@ -62,12 +62,10 @@ class BuiltModel:
     name: str
 
 
-# -- The inputs of each training step for a Hugging Face model: bytes of a text, or seeded random numbers
+# -- The inputs of each training step for a Hugging Face model: seeded random numbers
 
 
-def batches_of(
-    model_class: Any, config: Any, scale: Scale, *, text_path: str | None = None
-) -> Callable[[int], Mapping[str, Any]]:
+def batches_of(model_class: Any, config: Any, scale: Scale) -> Callable[[int], Mapping[str, Any]]:
     """Return a function from step to the keyword inputs of such a model, including labels if it takes any.
 
     Raises ``ConfigError`` if no batches can be generated for models of this class and config.
@@ -79,17 +77,12 @@ def batches_of(
     if name not in ("input_ids", "pixel_values"):
         found = f"no batch can be generated for {class_name}, which reads '{name}'"
         raise ConfigError(Problem(_TOP, found, "models that read input_ids or pixel_values", fix=OWN_MODEL))
-    if name == "pixel_values" and text_path is not None:
-        raise ConfigError(Problem("--text", f"{class_name} reads '{name}', not tokens", fix="leave it out"))
     vocab = _checked_vocab(class_name, config, scale) if name == "input_ids" else 0
-    rows = _read_text(text_path, scale, vocab) if text_path is not None else None
 
     def inputs_of_step(step: int) -> Mapping[str, Any]:
         random = torch.Generator().manual_seed(step)
         if name == "pixel_values":
             main = _pixels(config, scale, random)
-        elif rows is not None:
-            main = rows[torch.arange(step * scale.batch, (step + 1) * scale.batch) % len(rows)]
         else:
             main = torch.randint(0, vocab, (scale.batch, scale.seq), generator=random)
         inputs: dict[str, Any] = {name: main}
@@ -118,20 +111,6 @@ def _checked_vocab(class_name: str, config: Any, scale: Scale) -> int:
     return vocab
 
 
-def _read_text(path: str, scale: Scale, vocab: int) -> Tensor:
-    """Return the bytes of a text in rows; raises ``ConfigError`` if it cannot be read or is shorter than one row."""
-    if vocab < 256:
-        raise ConfigError(Problem("--vocab", f"{vocab} tokens cannot hold the bytes of a text", "256 or more"))
-    try:
-        text = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(Problem("--text", f"cannot read {path}: {error.strerror}", "a text file")) from error
-    if len(text) < scale.seq:
-        found = f"{path} has {len(text)} bytes, fewer than one row of {scale.seq} tokens"
-        raise ConfigError(Problem("--text", found, fix="a longer text or a smaller --seq"))
-    return torch.tensor(list(text[: len(text) // scale.seq * scale.seq])).view(-1, scale.seq)
-
-
 def _pixels(config: Any, scale: Scale, random: torch.Generator) -> Tensor:
     backbone = getattr(config, "backbone_config", None)
     config = getattr(config, "vision_config", config)
@@ -150,10 +129,10 @@ _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_de
 _SUB_CONFIGS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")
 
 
-def _from_config(path: str, scale: Scale, *, text_path: str | None, build: Build) -> BuiltModel:
+def _from_config(path: str, scale: Scale, build: Build) -> BuiltModel:
     """Build the model that a config.json describes: its ``architectures`` entry, or a causal language model."""
     model_class, config = _class_and_config(path, scale)
-    inputs_of_step = batches_of(model_class, config, scale, text_path=text_path)
+    inputs_of_step = batches_of(model_class, config, scale)
     try:
         model = build(partial(model_class, config), DTYPES[scale.dtype]).train()
     except SacError:
@@ -215,11 +194,11 @@ def _read_config(path: str) -> dict[str, Any]:
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is not JSON: {error}"
+        reason = getattr(error, "strerror", None) or f"it is not JSON: {error}"
         raise ConfigError(Problem(_TOP, f"cannot read {path}: {reason}", legal)) from error
-    if not isinstance(raw, dict):
-        raise ConfigError(Problem(_TOP, f"{path} holds a {type(raw).__name__}", legal))
-    return raw
+    if isinstance(raw, dict):
+        return raw
+    raise ConfigError(Problem(_TOP, f"{path} holds a {type(raw).__name__}", legal))
 
 
 def _model_class(transformers: Any, architectures: list[str], config: Any, path: str) -> Any:
@@ -231,8 +210,7 @@ def _model_class(transformers: Any, architectures: list[str], config: Any, path:
         legal = [name for name in dir(transformers) if name.startswith(type(config).__name__.removesuffix("Config"))]
         raise ConfigError(Problem(_TOP, problem, listing(legal), nearest(architectures[0], legal)))
     for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING):
-        if type(config) in mapping:
-            found = mapping[type(config)]
+        if found := mapping.get(type(config), None):
             return found[0] if isinstance(found, tuple) else found
     problem = f"{path} names no architecture, and transformers has no default one for {type(config).__name__}"
     raise ConfigError(Problem(_TOP, problem, fix='add "architectures": ["…"] to the file'))
@@ -241,18 +219,16 @@ def _model_class(transformers: Any, architectures: list[str], config: Any, path:
 # -- A model named on the command line: ``hf:CONFIG.json`` or ``package.module:function``
 
 
-def load_model(spec: str, scale: Scale, *, text_path: str | None = None, build: Build | None = None) -> BuiltModel:
+def load_model(spec: str, scale: Scale, build: Build | None = None) -> BuiltModel:
     """Build the model that ``spec`` names, with random weights.
 
-    ``text_path`` is a file whose bytes are the tokens of a language model; without it, tokens are random. ``build``
-    makes the model of a config file, given a function that calls the model's class, and a dtype; it may leave out the
-    data. Raises ``ConfigError`` if the spec, the file or the function that it names cannot be used.
+    ``build`` makes the model of a config file, given a function that calls the model's class, and a dtype; it may leave
+    out the data. Raises ``ConfigError`` if the spec, the file or the function that it names cannot be used.
     """
     torch.manual_seed(0)
     form, _, rest = spec.partition(":")
     if form == "hf" and rest:
-        with_data: Build = build or (lambda make, dtype: make().to(dtype))
-        return _from_config(config_path(rest), scale, text_path=text_path, build=with_data)
+        return _from_config(config_path(rest), scale, build or (lambda make, dtype: make().to(dtype)))
     if not form or not rest or "/" in spec:
         hint = f"hf:{spec}" if spec.endswith(".json") or spec.lower() in _shipped_configs() else ""
         raise ConfigError(Problem(_TOP, f"'{spec}' is not a model spec", FORMS, hint))

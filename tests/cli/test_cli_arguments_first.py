@@ -73,11 +73,8 @@ trace         | --policy lama | --policy{UNKNOWN}
 compare       | --modes lama | --modes{UNKNOWN}
 trace         | --policy */mine.yaml | */mine.yaml:4:
 compare       | --modes */mine.yaml | */mine.yaml:4:
-compare       | --text examples/text.txt --model hf:*/vit.json | --text: ViTForImageClassification reads 'pixel
 compare       | --steps 1 | --steps: 1 step cannot be timed: the first one warms up / legal: 2, 3, 4, …
 compare       | --optimizer adam | --optimizer: unknown optimizer 'adam' / did you mean: adamw
-compare       | --text nowhere | --text: cannot read nowhere: No such file or directory / legal: a text file
-compare       | --text examples/text.txt --vocab 200 | --vocab: 200 tokens cannot hold the bytes of a text
 compare       | --picture */mine.yaml/c.svg | */mine.yaml/c.svg: the file cannot be written: Not a directory
 compare       | --picture */c.foo | */c.foo: the picture cannot be saved: Format 'foo' is not supported
 plan          | --device h1000 | device: the planner has no figures for 'h1000' / did you mean: h100
