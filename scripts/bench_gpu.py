@@ -208,7 +208,7 @@ def main() -> int:
         if given.case in (None, case.key)
     ]
     skipped = {mode: reason for mode, reason in bench.cannot_run().items() if mode in MODES}
-    with bench.progress_bar() as progress:
+    with bench.progress_lines() as progress:
         results = measure_all(cases, [mode for mode in MODES if mode not in skipped], device, progress)
     seen = {**bench.environment("bench_gpu.py"), **hardware(device)}
     if given.json:

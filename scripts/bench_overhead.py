@@ -45,7 +45,7 @@ import sac
 from sac.memory_timeline import measure_memory
 from sac.policy.read import bytes_text
 from sac.tables import Table, screen_width
-from sac.tools.commands import progress_bar
+from sac.tools.commands import progress_lines
 from tests.dangers.test_11_published_kernels import RMSNorm
 from tests.support.blocks import (
     Attention,
@@ -622,7 +622,7 @@ def main() -> int:
 
         results = measure_on_ranks(given.rounds or (5 if given.quick else 100))
     else:
-        with progress_bar() as progress:
+        with progress_lines() as progress:
             results = measure_all(cases, [mode for mode in WAYS if mode not in skipped], progress)
     if given.json:
         print(json.dumps({**seen, "skipped": skipped, "cases": results}, indent=2))

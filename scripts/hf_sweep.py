@@ -45,7 +45,7 @@ from sac.blocks.find import find_blocks
 from sac.blocks.kv_cache import turn_off_cache
 from sac.memory_timeline import mark, measure_memory
 from sac.tables import Table, screen_width
-from sac.tools.commands import progress_bar
+from sac.tools.commands import progress_lines
 from sac.tools.comparison import count_flops, loss_of
 from sac.tools.models import Scale, batches_of
 
@@ -349,7 +349,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a clean exit takes the children along
     rows: dict[str, Row] = {}
     wanted = given.family or known
-    with progress_bar() as progress:
+    with progress_lines() as progress:
         for done, row in enumerate(check_all(wanted, given.jobs), 1):
             rows[row.family] = row
             progress(done, len(wanted), f"{row.family}: {row.status}")

@@ -140,7 +140,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="training steps (default: %(default)s)")
     parser.add_argument("--optimizer", default="sgd", metavar="NAME", help="sgd, adamw (default: %(default)s)")
     parser.add_argument(
-        "--picture", type=os.path.expanduser, metavar="FILE", help="save memory over the step per mode (png, svg, pdf)"
+        "--picture", type=os.path.expanduser, metavar="FILE", help="save memory over the step (png, svg)"
     )
 
 
@@ -153,10 +153,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fsdp", type=int, metavar="N", help="plan for one of N ranks that shard the model by FSDP2")
     parser.add_argument("--explain", action="store_true", help="also show what is alive at the peak, and why")
     parser.add_argument(
-        "--out",
-        type=os.path.expanduser,
-        metavar="FILE",
-        help="write the policy here (default: to stdout, after the table)",
+        "--out", type=os.path.expanduser, metavar="FILE", help="write the policy here (default: stdout)"
     )
 
 

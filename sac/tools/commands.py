@@ -6,8 +6,8 @@ import argparse
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +31,7 @@ from sac.tools.models import BuiltModel, Scale, load_model
 from sac.tools.pictures import save_picture
 from sac.tools.plan_table import check_wish, plan_model, print_plan
 
-PROGRESS_AFTER_S = 2.0  # what finishes sooner shows nothing
+PROGRESS_EVERY_S = 2.0
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -45,10 +45,11 @@ def check(arguments: argparse.Namespace) -> int:
         _print_json({**about, **{name: getattr(policy, name) for name in names}, "rules": rules})
         return DONE
     columns = ("rule", "do", "ops", "names here", "only where", "of policy", "place")
-    rows = [
-        (rule.id, rule.do, rule.what_text, _count(meaning), "; ".join(limits_of(rule)), rule.origin, rule.where())
-        for rule, meaning in zip(policy.rules, rules, strict=True)
-    ]
+    rows = []
+    for rule, meaning in zip(policy.rules, rules, strict=True):
+        count = len(meaning["names"])
+        here = f"{count} of {count + len(meaning['missing'])}" if rule.ops else "–"
+        rows.append((rule.id, rule.do, rule.what_text, here, "; ".join(limits_of(rule)), rule.origin, rule.where()))
     print(policy.title())
     print(Table(columns, tuple(rows), ("names here",), optional=("place", "of policy")).text(screen_width()))
     print(policy.rest())
@@ -67,16 +68,11 @@ def _meaning(resolved: ResolvedRule) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _count(meaning: Mapping[str, Any]) -> str:
-    count = len(meaning["names"])
-    return f"{count} of {count + len(meaning['missing'])}" if meaning["ops"] else "–"
-
-
 def trace(arguments: argparse.Namespace) -> int:
     """Print the decision for each op of a model."""
     check_device(arguments.device)
     check_value(arguments.policy, "--policy")
-    with progress_bar() as progress:
+    with progress_lines() as progress:
         progress(0, 0, "building the model")
         built = _build(arguments)
         progress(0, 0, "forward and backward")
@@ -98,7 +94,7 @@ def compare(arguments: argparse.Namespace) -> int:
             check_value(mode, "--modes")
     if arguments.picture:
         _check_picture(Path(arguments.picture))
-    with progress_bar() as progress:
+    with progress_lines() as progress:
         progress(0, 0, "building the model")
         comparison = compare_modes(_build(arguments), {mode: mode for mode in modes}, training, progress=progress)
     if arguments.json:
@@ -115,7 +111,7 @@ def plan(arguments: argparse.Namespace) -> int:
     check_wish(arguments)
     if arguments.out:
         _check_writable(Path(arguments.out))
-    with progress_bar() as progress:
+    with progress_lines() as progress:
         progress(0, 0, "planning on tensors without data")
         planned = plan_model(arguments, lambda build: _build(arguments, build))
     if arguments.out:
@@ -166,23 +162,27 @@ def _print_json(value: Any) -> None:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """Yield a function that writes to stderr what runs now: (passes done, in all, the current one).
+def progress_lines() -> Iterator[Callable[[int, int, str], None]]:
+    """Yield a function that takes what runs now: (passes done, in all, the current one).
 
-    It writes at most one line in two seconds; a terminal shows one line, which then changes with each call.
+    A thread writes it to stderr every two seconds, unless it has not changed.
     """
-    written, is_terminal, shown = time.monotonic(), sys.stderr.isatty(), False
+    current, ended = [""], threading.Event()
 
-    def write(done: int, total: int, label: str) -> None:
-        nonlocal written, shown
-        if time.monotonic() - written <= PROGRESS_AFTER_S and not shown:
-            return
-        line = f"{label}: {done} of {total}" if total else label
-        print(f"\r\033[2K{line}" if is_terminal else line, end="" if is_terminal else "\n", file=sys.stderr, flush=True)
-        written, shown = time.monotonic(), is_terminal
+    def show() -> None:
+        shown = ""
+        while not ended.wait(PROGRESS_EVERY_S):
+            if current[0] != shown:
+                shown = current[0]
+                print(shown, file=sys.stderr, flush=True)
 
+    def note(done: int, total: int, label: str) -> None:
+        current[0] = f"{label}: {done} of {total}" if total else label
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
     try:
-        yield write
+        yield note
     finally:
-        if shown:
-            print("\r\033[2K", end="", file=sys.stderr, flush=True)
+        ended.set()
+        thread.join()

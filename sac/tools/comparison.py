@@ -109,21 +109,16 @@ class Comparison:
         rows = [(row.mode, *(("failed", *[""] * 4) if row.error else _cells(row, baseline))) for row in self.rows]
         return Table(("mode", *_NUMBERS), tuple(rows), right=_NUMBERS)
 
-    def footnote(self) -> str:
-        """Return how it was measured, and what the columns mean."""
-        source = "the profiler's memory events" + ("" if self.device == "cpu" else " and the allocator")
-        return (
-            f"{self.model}, {parameters_text(self.parameters)} parameters\n"
-            f"on {self.device}, torch {self.torch}, without weights and gradients, from\n{source}\n"
-            "kept: alive at the end of forward; peak: of forward and backward\n"
-            f"step: median of {self.steps - 1} interleaved steps; grads: gradients, compared with none"
-        )
-
     def __str__(self) -> str:
-        width = screen_width()
-        footnote = wrapped_text(self.footnote().splitlines(), width)
+        footnote = (
+            f"{self.model}, {parameters_text(self.parameters)} parameters",
+            f"on {self.device}, torch {self.torch}, without weights and gradients, from",
+            "the profiler's memory events" + ("" if self.device == "cpu" else " and the allocator"),
+            "kept: alive at the end of forward; peak: of forward and backward",
+            f"step: median of {self.steps - 1} interleaved steps; grads: gradients, compared with none",
+        )
         errors = [f"\n\n{row.mode}: {row.error}" for row in self.rows if row.error]
-        return f"{self.table().text(width)}\n{footnote}{''.join(errors)}"
+        return f"{self.table().text(screen_width())}\n{wrapped_text(footnote, screen_width())}{''.join(errors)}"
 
     def __repr__(self) -> str:
         peaks = [f"{row.mode} {'failed' if row.error else bytes_text(row.peak_bytes)}" for row in self.rows]

@@ -82,7 +82,7 @@ def compare(
     try:
         training = Training(steps, optimizer, lr, seed, device, loss_fn)
     except ConfigError as error:
-        raise ConfigError([replace(one, where=one.where.removeprefix("--")) for one in error.problems]) from None
+        raise _located(error, "--", "") from None
     with random_state_kept(model.parameters()):
         built = BuiltModel(deepcopy(model).train(), lambda step: given, type(model).__name__)
         return compare_copies(built, values, training, progress=progress)
@@ -95,12 +95,11 @@ def check_value(value: Any, where: str) -> None:
         if config.policy is not None:
             resolve_policy(config.policy)
     except SacError as error:
-        raise ConfigError(
-            [
-                replace(each, where=where) if each.where == "activation_checkpointing" else each
-                for each in error.problems
-            ]
-        ) from error
+        raise _located(error, "activation_checkpointing", where) from error
+
+
+def _located(error: SacError, old: str, new: str) -> ConfigError:
+    return ConfigError([replace(each, where=each.where.replace(old, new, 1)) for each in error.problems])
 
 
 def _labelled(modes: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:

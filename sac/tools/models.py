@@ -112,9 +112,8 @@ def _checked_vocab(class_name: str, config: Any, scale: Scale) -> int:
 
 
 def _pixels(config: Any, scale: Scale, random: torch.Generator) -> Tensor:
-    backbone = getattr(config, "backbone_config", None)
     config = getattr(config, "vision_config", config)
-    size = getattr(config, "image_size", None) or getattr(backbone, "image_size", None) or _SIDE
+    size = getattr(config, "image_size", None) or _SIDE
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
     channels = getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3
     frames = (config.num_frames,) if isinstance(getattr(config, "num_frames", None), int) else ()  # of a video

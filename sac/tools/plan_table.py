@@ -17,6 +17,7 @@ from sac.planner.fakes import Build, fake_build, fake_inputs, fake_mode
 from sac.planner.planning import Plan, best_size, make_plan
 from sac.policy.read import bytes_text
 from sac.tables import Table, screen_width, seconds_text, wrapped_text
+from sac.tensors import describe
 from sac.tools.comparison import loss_of
 from sac.tools.models import BuiltModel, Inputs
 
@@ -134,10 +135,5 @@ def _step_s(plan: Plan) -> float:
 def inputs_text(inputs: Inputs) -> str:
     """Return the inputs of a model as a short text: names, dtypes and shapes."""
     pairs = inputs.items() if isinstance(inputs, dict) else enumerate(inputs)
-    return ", ".join(f"{name if isinstance(name, str) else f'argument {name}'} {_kind(value)}" for name, value in pairs)
-
-
-def _kind(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]}"
+    texts = ((name, describe(value) if isinstance(value, Tensor) else type(value).__name__) for name, value in pairs)
+    return ", ".join(f"{name if isinstance(name, str) else f'argument {name}'} {text}" for name, text in texts)
