@@ -19,7 +19,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -64,11 +64,12 @@ def measure(case: Case, modes: list[str], device: str, advance: Callable[[str], 
     runners = {mode: bench.shared_runner(mode, blocks, x, weights, clock) for mode in modes}
     counted, equal = {}, {}
     reference = None
-    with deterministic():
-        for mode, runner in runners.items():
-            advance(f"{case.key}: gradients of {mode}")
-            counted[mode], gradients, equal[mode] = bench.warmed_up(runner, STEPS_COMPARED, reference)
-            reference = reference or gradients
+    torch.use_deterministic_algorithms(True, warn_only=True)  # the same bits each time, where torch has them
+    for mode, runner in runners.items():
+        advance(f"{case.key}: gradients of {mode}")
+        counted[mode], gradients, equal[mode] = bench.warmed_up(runner, STEPS_COMPARED, reference)
+        reference = reference or gradients
+    torch.use_deterministic_algorithms(False)
     del reference, gradients
     memory = {}
     for mode, runner in runners.items():
@@ -104,34 +105,10 @@ def measure(case: Case, modes: list[str], device: str, advance: Callable[[str], 
     }
 
 
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """Only algorithms that give the same bits each time, where torch has them."""
-    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warned)
-
-
 def kept_and_peak_bytes(runner: Runner, device: str) -> tuple[int, int]:
     """Bytes that live after the forward, and at most, on top of what lived before a step that adds to its gradients."""
-    if device != "cuda":
-        memory = measure_memory(lambda: runner.pass_through(lambda: mark(FORWARD_DONE)))
-        return memory.at(FORWARD_DONE), memory.peak_bytes
-    kept = 0
-
-    def forward_is_over() -> None:
-        nonlocal kept
-        kept = torch.cuda.memory_allocated() - before
-
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    runner.pass_through(forward_is_over)
-    torch.cuda.synchronize()
-    return kept, torch.cuda.max_memory_allocated() - before
+    memory = measure_memory(lambda: runner.pass_through(lambda: mark(FORWARD_DONE)), device)
+    return memory.at(FORWARD_DONE), memory.peak_bytes
 
 
 def hardware(device: str) -> dict[str, Any]:
@@ -145,16 +122,6 @@ def hardware(device: str) -> dict[str, Any]:
     return seen
 
 
-def measure_all(cases: list[Case], modes: list[str], device: str, progress: bench.Progress) -> list[dict[str, Any]]:
-    """Every case in turn."""
-    advance = bench.counting(progress, sum(2 * len(modes) + case.rounds for case in cases))
-    results = []
-    for case in cases:
-        with bench.threads(case.threads):
-            results.append(measure(case, modes, device, advance))
-    return results
-
-
 def print_results(results: list[dict[str, Any]], skipped: dict[str, str], seen: dict[str, Any]) -> None:
     print(f"$ {seen['command']}")
     on_gpu = "cuda" in seen
@@ -164,7 +131,6 @@ def print_results(results: list[dict[str, Any]], skipped: dict[str, str], seen: 
         print(f"{result['ops']} ops in forward; {result['rounds']} rounds; ", end="")
         print(f"parameters {bytes_text(result['parameter_bytes'])}, gradients as much")
         bench.print_table(columns, [cells(row, on_gpu=on_gpu) for row in result["rows"]])
-    print()
     print(*(f"{mode} {reason}" for mode, reason in skipped.items()), sep="\n")
     print(
         "step: median. ÷: median of the ratios in single rounds. kept: at the end of forward, peak: in the step, both\n"
@@ -208,8 +174,12 @@ def main() -> int:
         if given.case in (None, case.key)
     ]
     skipped = {mode: reason for mode, reason in bench.cannot_run().items() if mode in MODES}
+    modes, results = [mode for mode in MODES if mode not in skipped], []
     with bench.progress_lines() as progress:
-        results = measure_all(cases, [mode for mode in MODES if mode not in skipped], device, progress)
+        advance = bench.counting(progress, sum(2 * len(modes) + case.rounds for case in cases))
+        for case in cases:
+            torch.set_num_threads(case.threads or bench.THREADS)
+            results.append(measure(case, modes, device, advance))
     seen = {**bench.environment("bench_gpu.py"), **hardware(device)}
     if given.json:
         print(json.dumps({**seen, "skipped": skipped, "cases": results}, indent=2))

@@ -24,7 +24,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,7 @@ from tests.support.blocks import (
 Step = Callable[[Tensor], Tensor]
 Progress = Callable[[int, int, str], None]
 ATEN = torch.ops.aten
+THREADS = torch.get_num_threads()  # torch's own choice
 
 # -- The blocks: Llama-like ones of any size, with grouped queries or a mixture of experts
 
@@ -433,17 +434,6 @@ def ratio(left: list[Times], right: list[Times]) -> float:
     return median(mine.step / theirs.step for mine, theirs in zip(left, right, strict=True))
 
 
-@contextlib.contextmanager
-def threads(wanted: int) -> Iterator[None]:
-    """Run with this many threads inside an op; 0 leaves torch's choice."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(wanted or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 # -- What is printed, and what it says of where it ran
 
 
@@ -522,12 +512,12 @@ def measure_all(cases: list[Case], modes: list[str], progress: Progress) -> list
     advance = counting(progress, sum(len(modes) + case.rounds for case in cases))
     results = []
     for case in cases:
-        with threads(case.threads):
-            clock = CPU_TIME if torch.get_num_threads() == 1 else WALL_TIME
-            blocks, x, weights = build(case)
-            runners = {mode: shared_runner(mode, blocks, x, weights, clock) for mode in modes}
-            name = "CPU time" if clock is CPU_TIME else "wall time"
-            results.append(measure(case, runners, case.label, name, advance))
+        torch.set_num_threads(case.threads or THREADS)
+        clock = CPU_TIME if torch.get_num_threads() == 1 else WALL_TIME
+        blocks, x, weights = build(case)
+        runners = {mode: shared_runner(mode, blocks, x, weights, clock) for mode in modes}
+        name = "CPU time" if clock is CPU_TIME else "wall time"
+        results.append(measure(case, runners, case.label, name, advance))
     return results
 
 
@@ -611,8 +601,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="rounds of each case")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     given = parser.parse_args()
-    if given.rounds is not None and given.rounds < 1:
-        parser.error(f"--rounds is {given.rounds}; at least 1 is needed")
     chosen = QUICK_RUN if given.quick else FULL_RUN
     cases = [replace(case, rounds=given.rounds or case.rounds) for case in chosen if given.case in (None, case.key)]
     skipped = {} if given.ranks else cannot_run()

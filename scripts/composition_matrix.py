@@ -21,7 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_overhead import counting, environment, print_table, progress_lines, threads
+import torch
+from bench_overhead import counting, environment, print_table, progress_lines
 
 from tests.stacks.matrix import DIFFER, Cell, Line, line_of
 from tests.stacks.registry import EVERY_MODE, STACKS
@@ -76,7 +77,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     given = parser.parse_args()
     stacks = [known[name] for name in given.stack or known]
-    with threads(1), progress_lines() as progress, warnings.catch_warnings():
+    torch.set_num_threads(1)
+    with progress_lines() as progress, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # other packages' own; what sac finds wrong here is an error or a difference
         advance = counting(progress, sum(1 + len(stack.modes) for stack in stacks))
         lines = [line_of(stack, advance) for stack in stacks]

@@ -30,7 +30,6 @@ STEPS = {
     "Step time and memory of each way to checkpoint": (sys.executable, "scripts/bench_gpu.py"),
 }
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-MOST_LINES = 500  # of a step's output, in the page
 
 
 def run(command: tuple[str, ...], limit_s: float) -> tuple[str, str]:
@@ -88,10 +87,8 @@ def main() -> int:
         print(f"{title}: {typed}", flush=True)
         status, output = run(command, given.limit)
         print(f"  {status}, {time.monotonic() - started:.0f} s", flush=True)
-        lines = output.splitlines()
-        cut = ["… lines are left out here"] if len(lines) > MOST_LINES else []
         rows.append(f"| {title} | {status} | {time.monotonic() - started:.0f} s |")
-        sections += ["", f"## {title}: {status}", "", f"`{typed}`", "", "````text", *cut, *lines[-MOST_LINES:], "````"]
+        sections += ["", f"## {title}: {status}", "", f"`{typed}`", "", "````text", output, "````"]
     page = ["# On a GPU", "", f"`{shlex.join(['scripts/gpu_report', *sys.argv[1:]])}`", "", "| | |", "|---|---|"]
     page += [f"| {name} | {value.replace('|', '/')} |" for name, value in facts().items()]
     page += ["", "| step | status | time |", "|---|---|---:|", *rows, *sections]

@@ -66,12 +66,9 @@ class Row:
     reason: str = ""
     model: str = ""
     size: str = ""
-    inputs: list[str] = field(default_factory=list)
-    parameters: int = 0
     blocks: dict[str, int] = field(default_factory=dict)
     kept_bytes: dict[str, int] = field(default_factory=dict)
     flops: dict[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
 
 
 class NotTrainable(Exception):
@@ -166,7 +163,7 @@ def build(family: str, row: Row) -> tuple[nn.Module, dict[str, Any]]:
             continue
         if not loss.requires_grad:
             raise NotTrainable("its output has no gradient")
-        row.model, row.size, row.inputs, row.parameters = made_by.__name__, name, list(inputs), parameters
+        row.model, row.size = made_by.__name__, name
         return model, inputs
     raise CannotBuild("; ".join(attempts))
 
@@ -180,7 +177,6 @@ def one_line(error: BaseException) -> str:
 
 def check_family(family: str) -> Row:
     """Return the row of ``family``; exceptions are rows too."""
-    start = time.monotonic()
     row = Row(family, CANNOT_BUILD)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -193,7 +189,6 @@ def check_family(family: str) -> Row:
         row.status, row.reason = NOT_TRAINABLE, str(error)
     except Exception as error:
         row.status, row.reason = FAILS, one_line(error)
-    row.seconds = round(time.monotonic() - start, 1)
     return row
 
 

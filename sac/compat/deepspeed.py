@@ -211,17 +211,20 @@ def _note_backward(name: str, inputs: Any, outputs: Any) -> None:
     started: list[float] = []
 
     def begin(*grads: Any) -> None:
-        started.append(_now())
-        when_backward_ends(end)
+        if not started:
+            started.append(_now())
+            when_backward_ends(end)
 
     def end(*grads: Any) -> None:
         if started:
             _note(name, started.pop())
 
-    for values, hook, mode in ((outputs, begin, "any"), (inputs, end, "all")):
-        results = [leaf for leaf in tree_leaves(values) if getattr(leaf, "grad_fn", None) is not None]
-        if results:
-            register_multi_grad_hook(results, hook, mode=mode)
+    nodes: set[Any] = {getattr(leaf, "grad_fn", None) for leaf in tree_leaves(outputs)}
+    for node in nodes - {None}:
+        node.register_prehook(begin)
+    results = [leaf for leaf in tree_leaves(inputs) if getattr(leaf, "grad_fn", None) is not None]
+    if results:
+        register_multi_grad_hook(results, end)
 
 
 # -- Seeds

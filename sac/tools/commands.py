@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +24,7 @@ from sac.policy.load import load_policy
 from sac.policy.model import limits_of
 from sac.tables import Table, count_text, screen_width
 from sac.tools.cli import DONE, REFUSED
-from sac.tools.comparison import NONE, Training, check_device, inputs_on
+from sac.tools.comparison import NONE, Progress, Training, check_device, inputs_on
 from sac.tools.comparison import compare as compare_modes
 from sac.tools.measuring import check_value, trace_here
 from sac.tools.models import BuiltModel, Scale, load_model
@@ -96,7 +96,7 @@ def compare(arguments: argparse.Namespace) -> int:
         _check_picture(Path(arguments.picture))
     with progress_lines() as progress:
         progress(0, 0, "building the model")
-        comparison = compare_modes(_build(arguments), {mode: mode for mode in modes}, training, progress=progress)
+        comparison = compare_modes(_build(arguments), {mode: mode for mode in modes}, training, progress)
     if arguments.json:
         _print_json(comparison.to_dict())
     else:
@@ -162,11 +162,8 @@ def _print_json(value: Any) -> None:
 
 
 @contextmanager
-def progress_lines() -> Iterator[Callable[[int, int, str], None]]:
-    """Yield a function that takes what runs now: (passes done, in all, the current one).
-
-    A thread writes it to stderr every two seconds, unless it has not changed.
-    """
+def progress_lines() -> Iterator[Progress]:
+    """Yield a function that takes what runs now; a thread writes it to stderr every two seconds if it has changed."""
     current, ended = [""], threading.Event()
 
     def show() -> None:

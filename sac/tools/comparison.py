@@ -21,19 +21,11 @@ from sac.errors import ConfigError, Problem, SacError, nearest
 from sac.memory_timeline import MemoryTimeline, mark, measure_memory
 from sac.ops.flops import ADDED_FORMULAS
 from sac.planner.applying import apply
+from sac.planner.fakes import Inputs
 from sac.policy.read import bytes_text
 from sac.reporting import Report, report
-from sac.tables import (
-    Table,
-    count_text,
-    flops_text,
-    parameters_text,
-    percent_text,
-    screen_width,
-    seconds_text,
-    wrapped_text,
-)
-from sac.tools.models import BuiltModel, Inputs
+from sac.tables import Table, flops_text, parameters_text, percent_text, screen_width, seconds_text, wrapped_text
+from sac.tools.models import BuiltModel
 from sac.torch_private import tree_map_only
 
 # -- The result of a comparison of modes: numbers only, for a table, a picture or JSON
@@ -45,12 +37,12 @@ class ModeResult:
 
     mode: str
     error: str = ""
+    step_ms: tuple[float, ...] = ()  # without the first step, which warms up
+    losses: tuple[float, ...] = ()  # one per step
     memory: MemoryTimeline | None = None
     kept_bytes: int = 0  # live at the end of forward, by the profiler
     step_flops: int = 0
     recompute_flops: int | None = None  # this mode's step minus that of `none`
-    step_ms: tuple[float, ...] = ()  # without the first step, which warms up
-    losses: tuple[float, ...] = ()  # one per step
     max_gradient_difference: float | None = None  # from `none`, after the first step's backward, over all parameters
     report: Report | None = None  # what sac itself reports as kept
 
@@ -142,19 +134,14 @@ def _cells(row: ModeResult, baseline: ModeResult) -> tuple[str, ...]:
 # -- Floating-point operations of one call, counted by torch's dispatcher, not by sac
 
 
-class _NoModules(nullcontext[None]):
-    """Replaces the counter's module tracker, whose hooks refuse ``torch.autograd.grad`` (torch 2.13)."""
-
-    parents = frozenset({"Global"})
-
-
 def count_flops(fn: Callable[[], object]) -> int:
     """Run ``fn`` once and return the FLOPs of its matmuls, convolutions and attentions (one multiply-add is two).
 
     The counter is active during the whole call, so it also counts what backward recomputes.
     """
     counter = FlopCounterMode(display=False, custom_mapping=dict(ADDED_FORMULAS))
-    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    counter.mod_tracker = modules = nullcontext()  # type: ignore[assignment]
+    modules.parents = {"Global"}  # type: ignore[attr-defined]  # its tracker's hooks refuse `torch.autograd.grad`
     with counter:
         fn()
     return int(counter.get_total_flops())
@@ -162,6 +149,7 @@ def count_flops(fn: Callable[[], object]) -> int:
 
 # -- One mode's copy of a model: trained, then measured
 
+Progress = Callable[[int, int, str], None]  # receives passes done, total passes, and the current pass
 NONE = "none"
 OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
@@ -180,8 +168,7 @@ class Training:
     def __post_init__(self) -> None:
         """Refuse settings that cannot run; raises ``ConfigError``."""
         if self.steps < 2:
-            found = f"{count_text(self.steps, 'step')} cannot be timed: the first one warms up"
-            raise ConfigError(Problem("--steps", found, "2, 3, 4, …"))
+            raise ConfigError(Problem("--steps", f"{self.steps} is too few: the first step warms up", "2, 3, 4, …"))
         if self.optimizer not in OPTIMIZERS:
             found, legal = f"unknown optimizer '{self.optimizer}'", ", ".join(OPTIMIZERS)
             raise ConfigError(Problem("--optimizer", found, legal, nearest(self.optimizer, OPTIMIZERS)))
@@ -288,14 +275,10 @@ class ModeRun:
         """Return the finished row."""
         if self.error:
             return ModeResult(self.mode, error=self.error)
-        return ModeResult(
-            self.mode,
-            recompute_flops=None if baseline_flops is None else self._figures["step_flops"] - baseline_flops,
-            step_ms=tuple(self._step_ms),
-            losses=tuple(self._losses),
-            report=None if self.mode == NONE else report(self.model),
-            **self._figures,
-        )
+        figures = {**self._figures, "step_ms": tuple(self._step_ms), "losses": tuple(self._losses)}
+        if baseline_flops is not None:
+            figures["recompute_flops"] = figures["step_flops"] - baseline_flops
+        return ModeResult(self.mode, report=None if self.mode == NONE else report(self.model), **figures)
 
     def _step(self, step: int) -> Callable[[], float]:
         torch.manual_seed(self._training.seed + step)  # dropout draws the same numbers in every mode
@@ -324,18 +307,11 @@ def largest_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tenso
 # measured in two extra passes after the training steps, in which nothing is timed.
 
 
-def compare(
-    built: BuiltModel,
-    modes: Mapping[str, Any],
-    training: Training,
-    *,
-    progress: Callable[[int, int, str], None] | None = None,
-) -> Comparison:
+def compare(built: BuiltModel, modes: Mapping[str, Any], training: Training, progress: Progress | None) -> Comparison:
     """Measure each of ``modes``, config values by the label of their row.
 
     ``none`` is always the first row: the others are measured against it, and it never goes through sac. A mode that sac
-    refuses keeps its row, with the error.
-    ``progress`` is called with (passes done, total passes, current pass).
+    refuses keeps its row, with the error. ``progress``: see ``Progress``.
     """
     model = built.model.to(training.device)
     runs = [

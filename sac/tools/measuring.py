@@ -16,11 +16,12 @@ from sac.engine.rng import random_state_kept
 from sac.engine.table import resolve_policy
 from sac.errors import ConfigError, ModelError, Problem, SacError
 from sac.planner.applying import apply
+from sac.planner.fakes import Inputs
 from sac.policy.model import Policy
 from sac.reporting import Trace, decisions_of
-from sac.tools.comparison import Comparison, Training, forward_backward, inputs_on
+from sac.tools.comparison import Comparison, Progress, Training, forward_backward, inputs_on
 from sac.tools.comparison import compare as compare_copies
-from sac.tools.models import BuiltModel, Inputs
+from sac.tools.models import BuiltModel
 
 
 def trace(
@@ -62,7 +63,7 @@ def compare(
     lr: float = 1e-2,
     seed: int = 0,
     loss_fn: Callable[[Any], Tensor] | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Comparison:
     """Train copies of ``model`` under each of ``modes`` and return their memory, recomputation, time and gradients.
 
@@ -85,7 +86,7 @@ def compare(
         raise _located(error, "--", "") from None
     with random_state_kept(model.parameters()):
         built = BuiltModel(deepcopy(model).train(), lambda step: given, type(model).__name__)
-        return compare_copies(built, values, training, progress=progress)
+        return compare_copies(built, values, training, progress)
 
 
 def check_value(value: Any, where: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module, resources
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,14 @@ from torch import Tensor, nn
 from sac.blocks.kv_cache import turn_off_cache
 from sac.errors import ConfigError, Problem, SacError, listing, nearest
 from sac.extras import import_extra
-from sac.planner.fakes import Build
+from sac.planner.fakes import Build, Inputs
 from sac.tools.cli import FORMS
 
 # -- A model, its batches, and the sizes that both are built with
 
-Inputs: TypeAlias = "tuple[Any, ...] | Mapping[str, Any]"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 OWN_MODEL = "write a function that returns (model, inputs) and name it as package.module:function"
 _TOP = "--model"
-_SIDE = 224  # pixels, for models that take pictures of any size
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ class BuiltModel:
 # -- The inputs of each training step for a Hugging Face model: seeded random numbers
 
 
-def batches_of(model_class: Any, config: Any, scale: Scale) -> Callable[[int], Mapping[str, Any]]:
+def batches_of(model_class: Any, config: Any, scale: Scale) -> Callable[[int], dict[str, Any]]:
     """Return a function from step to the keyword inputs of such a model, including labels if it takes any.
 
     Raises ``ConfigError`` if no batches can be generated for models of this class and config.
@@ -79,7 +77,7 @@ def batches_of(model_class: Any, config: Any, scale: Scale) -> Callable[[int], M
         raise ConfigError(Problem(_TOP, found, "models that read input_ids or pixel_values", fix=OWN_MODEL))
     vocab = _checked_vocab(class_name, config, scale) if name == "input_ids" else 0
 
-    def inputs_of_step(step: int) -> Mapping[str, Any]:
+    def inputs_of_step(step: int) -> dict[str, Any]:
         random = torch.Generator().manual_seed(step)
         if name == "pixel_values":
             main = _pixels(config, scale, random)
@@ -113,7 +111,7 @@ def _checked_vocab(class_name: str, config: Any, scale: Scale) -> int:
 
 def _pixels(config: Any, scale: Scale, random: torch.Generator) -> Tensor:
     config = getattr(config, "vision_config", config)
-    size = getattr(config, "image_size", None) or _SIDE
+    size = getattr(config, "image_size", None) or 224  # for models that take pictures of any size
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
     channels = getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3
     frames = (config.num_frames,) if isinstance(getattr(config, "num_frames", None), int) else ()  # of a video
@@ -234,7 +232,7 @@ def load_model(spec: str, scale: Scale, build: Build | None = None) -> BuiltMode
     function = _function(spec, form, rest)
     built = function(**_arguments(spec, function, scale))
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
-    if not isinstance(model, nn.Module) or not isinstance(inputs, (tuple, Mapping)):
+    if not isinstance(model, nn.Module) or not isinstance(inputs, (tuple, dict)):
         legal = "(model, inputs), where inputs is a tuple for model(*inputs) or a dict for model(**inputs)"
         raise ConfigError(Problem(_TOP, f"{spec} returned {type(built).__name__}", legal))
     return BuiltModel(model.train(), lambda step: inputs, spec)
@@ -252,9 +250,8 @@ def _arguments(spec: str, function: Callable[..., Any], scale: Scale) -> dict[st
     try:
         signature.bind(**given)
     except TypeError as error:
-        raise ConfigError(
-            Problem(_TOP, f"{spec} cannot be called: {error}", fix="give its arguments defaults")
-        ) from error
+        problem = Problem(_TOP, f"{spec} cannot be called: {error}", fix="give its arguments defaults")
+        raise ConfigError(problem) from error
     return given
 
 

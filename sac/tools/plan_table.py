@@ -13,13 +13,13 @@ from torch import Tensor
 from sac.errors import PlanError, Problem
 from sac.planner.budget import LEGAL_BUDGET, optimizer_bytes, read_budget
 from sac.planner.devices import Device, device_at_hand, device_named
-from sac.planner.fakes import Build, fake_build, fake_inputs, fake_mode
+from sac.planner.fakes import Build, Inputs, fake_build, fake_inputs, fake_mode
 from sac.planner.planning import Plan, best_size, make_plan
 from sac.policy.read import bytes_text
 from sac.tables import Table, screen_width, seconds_text, wrapped_text
 from sac.tensors import describe
 from sac.tools.comparison import loss_of
-from sac.tools.models import BuiltModel, Inputs
+from sac.tools.models import BuiltModel
 
 _USABLE = 0.9  # of a device's memory: the context, the allocator's fragments and libraries take the rest
 
@@ -40,14 +40,17 @@ class Planned:
         """Return the policy file."""
         return self.plan.text({name.replace("_", " "): value for name, value in self.about.items()})
 
+    def size_rows(self) -> list[dict[str, Any]]:
+        """Return what was predicted for each batch that was tried; ``step_s`` is None where it does not fit."""
+        return [
+            {"batch": size, "peak_bytes": peak, "fits": plan is not None, "best": size == self.batch,
+             "step_s": None if plan is None else plan.step_s + plan.rows[0].seconds}
+            for size, (plan, peak) in self.sizes.items()
+        ]  # fmt: skip
+
     def to_dict(self) -> dict[str, Any]:
         """Return all figures of the plan, as JSON holds them."""
-        rows = [
-            {"batch": size, "peak_bytes": peak, "fits": plan is not None, "best": size == self.batch}
-            | ({} if plan is None else {"step_s": _step_s(plan)})
-            for size, (plan, peak) in self.sizes.items()
-        ]
-        sizes = {"sizes": rows} if rows else {}
+        sizes = {"sizes": self.size_rows()} if self.sizes else {}
         return {**self.about, **self.plan.to_dict(), **sizes, "policy": self.policy_text()}
 
 
@@ -109,9 +112,8 @@ def print_plan(planned: Planned) -> None:
     print(f"{planned.about['model']}, {planned.about['inputs']}")
     print(wrapped_text(plan.heading(), width))
     if planned.sizes:
-        rows = [_size_row(size, *tried, is_best=size == planned.batch) for size, tried in planned.sizes.items()]
         columns = ("batch", "peak", "step", "per row", "fits")
-        print(Table(columns, tuple(rows), right=columns[:4]).text(width))
+        print(Table(columns, tuple(map(_size_cells, planned.size_rows())), right=columns[:4]).text(width))
         print(f"the plan for batch {planned.batch}:")
     print(plan.table().text(width))
     print("peak: of one step, with parameters and gradients; time: predicted, with the recording of ops")
@@ -121,15 +123,10 @@ def print_plan(planned: Planned) -> None:
         print(wrapped_text([f"note: {note}"], width))
 
 
-def _size_row(size: int, plan: Plan | None, peak: int, *, is_best: bool) -> tuple[str, ...]:
-    if plan is None:
-        return str(size), bytes_text(peak), "–", "–", "no: its least peak"
-    step = _step_s(plan)
-    return str(size), bytes_text(peak), seconds_text(step), seconds_text(step / size), "yes, best" if is_best else "yes"
-
-
-def _step_s(plan: Plan) -> float:
-    return plan.step_s + plan.rows[0].seconds
+def _size_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    times = [seconds_text(row["step_s"] / rows) for rows in (1, row["batch"])] if row["fits"] else ["–", "–"]
+    fits = "yes, best" if row["best"] else "yes"
+    return str(row["batch"]), bytes_text(row["peak_bytes"]), *times, fits if row["fits"] else "no: its least peak"
 
 
 def inputs_text(inputs: Inputs) -> str:

@@ -73,7 +73,7 @@ trace         | --policy lama | --policy{UNKNOWN}
 compare       | --modes lama | --modes{UNKNOWN}
 trace         | --policy */mine.yaml | */mine.yaml:4:
 compare       | --modes */mine.yaml | */mine.yaml:4:
-compare       | --steps 1 | --steps: 1 step cannot be timed: the first one warms up / legal: 2, 3, 4, …
+compare       | --steps 1 | --steps: 1 is too few: the first step warms up / legal: 2, 3, 4, …
 compare       | --optimizer adam | --optimizer: unknown optimizer 'adam' / did you mean: adamw
 compare       | --picture */mine.yaml/c.svg | */mine.yaml/c.svg: the file cannot be written: Not a directory
 compare       | --picture */c.foo | */c.foo: the picture cannot be saved: Format 'foo' is not supported
