@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import fnmatch
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
 
@@ -53,7 +54,7 @@ class NamePattern:
         """Return whether the pattern matches the op called ``name`` (see ``op_name``)."""
         packet = name.rpartition(".")[0] if name.count(".") > 1 else name
         if is_glob(self.text):
-            return fnmatch.fnmatchcase(name, self.text) or fnmatch.fnmatchcase(packet, self.text)
+            return fnmatchcase(name, self.text) or fnmatchcase(packet, self.text)
         return self.text in (name, packet)
 
 
@@ -63,11 +64,13 @@ class Registry:
 
     packets: Mapping[str, tuple[str, ...]]
     names: tuple[str, ...]  # of all ops
+    text: str  # the names in one, to search in
 
     def has(self, pattern: NamePattern) -> bool:
         """Return whether ``pattern`` matches any registered op."""
-        if is_glob(pattern.text):
-            return bool(fnmatch.filter(self.packets, pattern.text) or fnmatch.filter(self.names, pattern.text))
+        if is_glob(pattern.text):  # most globs are over libraries that are not there, which is seen quickly
+            could_match = all(part in self.text for part in re.split(r"[*?]|\[.*?\]", pattern.text))
+            return could_match and any(map(pattern.matches, self.names))
         packet, _, overload = pattern.text.rpartition(".")
         return pattern.text in self.packets or overload in self.packets.get(packet, ())
 
@@ -87,7 +90,7 @@ def _registry_of(names: tuple[str, ...], higher_order: tuple[str, ...]) -> Regis
     for name in higher_order:
         packets[f"{HIGHER_ORDER}.{name}"] = []
     names = tuple(f"{packet}.{one}" if one else packet for packet, found in packets.items() for one in found or [""])
-    return Registry({packet: tuple(sorted(found)) for packet, found in packets.items()}, names)
+    return Registry({packet: tuple(sorted(found)) for packet, found in packets.items()}, names, "\n".join(names))
 
 
 def find_op(name: str) -> Any | None:
