@@ -294,7 +294,7 @@ _KEPT: Mapping[Any, str] = {
 
 def _kept_inputs(keeping: InputStoring) -> str:
     """Return which inputs are kept where; a user's predicate cannot be described further."""
-    return f"{_KEPT.get(keeping.which, 'those that `keep` chooses are kept')} {keeping.store.describe()}"
+    return f"{_KEPT.get(keeping.which, 'those that `keep` chooses are kept')} {keeping.store.place}"
 
 
 def _kind_report(regions: Sequence[Region]) -> KindReport:

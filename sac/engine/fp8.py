@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -75,13 +76,13 @@ class Fp8Function:
 
     def __init__(self, function: Callable[..., Any], where: str) -> None:
         check_fp8(where)
-        library = _library()
-        manager = library.FP8GlobalStateManager
-        self._function, self._is_on = function, _is_on()
-        self._recipe, self._group = None, None
-        if self._is_on:
-            self._recipe, self._group = manager.get_fp8_recipe(), manager.get_fp8_group()
-        self._library = library
+        self._function, library, is_on = function, _library(), _is_on()
+        recipe = library.FP8GlobalStateManager.get_fp8_recipe() if is_on else None
+        group = library.FP8GlobalStateManager.get_fp8_group() if is_on else None
+        if hasattr(library, "autocast"):
+            self._autocast = partial(library.autocast, is_on, recipe=recipe, amax_reduction_group=group)
+        else:
+            self._autocast = partial(library.fp8_autocast, is_on, fp8_recipe=recipe, fp8_group=group)
         # A forward that turns FP8 on itself needs them, too.
         self._contexts: list[AbstractContextManager[Any]] = [*_contexts()()] if _contexts() is not None else []
 
@@ -94,10 +95,5 @@ class Fp8Function:
         if len(self._contexts) != 1:
             with self.forward():
                 return self._function(*args, **kwargs)
-        library, recipe, group = self._library, self._recipe, self._group
-        if hasattr(library, "autocast"):
-            autocast = library.autocast(self._is_on, recipe=recipe, amax_reduction_group=group)
-        else:
-            autocast = library.fp8_autocast(self._is_on, fp8_recipe=recipe, fp8_group=group)
-        with self._contexts[0], autocast:
+        with self._contexts[0], self._autocast():
             return self._function(*args, **kwargs)

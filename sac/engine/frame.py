@@ -211,8 +211,12 @@ class Frame:
         if self._packed:  # a gradient that the region's own forward takes
             return self._packed[handle.index][0]
         if handle.value is None:
-            with self.settings.explained(), without_transforms():  # it runs once for all gradients of a batch
-                self._recompute(self._waiting())
+            try:
+                with without_transforms():  # it runs once for all gradients of a batch
+                    self._recompute(self._waiting())
+            except torch.OutOfMemoryError as error:
+                self.settings.add_note(error)
+                raise
             if handle.value is None:
                 raise RegionError(Problem(self.where, f"recomputation does not reach saved tensor {handle.index}"))
             if not (self.is_open or graph_is_retained()):

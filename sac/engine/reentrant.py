@@ -100,15 +100,11 @@ class _Call:
         arrived: dict[int, Tensor] = {}
         with self.state.restored(None), torch.enable_grad():
             args, kwargs = self.inputs.again(self.where, written=False)
-            leaves, spec = tree_flatten((args, kwargs))
-            starts: dict[int, Tensor] = {}  # one tensor in several places is one tensor again
-            for position, index in enumerate(self._indices):
-                leaf = leaves[index]
-                if leaf.requires_grad:
-                    if id(leaf) not in starts:
-                        starts[id(leaf)] = _Start.apply(leaf, arrived, position)  # type: ignore[no-untyped-call]
-                    leaves[index] = starts[id(leaf)]
-            args, kwargs = tree_unflatten(leaves, spec)
+            leaves = tree_leaves((args, kwargs))
+            starts = {id(leaves[index]): position for position, index in reversed([*enumerate(self._indices)])}
+            for leaf in leaves:
+                if id(leaf) in starts and leaf.requires_grad:  # the gradient as it arrives: `grad` has other strides
+                    leaf.register_hook(partial(arrived.__setitem__, starts.pop(id(leaf))))
             with self.state.modes.entered():
                 output = self.function(*args, **kwargs)
         return _outputs(tree_leaves(output)), arrived
@@ -144,8 +140,11 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         call: _Call = ctx.call
         call.check_backward()
-        with call.settings.explained():
+        try:
             outputs, arrived = call.run_again()
+        except torch.OutOfMemoryError as error:
+            call.settings.add_note(error)
+            raise
         pairs = call.paired(outputs, grads)
         del outputs
         if pairs:
@@ -188,17 +187,3 @@ def _held(tensor: Tensor, hooks: PackHooks | None) -> Any:
 def _root(tensor: Tensor) -> Tensor:
     base = tensor._base
     return tensor if base is None else base
-
-
-class _Start(torch.autograd.Function):
-    """An argument of the recomputation: records the gradient that arrives there, with its strides."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, arrived: dict[int, Tensor], position: int) -> Tensor:
-        ctx.arrived, ctx.position = arrived, position
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.arrived[ctx.position] = grads[0]
-        return None, None, None

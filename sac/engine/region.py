@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn.parameter import is_lazy
@@ -119,6 +120,15 @@ class Region:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run one call; gradients are those of ``function(*args, **kwargs)``. ``owners``: modules of the function."""
+        try:
+            return self._run(function, owners, settings, args, kwargs)
+        except torch.OutOfMemoryError as error:
+            settings.add_note(error)
+            raise
+
+    def _run(
+        self, function: Callable[..., Any], owners: tuple[nn.Module, ...], settings: Settings, args: Any, kwargs: Any
+    ) -> Any:
         group, stats = self.group, self.stats
         settings = as_torch_says(settings)
         where = self.path or group.name
@@ -126,8 +136,7 @@ class Region:
         if not stats.calls and any(is_lazy(parameter) for owner in owners for parameter in owner.parameters()):
             return function(*args, **kwargs)  # this call makes the parameters
         if settings.use_reentrant and can_be_reentrant(args, kwargs) and not keeps_fp8_state(owners):
-            with settings.explained():
-                output, size = run_reentrant(function, owners, settings, where, args, kwargs)
+            output, size = run_reentrant(function, owners, settings, where, args, kwargs)
             stats.take(None, size)
             return output
         table = group.table
@@ -140,8 +149,7 @@ class Region:
         frame.is_dual = forward_ad_level() >= 0 and any(map(has_tangent, (*args, *kwargs.values())))
         if frame.is_dual and not (isinstance(frame, TapedFrame) and frame.is_replayed):
             frame.refuse_tangents()
-        with settings.explained():
-            output = frame.run(args, kwargs)
+        output = frame.run(args, kwargs)
         if not isinstance(frame, TapedFrame):
             stats.engine = ""
             kept = frame.kept_bytes

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from sac.config_keys import CONFIG_KEYS, DEFAULTS, StateProvider
 from sac.stores.store import InputStoring
 from sac.stores.transfers import TransfersByDevice
@@ -20,22 +18,6 @@ FIRST, ALWAYS, NEVER = CONFIG_KEYS["verify"].words
 
 def no_note(error: BaseException) -> None:
     """Leave ``error`` as it is."""
-
-
-class Explained:
-    """See ``Settings.explained``. It is entered in each call, where a ``contextmanager`` takes twice as long."""
-
-    __slots__ = ("_add_note",)
-
-    def __init__(self, add_note: Callable[[BaseException], None]) -> None:
-        self._add_note = add_note
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, torch.OutOfMemoryError):
-            self._add_note(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +44,6 @@ class Settings:
     strict: bool = False
     add_note: Callable[[BaseException], None] = no_note
     transfers: TransfersByDevice = field(default_factory=TransfersByDevice, compare=False)
-
-    def explained(self) -> Explained:
-        """Return a context that adds the note to an out-of-memory error in its body."""
-        return Explained(self.add_note)
 
     @property
     def refuses_differences(self) -> bool:

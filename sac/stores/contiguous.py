@@ -75,7 +75,7 @@ class ContiguousBuffer(InputStore):
     """
 
     def __init__(self, num_checkpoints: int) -> None:
-        self.num_checkpoints = num_checkpoints
+        self.num_checkpoints, self.place = num_checkpoints, f"in buffers of {num_checkpoints} slots"
         self._slots: dict[str, _Slots] = {}  # by the name of the argument
         self._lock = threading.Lock()
 
@@ -94,10 +94,6 @@ class ContiguousBuffer(InputStore):
             slot = _Slot(self._slots_for(flat, name))
         slot.use(lambda memory: memory.copy_(flat))
         return StoredTensor(slot.fetch, (flat.nbytes, 0))
-
-    def describe(self) -> str:
-        """Say where inputs are kept."""
-        return f"in buffers of {self.num_checkpoints} slots"
 
     def reset(self) -> None:
         """Begin anew with every slot free, for example after forwards whose backward will never run.

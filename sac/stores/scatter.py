@@ -139,6 +139,8 @@ class Scattered(InputStore):
         self.compared = compared
         self.size: int = group.size()
         self.rank: int = group.rank()
+        shares = "" if isinstance(inner, OnDevice) else f", each share {inner.place}"
+        self.place = f"scattered over {self.size} ranks{shares}"
 
     @classmethod
     def over(cls, group: Any, inner: InputStore, compared: Compared) -> InputStore | None:
@@ -178,11 +180,6 @@ class Scattered(InputStore):
             share = padded
         stored = self.inner.put(share, argument)
         return replace(stored, fetch=partial(_gathered, stored.fetch, self.group, flat.numel()))
-
-    def describe(self) -> str:
-        """Say where inputs are kept."""
-        inner = "" if isinstance(self.inner, OnDevice) else f", each share {self.inner.describe()}"
-        return f"scattered over {self.size} ranks{inner}"
 
 
 def _unpickled(name: str, inner: InputStore) -> Scattered:

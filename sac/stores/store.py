@@ -26,11 +26,6 @@ from sac.stores.transfers import HostCopy, TransfersByDevice
 #
 # Each store's `put` returns a `StoredTensor`, whose `fetch` returns the flat tensor; recomputation restores its layout.
 # A chosen input is never also held by handles or by the recorder. What is stored is freed with its `StoredTensor`.
-#
-# Example. The store is `Scattered(group, OnHost())` over 4 GPU ranks, and x is a transposed bfloat16[4096, 8192] of
-# 64 MiB. `Layout.of` returns a flat view of 2^25 elements. `Scattered.put` takes this rank's 2^23 of them, and
-# `OnHost.put` copies these 16 MiB to pinned memory. For the recomputation, `fetch` copies the share back to the device
-# and gathers the 4 shares, and `Layout.restore` returns the transposed tensor.
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +65,9 @@ class ArgumentInfo:
 
 
 class InputStore(ABC):
-    """A way to keep flat tensors."""
+    """A way to keep flat tensors. ``place``: where, for reports."""
+
+    place: str
 
     def accepts(self, tensor: torch.Tensor) -> bool:
         """Return whether this store can keep the input; if not, the region holds the caller's data."""
@@ -80,22 +77,16 @@ class InputStore(ABC):
     def put(self, flat: torch.Tensor, name: Any, /) -> StoredTensor:
         """Copy ``flat`` into the store; ``name``, an ``ArgumentInfo``, is not held, and called in errors only."""
 
-    @abstractmethod
-    def describe(self) -> str:
-        """Say where inputs are kept, for reports: ``in host memory``."""
-
 
 class OnDevice(InputStore):
     """Keeps a copy on the tensor's device."""
+
+    place = "on the device"
 
     def put(self, flat: torch.Tensor, name: Callable[[], str]) -> StoredTensor:
         """Copy ``flat``."""
         value = flat.clone()
         return StoredTensor(value.clone, (value.nbytes, 0))
-
-    def describe(self) -> str:
-        """Say where inputs are kept."""
-        return "on the device"
 
 
 class OnHost(InputStore):
@@ -104,6 +95,8 @@ class OnHost(InputStore):
     The copy down runs while the region runs; the copy up starts before backward needs it (Note [Transfers]). An input
     that is already in host memory is copied there; its copy counts as memory of the input's device.
     """
+
+    place = "in host memory"
 
     def __init__(self, transfers: TransfersByDevice | None = None) -> None:
         self._transfers = transfers if transfers is not None else TransfersByDevice()
@@ -123,10 +116,6 @@ class OnHost(InputStore):
             return OnDevice().put(flat, name)
         dtype = flat.dtype
         return StoredTensor(lambda: transfers.take(copy).view(dtype), (0, copy.size), copy)
-
-    def describe(self) -> str:
-        """Say where inputs are kept."""
-        return "in host memory"
 
 
 @dataclass(frozen=True, slots=True)

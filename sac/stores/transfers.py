@@ -40,9 +40,6 @@ from sac.torch_private import NO_TASK, current_graph_task_id, when_backward_ends
 #
 # The end. The graph holds the copies. When it drops one, torch's allocator gets the pinned memory back. That can happen
 # in a garbage collection, in any thread: so nothing is locked then.
-#
-# tests/unit/stores/test_transfers.py runs random programs on simulated streams: no access is unordered, and all bytes
-# are right.
 
 MIB = 1 << 20
 

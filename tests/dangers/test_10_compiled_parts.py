@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -76,6 +77,7 @@ def attention(x: Tensor, weight: Tensor) -> Tensor:
     return mixed.transpose(1, 2).reshape(x.shape)
 
 
+@functools.cache
 def runs_of_a_compiled_function(function: Any, way: str, hidden: bool) -> tuple[dict[str, Tensor], list[Any], int]:
     """What training shows, runs of the graph in forward and backward by step, and graphs."""
     torch._dynamo.reset()
@@ -100,7 +102,13 @@ def runs_of_a_compiled_function(function: Any, way: str, hidden: bool) -> tuple[
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("function", "hidden"), [(products, False), (attention, False), (attention, True)])
+@pytest.mark.parametrize(
+    ("function", "hidden"),
+    [
+        (products, False),
+        *(pytest.param(attention, hidden, marks=pytest.mark.slow) for hidden in (False, True)),
+    ],
+)
 def test_what_is_compiled_inside_a_region_stays_compiled(
     function: Any, hidden: bool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,12 @@ def outcomes(name: str, engine: str, chosen: dict[str, Any]) -> list[tuple[Outco
     return found
 
 
-@pytest.mark.parametrize("name", BODIES)
+QUICK = next(iter(BODIES))
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in BODIES]
+)
 def test_collectives_in_a_region(name: str) -> None:
     plain = outcomes(name, "none", POLICIES["nothing"])
     for chosen in (POLICIES["nothing"], POLICIES["matmuls"]):
@@ -40,6 +45,7 @@ FOUND = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "inside", "saved"), [("replay", False, 1), ("auto", False, 1), ("replay", True, 2)])
 def test_difference_on_one_rank_raises_where_ranks_meet(engine: str, inside: bool, saved: int) -> None:
     """In an op on the tape, or inside an op of a DTensor. The other rank goes on, and no rank waits for ever."""

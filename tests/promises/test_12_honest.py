@@ -198,6 +198,7 @@ def test_regions_that_differ_are_told_apart() -> None:
     assert [kind.saved_bytes > 0 for kind in kinds] == [True, False]
 
 
+@pytest.mark.slow
 def test_a_frozen_tower_keeps_nothing() -> None:
     model, inputs = tiny("llava")
     model.model.vision_tower.requires_grad_(False)

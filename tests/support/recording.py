@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections import Counter
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ class Recorder(TorchDispatchMode):
         is_new = func is torch.ops.aten.lift_fresh.default
         given = set() if is_new else {storage._cdata for storage in _storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        self.ops[str(func)] += 1
+        self.ops[_name(func)] += 1
         if func.overloadpacket in PRODUCTS:
             self.product_flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
         for storage in _storages(result):
@@ -66,10 +67,17 @@ def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
 
     A StorageWeakRef keeps an address from being given to another while we remember it.
     """
-    for x in tree_leaves(values):
-        if isinstance(x, Tensor):
-            for part in SPARSE_PARTS.get(x.layout, (lambda dense: dense,)):
-                yield part(x).untyped_storage()
+    if type(values) in (tuple, list):  # by far the most; `tree_leaves` is slow
+        for value in values:
+            yield from _storages(value)
+    elif isinstance(values, Tensor):
+        for part in SPARSE_PARTS.get(values.layout, (lambda dense: dense,)):
+            yield part(values).untyped_storage()
+    elif values and type(values) not in (int, float, bool, str):
+        yield from _storages([leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)])
+
+
+_name = functools.cache(str)  # of an op
 
 
 @contextlib.contextmanager
