@@ -18,7 +18,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 import sac
-from sac.compat.huggingface import ReportCallback
 
 TEXT = Path(__file__).parent / "text.txt"
 
@@ -63,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         disable_tqdm=True, use_cpu=not torch.cuda.is_available(), dataloader_pin_memory=False,
     )  # activation_checkpointing (formerly gradient_checkpointing) stays False  # fmt: skip
     trainer = Trainer(model, options, train_dataset=data)
-    trainer.add_callback(ReportCallback(trainer, every=10))
     trainer.train(resume_from_checkpoint=arguments.resume)
     print(sac.report(model))
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -64,31 +64,29 @@ def measure_memory(fn: Callable[[], object], device: str | torch.device = "cpu")
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
         raise SacError(Problem("device", f"memory cannot be measured on '{device}'", "cpu, cuda"))
-    is_cuda = device.type == "cuda"
-    start_bytes = _reset_allocator(device) if is_cuda else 0
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes to stderr at start and stop
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        mark(_START)
+    start_bytes = _reset_allocator(device) if device.type == "cuda" else 0
+    memory = StepMemory()
+    try:
         result = fn()
-        if is_cuda:
+        if device.type == "cuda":
             torch.cuda.synchronize(device)
-        mark(_END)
-    del result  # kept alive until the end mark
-    timeline = _timeline(_events(profiler, device))
-    if not is_cuda:
-        return timeline
-    peak_bytes = torch.cuda.max_memory_allocated(device) - start_bytes
-    return MemoryTimeline(timeline.times_ms, timeline.live_bytes, peak_bytes, timeline.end_bytes, timeline.marks)
+    finally:
+        events = memory.events(device)
+    del result  # kept alive until the end
+    timeline = _timeline(events)
+    if device.type == "cuda":
+        timeline = replace(timeline, peak_bytes=torch.cuda.max_memory_allocated(device) - start_bytes)
+    return timeline
 
 
 class StepMemory:
-    """Records the allocations on the CPU from its creation until ``stop``, with marks in between.
+    """Records the allocations from its creation until ``stop``, on the CPU with marks in between.
 
     Both have to be called outside of a backward, in the same thread: a profiler belongs to the state of its thread.
     """
 
     def __init__(self) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes to stderr at start and stop
         self._thread = threading.current_thread()
         self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profiler.__enter__()
@@ -107,18 +105,46 @@ class StepMemory:
 
         In another thread, nothing is known, and the list is empty.
         """
-        if not self.is_here():
-            return []
-        mark(_END)
-        self._profiler.__exit__(None, None, None)
-        found, peak, live = [], 0, 0
-        for event in _events(self._profiler, torch.device("cpu")):
+        levels, peak, live = [], 0, 0
+        for event in self.events(torch.device("cpu")) if self.is_here() else ():
             live += event.delta_bytes
             peak = max(peak, live)
             if event.mark == _HERE:
-                found.append((peak, live))
+                levels.append((peak, live))
                 peak = live
-        return found
+        return levels
+
+    def events(self, device: torch.device) -> list[_Event]:
+        """Stop, and return the events on a device, without frees of memory that was allocated before the start.
+
+        Nothing if another profiler was started or stopped meanwhile: then there are no events from the start to the
+        end.
+        """
+        mark(_END)
+        self._profiler.__exit__(None, None, None)
+        # Private: the profiler's public lists sum memory events per op and drop their times and addresses.
+        # Names and fields are those of torch 2.13, checked by tests/unit/test_memory_timeline.py, which knows every
+        # allocation that it makes.
+        results: Any = getattr(self._profiler.profiler, "kineto_results", None)
+        if results is None:
+            found = f"the profiler of torch {torch.__version__} gives no memory events"
+            raise SacError(Problem("torch", found, "2.11-2.13"))
+        index = torch.cuda.current_device() if device == torch.device("cuda") else device.index
+        nodes, events = list(results.experimental_event_tree()), []
+        while nodes:
+            node = nodes.pop()
+            nodes.extend(node.children)
+            if node.name.startswith(_MARK_PREFIX):
+                events.append(_Event(node.start_time_ns, mark=node.name.removeprefix(_MARK_PREFIX)))
+            elif node.name == "[memory]":
+                block = node.extra_fields
+                if block.device.type == device.type and (device.type == "cpu" or block.device.index == index):
+                    events.append(_Event(node.start_time_ns, block.alloc_size, block.ptr))
+        events.sort(key=lambda event: event.time_ns)
+        names = [event.mark for event in events]
+        if _START not in names or _END not in names:
+            return []
+        return list(_without_older(events[names.index(_START) : names.index(_END) + 1]))
 
 
 def _reset_allocator(device: torch.device) -> int:
@@ -127,51 +153,21 @@ def _reset_allocator(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def _events(profiler: profile, device: torch.device) -> list[_Event]:
-    # Private: the profiler's public lists sum memory events per op and drop their times and addresses.
-    # Names and fields are those of torch 2.13, checked by tests/unit/test_memory_timeline.py, which knows every
-    # allocation that it makes.
-    results: Any = getattr(profiler.profiler, "kineto_results", None)
-    if results is None:
-        raise SacError(
-            Problem("torch", f"the profiler of torch {torch.__version__} gives no memory events", "2.11-2.13")
-        )
-    index = torch.cuda.current_device() if device == torch.device("cuda") else device.index
-    nodes = list(results.experimental_event_tree())
-    found = []
-    while nodes:
-        node = nodes.pop()
-        nodes.extend(node.children)
-        if node.name.startswith(_MARK_PREFIX):
-            found.append(_Event(node.start_time_ns, mark=node.name.removeprefix(_MARK_PREFIX)))
-        elif node.name == "[memory]":
-            block = node.extra_fields
-            if block.device.type == device.type and (device.type == "cpu" or block.device.index == index):
-                found.append(_Event(node.start_time_ns, block.alloc_size, block.ptr))
-    return _from_start_to_end(sorted(found, key=lambda event: event.time_ns))
-
-
-def _from_start_to_end(events: list[_Event]) -> list[_Event]:
-    """Return the events of the call, without frees of memory that was allocated before it.
-
-    Nothing if another profiler was started or stopped meanwhile: then there are no events from the start to the end.
+def _without_older(events: list[_Event]) -> Iterator[_Event]:
+    """Yield the events without frees of memory that was allocated before them.
 
     The CPU allocator does not know the size of a block allocated before the profiler started; worse, it may remember
     the size of another block that an earlier profiler saw at that address.
     """
-    names = [event.mark for event in events]
-    if _START not in names or _END not in names:
-        return []
-    kept, alive = [], set()
-    for event in events[names.index(_START) : names.index(_END) + 1]:
+    alive = set()
+    for event in events:
         if event.delta_bytes > 0:
             alive.add(event.address)
         elif event.delta_bytes < 0 and event.address not in alive:
             continue
         else:
             alive.discard(event.address)
-        kept.append(event)
-    return kept
+        yield event
 
 
 def _timeline(events: list[_Event]) -> MemoryTimeline:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,6 @@ from sac.blocks.install import ModelReference, alike, regions_of
 from sac.blocks.paths import group_label as group_label
 from sac.engine.op_trace import NO_RULE, OpTraceRow, RegionStats, TracedCalls, compiled_calls
 from sac.engine.region import Region, RegionGroup
-from sac.errors import ConfigError, Problem
 from sac.ops.registry import short_name
 from sac.policy.read import bytes_text
 from sac.stores.offload import OffloadUse
@@ -40,14 +39,12 @@ _TRACE_COLUMNS = ("module", "op", "call", "decision", "decided by", "bytes", "FL
 class Trace:
     """The decision for each op of a model under a config value; ``print`` shows a table per region group.
 
-    ``rows`` are in the order of the forward, sizes in bytes. ``offloaded``: what became of values that rules offload,
-    by region group.
+    ``rows`` are in the order of the forward, sizes in bytes.
     """
 
     model: str
     value: str
     rows: tuple[OpTraceRow, ...]
-    offloaded: Mapping[str, tuple[Offloaded, ...]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trace as plain values."""
@@ -55,17 +52,15 @@ class Trace:
 
     def regions(self) -> dict[str, tuple[OpTraceRow, ...]]:
         """Return the rows by region group."""
-        found: dict[str, list[OpTraceRow]] = {}
-        for row in self.rows:
-            found.setdefault(row.region, []).append(row)
-        return {region: tuple(rows) for region, rows in found.items()}
+        regions = dict.fromkeys(row.region for row in self.rows)
+        return {region: tuple(row for row in self.rows if row.region == region) for region in regions}
 
     def __str__(self) -> str:
         lines = [f"{self.model} under {self.value}", ""]
         for region, rows in self.regions().items():
-            table = _decision_table(rows)
-            totals = [*_totals(rows), *_offload_lines(self.offloaded.get(region, ()))]
-            lines += [region, table.text(screen_width()), *(f"  {line}" for line in totals), ""]
+            shown = [row for row in rows if row.bytes or row.flops or row.rule]
+            table = Table(_TRACE_COLUMNS, tuple(map(_trace_cells, shown)), right=("call", "bytes", "FLOPs"))
+            lines += [region, table.text(screen_width()), *_totals(shown, len(rows)), ""]
         return "\n".join(lines).rstrip("\n")
 
     def __repr__(self) -> str:
@@ -74,35 +69,15 @@ class Trace:
         return f"<Trace of {self.model} under {self.value}: {calls} of ops, {saved} saved; print() shows all>"
 
 
-def trace_of(model: nn.Module, name: str, value: str) -> Trace:
-    """Return the trace of a model whose regions have run; ``name`` and ``value`` are how it names them."""
-    moved = {
-        group_label([one.path for one in regions]): tuple(filter(None, map(_offloaded, alike(regions))))
-        for _, regions in regions_by_group(model)
-    }
-    offloaded = {region: found for region, found in moved.items() if found}
-    return Trace(name, value, decisions_of(model), offloaded)
-
-
-def _decision_table(rows: Sequence[OpTraceRow]) -> Table:
-    cells = [_trace_cells(row) for row in _with_memory(rows)]
-    return Table(_TRACE_COLUMNS, tuple(cells), right=("call", "bytes", "FLOPs"))
-
-
-def _with_memory(rows: Sequence[OpTraceRow]) -> list[OpTraceRow]:
-    return [row for row in rows if row.bytes or row.flops or row.rule]
-
-
-def _totals(rows: Sequence[OpTraceRow]) -> Iterator[str]:
-    """Yield the totals of each decision; views are only counted."""
-    shown = _with_memory(rows)
+def _totals(shown: Sequence[OpTraceRow], count: int) -> Iterator[str]:
+    """Yield the totals of each decision; of ``count`` calls, those that are not shown (views) are only counted."""
     for decision in dict.fromkeys(row.decision for row in shown):
         decided = [row for row in shown if row.decision == decision]
         sizes = bytes_text(sum(row.bytes for row in decided))
         flops = flops_text(sum(row.flops for row in decided))
-        yield f"{decision}: {count_text(len(decided), 'call')}, {sizes}, {flops}"
-    if len(shown) < len(rows):
-        yield f"not shown: {count_text(len(rows) - len(shown), 'call')} without memory of their own; --json lists them"
+        yield f"  {decision}: {count_text(len(decided), 'call')}, {sizes}, {flops}"
+    if rest := count - len(shown):
+        yield f"  not shown: {count_text(rest, 'call')} without memory of their own; --json lists them"
 
 
 def _trace_cells(row: OpTraceRow) -> tuple[str, ...]:
@@ -128,8 +103,6 @@ def regions_by_group(model: nn.Module) -> list[tuple[RegionGroup, list[Region]]]
 
 # -- ``sac.report``: saved bytes per rule, and ops that are recomputed
 
-UNMATCHED_SHOWN = 5
-
 
 @dataclass(frozen=True, slots=True)
 class RuleUse:
@@ -153,14 +126,6 @@ class UnmatchedOp:
     calls: int
     bytes: int
     flops: int
-
-
-@dataclass(frozen=True, slots=True)
-class Offloaded:
-    """What became of values that rules offload in some regions of one group, per region, by rule."""
-
-    regions: str
-    rules: tuple[OffloadUse, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,25 +196,16 @@ class Report:
     @property
     def kept_bytes(self) -> int:
         """Bytes that all regions together hold on devices between forward and backward, inputs included."""
-        return sum(kind.kept_bytes * kind.count for kind in self.kinds)
+        return self._sums()["kept_bytes"]
 
-    @property
-    def offloaded_bytes(self) -> int:
-        """Bytes that rules have all regions together move to host memory."""
-        return sum(kind.offloaded_bytes * kind.count for kind in self.kinds)
-
-    @property
-    def input_host_bytes(self) -> int:
-        """Bytes of inputs that all regions together hold in host memory for devices."""
-        return sum(kind.input_host_bytes * kind.count for kind in self.kinds)
+    def _sums(self) -> dict[str, int]:
+        names = ("kept_bytes", "input_bytes", "input_host_bytes", "offloaded_bytes")
+        return {name: sum(getattr(kind, name) * kind.count for kind in self.kinds) for name in names}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values."""
-        plain = asdict(self)
-        for kind, told in zip(self.kinds, plain["kinds"], strict=True):
-            told["kept_bytes"] = kind.kept_bytes
-        totals = ("kept_bytes", "input_host_bytes", "offloaded_bytes")
-        return {**plain, **{name: getattr(self, name) for name in totals}}
+        kinds = tuple({**asdict(kind), "kept_bytes": kind.kept_bytes} for kind in self.kinds)
+        return {**asdict(self), "kinds": kinds, **self._sums()}
 
     def __str__(self) -> str:
         count = sum(kind.count for kind in self.kinds)
@@ -271,19 +227,17 @@ class Report:
 
     def saved_bytes_by_rule(self) -> dict[str, int]:
         """Return the bytes that each rule holds for backward, summed over all regions."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = defaultdict(int)
         for kind in self.kinds:
             for use in kind.rules:
-                found[use.rule] = found.get(use.rule, 0) + use.saved_bytes * kind.count
-        return found
+                sizes[use.rule] += use.saved_bytes * kind.count
+        return dict(sizes)
 
     def scalars(self, prefix: str = "sac/") -> dict[str, float]:
         """Return figures for the logger of a trainer, in bytes over all regions: kept, of inputs, and per rule."""
-        rules = {f"saved_bytes/{rule}": size for rule, size in self.saved_bytes_by_rule().items() if size}
-        totals = {"kept_bytes": self.kept_bytes, "input_bytes": sum(one.input_bytes * one.count for one in self.kinds)}
-        on_host = {"input_host_bytes": self.input_host_bytes, "offloaded_bytes": self.offloaded_bytes}
-        totals |= {name: size for name, size in on_host.items() if size}
-        return {f"{prefix}{name}": float(size) for name, size in (totals | rules).items()}
+        sizes = self._sums() | {f"saved_bytes/{rule}": size for rule, size in self.saved_bytes_by_rule().items()}
+        shown = {name: size for name, size in sizes.items() if size or name in ("kept_bytes", "input_bytes")}
+        return {f"{prefix}{name}": float(size) for name, size in shown.items()}
 
 
 def report(model: nn.Module) -> Report:
@@ -301,9 +255,10 @@ def report(model: nn.Module) -> Report:
     hit = {use.rule for group in kinds for use in group.rules if use.hits}
     hit |= {rule for group in kinds if group.traced is not None for rule in group.traced.rules}
     rules = {resolved.rule.id for forward in forwards for resolved in forward.region.group.table.rules}
+    storing = (forward.applied.settings.input_storing for forward in forwards)
     return Report(
         applied.mode,
-        "; ".join(dict.fromkeys(filter(None, (_kept_inputs(one.applied.settings.input_storing) for one in forwards)))),
+        "; ".join(dict.fromkeys(_kept_inputs(keeping) for keeping in storing if keeping is not None)),
         kinds,
         tuple(sorted(rules - hit)) if any(group.calls or group.traced for group in kinds) else (),
         applied.notes,
@@ -331,21 +286,15 @@ def note_memory(model: nn.Module) -> None:
         installed.applied.settings = replace(installed.applied.settings, add_note=MemoryNote(model))
 
 
-def check_every(every: Any, where: str) -> None:
-    """Raise ``ConfigError`` if ``every`` is not a number of steps, of which each n-th is reported."""
-    if type(every) is not int or every < 1:
-        raise ConfigError(Problem(where, f"{every!r} is not a number of steps", "1, 2, 3, …"))
+_KEPT: Mapping[Any, str] = {
+    "first": "the first floating-point one is kept",
+    "all": "all floating-point ones are kept",
+}
 
 
-_CHOSEN = {"first": "the first floating-point one is kept", "all": "all floating-point ones are kept"}
-
-
-def _kept_inputs(keeping: InputStoring | None) -> str:
+def _kept_inputs(keeping: InputStoring) -> str:
     """Return which inputs are kept where; a user's predicate cannot be described further."""
-    if keeping is None:
-        return ""
-    which = _CHOSEN[keeping.which] if isinstance(keeping.which, str) else "those that `keep` chooses are kept"
-    return f"{which} {keeping.store.place}"
+    return f"{_KEPT.get(keeping.which, 'those that `keep` chooses are kept')} {keeping.store.place}"
 
 
 def _kind_report(regions: Sequence[Region]) -> KindReport:
@@ -365,29 +314,19 @@ def _kind_report(regions: Sequence[Region]) -> KindReport:
         compiled_graphs=stats.compiled_graphs,
         engine=stats.engine,
         no_replay=group.not_replayable,
-        offloads=_offload_uses(regions[-1]),
+        offloads=tuple(
+            replace(use, rule=group.table.rule_name(rule), held_bytes={**use.held_bytes})
+            for rule, use in sorted(stats.offloads.items())
+        ),
     )
-
-
-def _offload_uses(region: Region) -> tuple[OffloadUse, ...]:
-    table, found = region.group.table, region.stats.offloads
-    return tuple(
-        replace(found[rule], rule=table.rule_name(rule), held_bytes={**found[rule].held_bytes})
-        for rule in sorted(found)
-    )
-
-
-def _offloaded(regions: Sequence[Region]) -> Offloaded | None:
-    uses = _offload_uses(regions[-1])
-    return Offloaded(group_label(one.path for one in regions), uses) if uses else None
 
 
 def _traced(group: RegionGroup) -> TracedCalls | None:
     calls = compiled_calls(group.table).traced
     if calls is None:
         return None
-    ids = [one.rule.id for one in group.table.rules if one.rule.id in calls.rules]
-    return replace(calls, rules={rule: calls.rules[rule] for rule in ids})
+    hits = {each.rule.id: calls.rules[each.rule.id] for each in group.table.rules if each.rule.id in calls.rules}
+    return replace(calls, rules=hits)
 
 
 def _rule_uses(group: RegionGroup, stats: RegionStats) -> Iterable[RuleUse]:
@@ -401,14 +340,14 @@ def _rule_uses(group: RegionGroup, stats: RegionStats) -> Iterable[RuleUse]:
 
 
 def _unmatched(group: RegionGroup) -> Iterable[UnmatchedOp]:
-    """Yield the most expensive ops that the default recomputes: by FLOPs, then by bytes."""
+    """Yield the five most expensive ops that the default recomputes: by FLOPs, then by bytes."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for row in group.op_trace:
         if row.reason == "default" and row.decision == "recompute":
             for index, amount in enumerate((1, row.bytes, row.flops)):
                 sums[row.op][index] += amount
     dearest = sorted(sums.items(), key=lambda item: (-item[1][2], -item[1][1], item[0]))
-    return (UnmatchedOp(op, *amounts) for op, amounts in dearest[:UNMATCHED_SHOWN])
+    return (UnmatchedOp(op, *amounts) for op, amounts in dearest[:5])
 
 
 def _kind_lines(kind: KindReport, never: Sequence[str]) -> list[str]:
@@ -419,34 +358,20 @@ def _kind_lines(kind: KindReport, never: Sequence[str]) -> list[str]:
             f"{kind.regions}: {count_text(kind.left_in_eager, 'forward')} that torch.compile left in eager, with the "
             "same decisions; their bytes are not counted here"
         )
-    if kind.traced is not None:
-        told = kind.traced
-        lines.append(
-            f"{kind.regions}: compiled; decisions: save {count_text(told.saved, 'call')}, recompute {told.recomputed}"
-        )
-        lines += [f"  rule {rule}: {count_text(hits, 'call')}" for rule, hits in told.rules.items()]
+    if (traced := kind.traced) is not None:
+        decisions = f"save {count_text(traced.saved, 'call')}, recompute {traced.recomputed}"
+        lines.append(f"{kind.regions}: compiled; decisions: {decisions}")
+        lines += [f"  rule {rule}: {count_text(hits, 'call')}" for rule, hits in traced.rules.items()]
         lines.append("  the partitioner chooses what it keeps of these; their bytes are not counted here")
-        if told.offloads:
+        if traced.offloads:
             lines.append("  a compiled graph offloads nothing: what rules offload is saved on the device")
     return lines
 
 
-def _offload_lines(found: Sequence[Offloaded]) -> Iterator[str]:
-    for one in found:
-        where = f"{one.regions}: " if len(found) > 1 else ""
-        yield from (f"{where}{line}" for line in _rule_lines(one.rules))
-
-
-def _rule_lines(rules: Sequence[OffloadUse]) -> Iterator[str]:
-    """Yield what became of what each rule offloads."""
-    for one in rules:
-        yield f"offloaded by {'' if one.rule == 'default' else 'rule '}{one.rule}: {_offload_text(one)}"
-
-
-def _offload_text(one: OffloadUse) -> str:
-    parts = [f"{bytes_text(one.host_bytes)} to host memory"] if one.host_bytes else []
-    parts += [f"{bytes_text(size)} held on the device: {reason}" for reason, size in one.held_bytes.items()]
-    return "; ".join(parts)
+def _offload_text(use: OffloadUse) -> str:
+    parts = [f"{bytes_text(use.host_bytes)} to host memory"] if use.host_bytes else []
+    parts += [f"{bytes_text(size)} held on the device: {reason}" for reason, size in use.held_bytes.items()]
+    return f"offloaded by {'' if use.rule == 'default' else 'rule '}{use.rule}: {'; '.join(parts)}"
 
 
 def _eager_lines(kind: KindReport, never: Sequence[str]) -> Iterable[str]:
@@ -460,7 +385,7 @@ def _eager_lines(kind: KindReport, never: Sequence[str]) -> Iterable[str]:
         if use.hits:
             what = "recomputed" if use.recomputes else f"{bytes_text(use.saved_bytes)} saved"
             yield f"  rule {use.rule}: {count_text(use.hits, 'call')}, {what}"
-    yield from (f"  {line}" for line in _rule_lines(kind.offloads))
+    yield from (f"  {_offload_text(use)}" for use in kind.offloads)
     if kind.has_run:
         idle = [use.rule for use in kind.rules if not use.hits and use.rule not in never]
         yield from [f"  rules without a call here: {', '.join(idle)}"] if idle else ()

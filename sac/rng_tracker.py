@@ -15,14 +15,10 @@ from sac.tensors import cloned
 
 # Note [Named streams]
 #
-# Ops draw from the default generator of their device. A fork loads the state of a named stream into this generator and
-# restores the generator's previous state when the fork ends. While a stream is in use, its current state is that of the
-# default generator, and the tracker's own copy is stale until the fork ends. So the tracker records which stream is in
-# use. A nested fork of the same stream continues it. A nested fork of another stream first stores the state of the
-# outer one, so that a third fork, of the first name again, continues from there.
-#
-# `_current_state_name` has the same name as in Megatron-Core, because `sac.engine.rng` includes this attribute in its
-# snapshots of both our trackers and Megatron-Core's.
+# Ops draw from the default generator of their device. A fork loads the state of a named stream into it, and restores
+# the previous state at the end; until then the tracker's own copy of the stream is stale, so the tracker records which
+# stream is in use. A nested fork of the same stream continues it; of another stream, it first stores the outer one's
+# state. The attribute `_current_state_name` is called as in Megatron-Core: `sac.engine.rng` reads it of both trackers.
 
 DATA_PARALLEL = "data-parallel-rng"
 MODEL_PARALLEL = "model-parallel-rng"

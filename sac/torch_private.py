@@ -41,24 +41,13 @@ from torch.utils._pytree import (
 
 # Note [Private names of torch]
 #
-# Rules:
-#  1. A private name is read only in this file. Private names are: `torch._C`, modules, functions and classes with an
-#     underscore, and names that only some of the supported versions (2.11 to 2.13) have.
-#  2. A name that all supported versions have may be read without a guard: another torch fails at import, with the name.
-#     A guard checks for the name itself, never for a version.
-#  3. Its comment says why sac needs it, in which versions it was seen, and what happens without it if it has a guard.
-#  4. Two kinds of names are not in this file. Names of ops, such as `torch.ops.aten._grouped_mm`: ops are data to sac,
-#     and code that needs one looks it up. Private attributes of objects: code reads them where it has the object;
-#     PRIVATE_ATTRIBUTES lists them.
+# A private name is read only in this file: `torch._C`, what begins with an underscore, and what only some of the
+# supported versions (2.11 to 2.13) have. If all of them have it, it is read without a guard; a guard checks for the
+# name, never for a version. The comment says why sac needs the name, in which versions it was seen, and what happens
+# without it. Not here are names of ops, which are data to sac, and private attributes, which code reads where it has
+# the object: PRIVATE_ATTRIBUTES lists them. To support another torch, run the test: it names what is missing.
 #
-# Implication. To support another version of torch, run the test and read this file: the test names what is missing, and
-# the comment gives the cost.
-#
-# Example. `storage_use_count` returns how many hold a storage, and thus whether anything else does. Without it every
-# storage counts as held elsewhere: nothing is offloaded, and the results are the same.
-#
-# The module paths of the imports above contain an underscore, but torch's own documentation recommends them to authors
-# of extensions (2.0 to 2.13). sac does not work without them.
+# The modules imported above are those that torch's own documentation recommends to authors of extensions.
 
 _C: Any = torch._C
 _autograd: Any = _C._autograd
@@ -246,17 +235,12 @@ def run_in_eager(function: Callable[..., Any], reason: str) -> None:
 
 # Note [Graphs that both fit]
 #
-# If `torch.compile` is used inside a region, Dynamo holds the graphs of one code object in a list and takes the first
-# one whose guards hold. By default, the list is in the order of last use, and a new graph is inserted at the front. A
-# second micro-batch of another length creates a dynamic graph, which fits the first micro-batch too. The recomputation
-# of the first micro-batch then gets the dynamic graph, although its forward used the static one. The two may save
-# different tensors for backward, which is an error at best, and gives wrong gradients if they only save them in another
-# order.
-#
-# So from the first region that runs in a process with Dynamo, the list is in creation order, for the whole process. The
-# first graph that fits then stays the same. Only sac's results depend on the order; looking up a graph may check a few
-# more guards. The order of last use is not turned on again: sac cannot read whether the user had turned it off, and
-# graphs that are also used outside regions would be moved.
+# If `torch.compile` is used inside a region, Dynamo takes the first graph of a code object whose guards hold, and by
+# default the last used one is first. A second micro-batch of another length creates a dynamic graph that fits the first
+# micro-batch too, so recomputation of the first would run another graph than its forward, which may save other tensors:
+# an error at best, wrong gradients if only their order differs. So from the first region on, graphs are checked in
+# creation order, in the whole process: looking one up may check a few more guards. This is not undone at the end,
+# because sac cannot read what the user had set.
 
 
 def keep_graphs_in_order_of_making() -> None:

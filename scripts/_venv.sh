@@ -18,20 +18,14 @@ make_venv() {
 }
 
 install_with_note() {
-    local log=.venv/install.log started=$SECONDS
-    printf 'Installing sac[%s] into .venv (some minutes the first time; log in %s) ' "$1" "$log" >&2
-    "$python" -m pip install -c constraints.txt -e ".[$1]" >"$log" 2>&1 &
-    local pip=$!
-    while kill -0 "$pip" 2>/dev/null; do
-        sleep 2
-        printf '.' >&2
-    done
-    if ! wait "$pip" || ! install_without_dependencies "$1" >>"$log" 2>&1; then
-        printf '\nThe install failed; the end of %s:\n' "$log" >&2
+    local log=.venv/install.log
+    echo "Installing sac[$1] into .venv (some minutes the first time; log in $log)" >&2
+    if ! "$python" -m pip install -c constraints.txt -e ".[$1]" >"$log" 2>&1 ||
+        ! install_without_dependencies "$1" >>"$log" 2>&1; then
+        echo "The install failed; the end of $log:" >&2
         tail -n 20 "$log" >&2
         return 1
     fi
-    printf ' done in %d s\n' "$((SECONDS - started))" >&2
 }
 
 install_without_dependencies() {

@@ -19,7 +19,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -64,11 +64,12 @@ def measure(case: Case, modes: list[str], device: str, advance: Callable[[str], 
     runners = {mode: bench.shared_runner(mode, blocks, x, weights, clock) for mode in modes}
     counted, equal = {}, {}
     reference = None
-    with deterministic():
-        for mode, runner in runners.items():
-            advance(f"{case.key}: gradients of {mode}")
-            counted[mode], gradients, equal[mode] = bench.warmed_up(runner, STEPS_COMPARED, reference)
-            reference = reference or gradients
+    torch.use_deterministic_algorithms(True, warn_only=True)  # the same bits each time, where torch has them
+    for mode, runner in runners.items():
+        advance(f"{case.key}: gradients of {mode}")
+        counted[mode], gradients, equal[mode] = bench.warmed_up(runner, STEPS_COMPARED, reference)
+        reference = reference or gradients
+    torch.use_deterministic_algorithms(False)
     del reference, gradients
     memory = {}
     for mode, runner in runners.items():
@@ -84,7 +85,6 @@ def measure(case: Case, modes: list[str], device: str, advance: Callable[[str], 
         return {
             "mode": mode,
             "step_ms": 1e3 * median(steps),
-            "quartiles_ms": [1e3 * one for one in bench.quartiles(steps)],
             "host_ms": 1e3 * median(each.host for each in times[mode]),
             "tokens_per_s": case.batch * case.seq / median(steps),
             "ratio_to_none": bench.ratio(times[mode], times[BASELINE]),
@@ -105,56 +105,21 @@ def measure(case: Case, modes: list[str], device: str, advance: Callable[[str], 
     }
 
 
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """Only algorithms that give the same bits each time, where torch has them."""
-    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warned)
-
-
 def kept_and_peak_bytes(runner: Runner, device: str) -> tuple[int, int]:
     """Bytes that live after the forward, and at most, on top of what lived before a step that adds to its gradients."""
-    if device != "cuda":
-        memory = measure_memory(lambda: runner.pass_through(lambda: mark(FORWARD_DONE)))
-        return memory.at(FORWARD_DONE), memory.peak_bytes
-    kept = 0
-
-    def forward_is_over() -> None:
-        nonlocal kept
-        kept = torch.cuda.memory_allocated() - before
-
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    runner.pass_through(forward_is_over)
-    torch.cuda.synchronize()
-    return kept, torch.cuda.max_memory_allocated() - before
+    memory = measure_memory(lambda: runner.pass_through(lambda: mark(FORWARD_DONE)), device)
+    return memory.at(FORWARD_DONE), memory.peak_bytes
 
 
 def hardware(device: str) -> dict[str, Any]:
     """What the steps ran on, and the versions that matter in addition to torch's."""
-    versions = {}
+    seen: dict[str, Any] = {"device": "cpu"}
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties("cuda")
+        seen = {"device": properties.name, "device_bytes": properties.total_memory, "cuda": torch.version.cuda}
     with contextlib.suppress(metadata.PackageNotFoundError):
-        versions["torch_remat"] = metadata.version("torch_remat")
-    if device != "cuda":
-        return {"device": "cpu", **versions}
-    properties = torch.cuda.get_device_properties("cuda")
-    found = {"device": properties.name, "device_bytes": properties.total_memory, "cuda": torch.version.cuda}
-    return {**found, **versions}
-
-
-def measure_all(cases: list[Case], modes: list[str], device: str, progress: bench.Progress) -> list[dict[str, Any]]:
-    """Every case in turn."""
-    advance = bench.counting(progress, sum(2 * len(modes) + case.rounds for case in cases))
-    results = []
-    for case in cases:
-        with bench.threads(case.threads):
-            results.append(measure(case, modes, device, advance))
-    return results
+        seen["torch_remat"] = metadata.version("torch_remat")
+    return seen
 
 
 def print_results(results: list[dict[str, Any]], skipped: dict[str, str], seen: dict[str, Any]) -> None:
@@ -166,7 +131,6 @@ def print_results(results: list[dict[str, Any]], skipped: dict[str, str], seen: 
         print(f"{result['ops']} ops in forward; {result['rounds']} rounds; ", end="")
         print(f"parameters {bytes_text(result['parameter_bytes'])}, gradients as much")
         bench.print_table(columns, [cells(row, on_gpu=on_gpu) for row in result["rows"]])
-    print()
     print(*(f"{mode} {reason}" for mode, reason in skipped.items()), sep="\n")
     print(
         "step: median. ÷: median of the ratios in single rounds. kept: at the end of forward, peak: in the step, both\n"
@@ -203,10 +167,6 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="blocks, one after the other")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     given = parser.parse_args()
-    for option in ("rounds", "layers"):
-        number = getattr(given, option)
-        if number is not None and number < 1:
-            parser.error(f"--{option} is {number}; at least 1 is needed")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cases = [
         replace(case, rounds=given.rounds or case.rounds, layers=given.layers or case.layers)
@@ -214,8 +174,12 @@ def main() -> int:
         if given.case in (None, case.key)
     ]
     skipped = {mode: reason for mode, reason in bench.cannot_run().items() if mode in MODES}
-    with bench.shown_progress(quiet=given.json) as progress:
-        results = measure_all(cases, [mode for mode in MODES if mode not in skipped], device, progress)
+    modes, results = [mode for mode in MODES if mode not in skipped], []
+    with bench.progress_lines() as progress:
+        advance = bench.counting(progress, sum(2 * len(modes) + case.rounds for case in cases))
+        for case in cases:
+            torch.set_num_threads(case.threads or bench.THREADS)
+            results.append(measure(case, modes, device, advance))
     seen = {**bench.environment("bench_gpu.py"), **hardware(device)}
     if given.json:
         print(json.dumps({**seen, "skipped": skipped, "cases": results}, indent=2))

@@ -24,7 +24,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,12 +44,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import sac
 from sac.memory_timeline import measure_memory
 from sac.policy.read import bytes_text
-from tests.dangers.test_11_published_kernels import RMSNorm, Rotation, SwiGLU
+from sac.tables import Table, screen_width
+from sac.tools.commands import progress_lines
+from tests.dangers.test_11_published_kernels import RMSNorm
 from tests.support.blocks import (
     Attention,
     GatedMLP,
     LlamaLikeBlock,
-    RootMeanSquareNorm,
     alternate,
     policy,
     rotate,
@@ -59,6 +60,7 @@ from tests.support.blocks import (
 Step = Callable[[Tensor], Tensor]
 Progress = Callable[[int, int, str], None]
 ATEN = torch.ops.aten
+THREADS = torch.get_num_threads()  # torch's own choice
 
 # -- The blocks: Llama-like ones of any size, with grouped queries or a mixture of experts
 
@@ -69,8 +71,7 @@ CHOSEN_EXPERTS = 2
 class Case:
     """Some blocks and one input. 0 threads: torch's own choice; 0 kv_heads: as many as heads; 0 experts: one MLP.
 
-    ``kernels``: norms, rotary positions and the gated product are autograd Functions on raw memory, like Liger's.
-    ``calls``: the block is so many calls of such a Function, and nothing else.
+    ``calls``: the block is so many calls of an autograd Function on raw memory, like Liger's norm, and nothing else.
     """
 
     key: str
@@ -85,7 +86,6 @@ class Case:
     kv_heads: int = 0
     experts: int = 0
     layers: int = 1
-    kernels: bool = False
     calls: int = 0
 
     @property
@@ -93,19 +93,17 @@ class Case:
         heads = f"{self.heads} heads" + (f" ({self.kv_heads} KV)" if self.kv_heads else "")
         mlp = f"{CHOSEN_EXPERTS} of {self.experts} experts of {self.hidden}" if self.experts else f"MLP {self.hidden}"
         layers = f"{self.layers} layers, " if self.layers > 1 else ""
-        kernels = ", kernels as autograd Functions" if self.kernels else ""
         layer = f"{self.calls} calls of an autograd Function" if self.calls else f"{heads}, {mlp}"
-        return f"{layers}d={self.d}, {layer}, batch {self.batch}, {self.seq} tokens{kernels}"
+        return f"{layers}d={self.d}, {layer}, batch {self.batch}, {self.seq} tokens"
 
 
 SMALL = Case("small", d=32, heads=4, hidden=64, batch=2, seq=8, rounds=400, warm_up=20, threads=1)
 MIXTURE = replace(SMALL, key="moe", experts=4, rounds=200)
 LAYER = Case("layer", d=1024, heads=16, hidden=4096, batch=2, seq=256, rounds=10, warm_up=1)
-KERNELS = replace(SMALL, key="kernels", rounds=200, kernels=True)
 CALLS = replace(SMALL, key="calls", rounds=50, calls=50)
-FULL_RUN = (SMALL, MIXTURE, LAYER, KERNELS, CALLS)
+FULL_RUN = (SMALL, MIXTURE, LAYER, CALLS)
 QUICK_RUN = (
-    *(replace(case, rounds=3, warm_up=2) for case in (SMALL, MIXTURE, KERNELS, CALLS)),
+    *(replace(case, rounds=3, warm_up=2) for case in (SMALL, MIXTURE, CALLS)),
     replace(LAYER, d=128, heads=4, hidden=512, seq=64, rounds=2),
 )
 
@@ -124,28 +122,9 @@ class GroupedQueryAttention(Attention):
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (one(x_BTD).view(batch, tokens, -1, self.size).transpose(1, 2) for one in projections)
         cos, sin = self.cos[:tokens], self.sin[:tokens]
-        q, k = self.rotated(q, k, cos, sin)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, tokens, width))
-
-    def rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return rotate(q, cos, sin), rotate(k, cos, sin)
-
-
-class KernelAttention(GroupedQueryAttention):
-    def rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        half = self.size // 2
-        return Rotation.apply(q, k, cos[:, :half].contiguous(), sin[:, :half].contiguous())
-
-
-class KernelNorm(RootMeanSquareNorm):
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return RMSNorm.apply(x_BTD, self.weight)
-
-
-class KernelMLP(GatedMLP):
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down_proj(SwiGLU.apply(self.gate_proj(x_BTD), self.up_proj(x_BTD)))
 
 
 class Calls(LlamaLikeBlock):
@@ -193,11 +172,7 @@ def _block(case: Case) -> LlamaLikeBlock:
     if case.calls:
         return Calls(case.d, case.calls)
     block = LlamaLikeBlock(case.d, case.heads, case.hidden)
-    if case.kernels:
-        block.self_attn = KernelAttention(case.d, case.heads, case.kv_heads or case.heads)
-        block.input_layernorm, block.post_attention_layernorm = KernelNorm(case.d), KernelNorm(case.d)
-        block.mlp = KernelMLP(case.d, case.hidden)
-    elif case.kv_heads:
+    if case.kv_heads:
         block.self_attn = GroupedQueryAttention(case.d, case.heads, case.kv_heads)
     if case.experts:
         block.mlp = MixtureOfExperts(case.d, case.hidden, case.experts)
@@ -459,22 +434,6 @@ def ratio(left: list[Times], right: list[Times]) -> float:
     return median(mine.step / theirs.step for mine, theirs in zip(left, right, strict=True))
 
 
-def quartiles(values: list[float]) -> tuple[float, float]:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
-
-
-@contextlib.contextmanager
-def threads(wanted: int) -> Iterator[None]:
-    """Run with this many threads inside an op; 0 leaves torch's choice."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(wanted or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 # -- What is printed, and what it says of where it ran
 
 
@@ -498,18 +457,7 @@ def cpu_model() -> str:
 
 def print_table(columns: tuple[str, ...], rows: list[list[str]]) -> None:
     """The first column names the row; the others are numbers."""
-    from sac.tables import Table, screen_width
-
-    print(Table(tuple(columns), tuple(map(tuple, rows)), tuple(columns[1:])).text(screen_width()))
-
-
-@contextlib.contextmanager
-def shown_progress(*, quiet: bool) -> Iterator[Progress]:
-    """A bar after two seconds, where somebody looks at stderr."""
-    from sac.tools.render import progress_bar
-
-    with contextlib.nullcontext(lambda done, total, label: None) if quiet else progress_bar() as progress:
-        yield progress
+    print(Table(columns, tuple(map(tuple, rows)), columns[1:]).text(screen_width()))
 
 
 def counting(progress: Progress, total: int) -> Callable[[str], None]:
@@ -564,12 +512,12 @@ def measure_all(cases: list[Case], modes: list[str], progress: Progress) -> list
     advance = counting(progress, sum(len(modes) + case.rounds for case in cases))
     results = []
     for case in cases:
-        with threads(case.threads):
-            clock = CPU_TIME if torch.get_num_threads() == 1 else WALL_TIME
-            blocks, x, weights = build(case)
-            runners = {mode: shared_runner(mode, blocks, x, weights, clock) for mode in modes}
-            name = "CPU time" if clock is CPU_TIME else "wall time"
-            results.append(measure(case, runners, case.label, name, advance))
+        torch.set_num_threads(case.threads or THREADS)
+        clock = CPU_TIME if torch.get_num_threads() == 1 else WALL_TIME
+        blocks, x, weights = build(case)
+        runners = {mode: shared_runner(mode, blocks, x, weights, clock) for mode in modes}
+        name = "CPU time" if clock is CPU_TIME else "wall time"
+        results.append(measure(case, runners, case.label, name, advance))
     return results
 
 
@@ -653,8 +601,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="rounds of each case")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     given = parser.parse_args()
-    if given.rounds is not None and given.rounds < 1:
-        parser.error(f"--rounds is {given.rounds}; at least 1 is needed")
     chosen = QUICK_RUN if given.quick else FULL_RUN
     cases = [replace(case, rounds=given.rounds or case.rounds) for case in chosen if given.case in (None, case.key)]
     skipped = {} if given.ranks else cannot_run()
@@ -664,7 +610,7 @@ def main() -> int:
 
         results = measure_on_ranks(given.rounds or (5 if given.quick else 100))
     else:
-        with shown_progress(quiet=given.json) as progress:
+        with progress_lines() as progress:
             results = measure_all(cases, [mode for mode in WAYS if mode not in skipped], progress)
     if given.json:
         print(json.dumps({**seen, "skipped": skipped, "cases": results}, indent=2))

@@ -2,7 +2,6 @@
 """Every training stack under every mode: are the gradients those without checkpointing, and what does a step cost.
 
     .venv/bin/python scripts/composition_matrix.py                  every stack
-    .venv/bin/python scripts/composition_matrix.py --list           their names
     .venv/bin/python scripts/composition_matrix.py --stack "FSDP2" --stack plain
 
 Each stack trains a small model on CPU, in as many processes as it says, first without sac and then in each mode. A row
@@ -22,18 +21,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench_overhead import counting, environment, print_table, shown_progress, threads
+import torch
+from bench_overhead import counting, environment, print_table, progress_lines
 
 from tests.stacks.matrix import DIFFER, Cell, Line, line_of
-from tests.stacks.registry import EVERY_MODE, STACKS, Stack
+from tests.stacks.registry import EVERY_MODE, STACKS
 
 COLUMNS = ("stack", "processes", *EVERY_MODE)
-
-
-def lines_of(stacks: list[Stack], progress: Any) -> list[Line]:
-    """Every stack in turn."""
-    advance = counting(progress, sum(1 + len(stack.modes) for stack in stacks))
-    return [line_of(stack, advance) for stack in stacks]
 
 
 def cells(line: Line) -> list[str]:
@@ -66,9 +60,7 @@ def notes_of(line: Line) -> list[str]:
 def print_lines(lines: list[Line], seen: dict[str, Any]) -> None:
     print(f"$ {seen['command']}")
     print_table(COLUMNS, [cells(line) for line in lines])
-    for line in lines:
-        for note in notes_of(line):
-            print(note)
+    print(*(note for line in lines for note in notes_of(line)), sep="\n")
     print(
         "Per mode: gradients compared with those of the same stack without sac; then FLOPs of a step, bytes that it\n"
         "keeps for backward and collectives that it sends, each divided by that. equal: every bit of every gradient\n"
@@ -81,19 +73,15 @@ def print_lines(lines: list[Line], seen: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = {stack.name: stack for stack in STACKS}
-    parser.add_argument(
-        "--stack", action="append", choices=known, metavar="NAME", help="only this one (see --list); may be repeated"
-    )
-    parser.add_argument("--list", action="store_true", help="print the names of the stacks")
+    parser.add_argument("--stack", action="append", choices=known, help="only this one; may be repeated")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     given = parser.parse_args()
     stacks = [known[name] for name in given.stack or known]
-    if given.list:
-        print("\n".join(stack.name for stack in stacks))
-        return 0
-    with threads(1), shown_progress(quiet=False) as progress, warnings.catch_warnings():
+    torch.set_num_threads(1)
+    with progress_lines() as progress, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # other packages' own; what sac finds wrong here is an error or a difference
-        lines = lines_of(stacks, progress)
+        advance = counting(progress, sum(1 + len(stack.modes) for stack in stacks))
+        lines = [line_of(stack, advance) for stack in stacks]
     seen = environment("composition_matrix.py")
     if given.json:
         print(json.dumps({**seen, "stacks": [asdict(line) for line in lines]}, indent=2))

@@ -26,11 +26,10 @@ ROOT = Path(__file__).resolve().parents[1]
 NO_DEVICE = 3  # as scripts/test -m gpu
 PACKAGES = ("triton", "transformers", "accelerate", "diffusers", "trl", "lightning", "torchao", "numpy")
 STEPS = {
-    "tests": ("Tests that need a GPU", ("scripts/test", "-m", "gpu")),
-    "bench": ("Step time and memory of each way to checkpoint", (sys.executable, "scripts/bench_gpu.py")),
+    "Tests that need a GPU": ("scripts/test", "-m", "gpu"),
+    "Step time and memory of each way to checkpoint": (sys.executable, "scripts/bench_gpu.py"),
 }
 COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-MOST_LINES = 500  # of a step's output, in the page
 
 
 def run(command: tuple[str, ...], limit_s: float) -> tuple[str, str]:
@@ -77,25 +76,19 @@ def answer(*command: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/gpu_report", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "gpu.md", help="the page (docs/gpu.md)")
-    parser.add_argument("--only", nargs="+", choices=STEPS, default=[*STEPS], metavar="STEP", help=" or ".join(STEPS))
-    parser.add_argument("--toy", action="store_true", help="tiny sizes: that it works")
     parser.add_argument("--limit", type=float, default=3600, metavar="SECONDS", help="for one step (3600)")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         print("scripts/gpu_report: torch sees no CUDA device here, so nothing was run", file=sys.stderr)
         return NO_DEVICE
     rows, sections = [], []
-    for key in given.only:
-        title, command = STEPS[key]
-        command = (*command, "--toy") if given.toy and key == "bench" else command
+    for title, command in STEPS.items():
         typed, started = shlex.join("python" if word == sys.executable else word for word in command), time.monotonic()
         print(f"{title}: {typed}", flush=True)
         status, output = run(command, given.limit)
         print(f"  {status}, {time.monotonic() - started:.0f} s", flush=True)
-        lines = output.splitlines()
-        cut = ["… lines are left out here"] if len(lines) > MOST_LINES else []
         rows.append(f"| {title} | {status} | {time.monotonic() - started:.0f} s |")
-        sections += ["", f"## {title}: {status}", "", f"`{typed}`", "", "````text", *cut, *lines[-MOST_LINES:], "````"]
+        sections += ["", f"## {title}: {status}", "", f"`{typed}`", "", "````text", output, "````"]
     page = ["# On a GPU", "", f"`{shlex.join(['scripts/gpu_report', *sys.argv[1:]])}`", "", "| | |", "|---|---|"]
     page += [f"| {name} | {value.replace('|', '/')} |" for name, value in facts().items()]
     page += ["", "| step | status | time |", "|---|---|---:|", *rows, *sections]

@@ -38,7 +38,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from bench_overhead import shown_progress
 from torch import Tensor, nn
 
 import sac
@@ -46,10 +45,11 @@ from sac.blocks.find import find_blocks
 from sac.blocks.kv_cache import turn_off_cache
 from sac.memory_timeline import mark, measure_memory
 from sac.tables import Table, screen_width
+from sac.tools.commands import progress_lines
 from sac.tools.comparison import count_flops, loss_of
-from sac.tools.models import Scale, batches_of, check_batches
+from sac.tools.models import Scale, batches_of
 
-GIB = 2**30
+LIMIT_S, LIMIT_BYTES = 120, 6 * 2**30  # of processor time and memory, for one family
 PASSES, NOT_TRAINABLE, CANNOT_BUILD, FAILS = "passes", "not trainable", "cannot be built", "FAILS"
 STEPS = ("step 0", "step 1", "step 2 in eval mode", "step 3 in eval mode")
 MOST_PARAMETERS = 130_000_000
@@ -66,12 +66,9 @@ class Row:
     reason: str = ""
     model: str = ""
     size: str = ""
-    inputs: list[str] = field(default_factory=list)
-    parameters: int = 0
     blocks: dict[str, int] = field(default_factory=dict)
     kept_bytes: dict[str, int] = field(default_factory=dict)
     flops: dict[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
 
 
 class NotTrainable(Exception):
@@ -151,7 +148,7 @@ def build(family: str, row: Row) -> tuple[nn.Module, dict[str, Any]]:
             config = small_config(config_class(), size)
             if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
                 config.decoder_start_token_id = 0
-            check_batches(made_by, config, SCALE, text_path=None)
+            batches = batches_of(made_by, config, SCALE)
             with torch.device("meta"):
                 parameters = sum(one.numel() for one in made_by(config).parameters())
             if parameters > MOST_PARAMETERS:
@@ -159,14 +156,14 @@ def build(family: str, row: Row) -> tuple[nn.Module, dict[str, Any]]:
             torch.manual_seed(0)
             model = made_by(config).float().train()
             turn_off_cache(model)
-            inputs = dict(batches_of(model, SCALE, text_path=None)(0))
+            inputs = dict(batches(0))
             loss = loss_of(copy.deepcopy(model)(**inputs))
         except Exception as error:
             attempts.append(f"{name}: {one_line(error)}")
             continue
         if not loss.requires_grad:
             raise NotTrainable("its output has no gradient")
-        row.model, row.size, row.inputs, row.parameters = made_by.__name__, name, list(inputs), parameters
+        row.model, row.size = made_by.__name__, name
         return model, inputs
     raise CannotBuild("; ".join(attempts))
 
@@ -180,7 +177,6 @@ def one_line(error: BaseException) -> str:
 
 def check_family(family: str) -> Row:
     """Return the row of ``family``; exceptions are rows too."""
-    start = time.monotonic()
     row = Row(family, CANNOT_BUILD)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -193,7 +189,6 @@ def check_family(family: str) -> Row:
         row.status, row.reason = NOT_TRAINABLE, str(error)
     except Exception as error:
         row.status, row.reason = FAILS, one_line(error)
-    row.seconds = round(time.monotonic() - start, 1)
     return row
 
 
@@ -269,7 +264,7 @@ def same(left: Tensor, right: Tensor) -> bool:
 # -- Children that check one family each, under limits of time and memory
 
 
-def check_all(families: Sequence[str], jobs: int, limit_s: float, limit_bytes: int) -> Iterator[Row]:
+def check_all(families: Sequence[str], jobs: int) -> Iterator[Row]:
     """Yield the row of each family as it is ready. A child that dies, hangs or grows too large is a row as well."""
     context = multiprocessing.get_context("fork")
     waiting = list(reversed(families))
@@ -278,7 +273,7 @@ def check_all(families: Sequence[str], jobs: int, limit_s: float, limit_bytes: i
         while waiting and len(running) < jobs:
             family = waiting.pop()
             receiver, sender = context.Pipe(duplex=False)
-            child = context.Process(target=_child, args=(family, limit_s, limit_bytes, sender), daemon=True)
+            child = context.Process(target=_child, args=(family, sender), daemon=True)
             child.start()
             sender.close()
             running[receiver] = (family, child, time.monotonic())
@@ -290,8 +285,8 @@ def check_all(families: Sequence[str], jobs: int, limit_s: float, limit_bytes: i
                 except EOFError:
                     child.join()
                     row = Row(family, CANNOT_BUILD, f"its process ended with exit code {child.exitcode}")
-            elif time.monotonic() - begun > 10 * limit_s:
-                row = Row(family, CANNOT_BUILD, f"killed after {10 * limit_s:.0f} s")
+            elif time.monotonic() - begun > 10 * LIMIT_S:
+                row = Row(family, CANNOT_BUILD, f"killed after {10 * LIMIT_S} s")
             else:
                 continue
             child.kill()
@@ -301,9 +296,9 @@ def check_all(families: Sequence[str], jobs: int, limit_s: float, limit_bytes: i
             yield row
 
 
-def _child(family: str, limit_s: float, limit_bytes: int, sender: Any) -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s), int(limit_s) + 5))
-    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+def _child(family: str, sender: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S + 5))
+    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)
@@ -329,9 +324,8 @@ def cells(row: Row) -> list[str]:
 def print_table(rows: Sequence[Row]) -> None:
     """Print the counts and one line for each family."""
     counts = Counter(row.status for row in rows)
-    words = {PASSES: "pass", FAILS: "FAIL"}
-    order = (PASSES, FAILS, NOT_TRAINABLE, CANNOT_BUILD)
-    print(f"{len(rows)} families: " + ", ".join(f"{counts[one]} {words.get(one, one)}" for one in order))
+    words = {PASSES: "pass", FAILS: "FAIL", NOT_TRAINABLE: NOT_TRAINABLE, CANNOT_BUILD: CANNOT_BUILD}
+    print(f"{len(rows)} families: " + ", ".join(f"{counts[status]} {word}" for status, word in words.items()))
     print(Table(COLUMNS, tuple(tuple(cells(row)) for row in rows), right=COLUMNS[2:7]).text(screen_width()))
 
 
@@ -340,8 +334,6 @@ def main() -> int:
     parser.add_argument("--family", nargs="+", metavar="NAME", help="only these, by model_type")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time (2)")
     parser.add_argument("--json", metavar="FILE", help="write the rows there as they come")
-    parser.add_argument("--limit", type=float, default=120, help="seconds of processor time for one family (120)")
-    parser.add_argument("--memory", type=float, default=6, help="GiB for one family (6)")
     given = parser.parse_args()
     import transformers
 
@@ -352,8 +344,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a clean exit takes the children along
     rows: dict[str, Row] = {}
     wanted = given.family or known
-    with shown_progress(quiet=False) as progress:
-        for done, row in enumerate(check_all(wanted, given.jobs, given.limit, int(given.memory * GIB)), 1):
+    with progress_lines() as progress:
+        for done, row in enumerate(check_all(wanted, given.jobs), 1):
             rows[row.family] = row
             progress(done, len(wanted), f"{row.family}: {row.status}")
             if given.json:

@@ -19,7 +19,6 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +59,8 @@ def drawn(family: str, draw: random.Random) -> Drawn:
     if family == "Bert":
         return transformers.BertForMaskedLM(transformers.BertConfig(**sizes)), {"input_ids": tokens, "labels": tokens}
     if family == "T5":
-        config = transformers.T5Config(
-            d_model=width,
-            d_ff=2 * width,
-            d_kv=16,
-            num_layers=layers,
-            num_heads=4,
-            vocab_size=96,
-            use_cache=False,
-            decoder_start_token_id=0,
-        )
+        widths = {"d_model": width, "d_ff": 2 * width, "d_kv": 16, "num_layers": layers, "num_heads": 4}
+        config = transformers.T5Config(**widths, vocab_size=96, use_cache=False, decoder_start_token_id=0)
         return transformers.T5ForConditionalGeneration(config), {"input_ids": tokens, "labels": tokens}
     name = family.partition(" ")[0]
     config = getattr(transformers, f"{name}Config")(**sizes, **DECODERS[name])
@@ -132,16 +123,14 @@ def main() -> int:
         if rows[-1][3] or not rows[-1][2] >= 0.97:
             print(f"pair {number}: {rows[-1][0]} at {rows[-1][1]:.0%} of the range, {rows[-1][2]:.1%} of the room used"
                   + (", ABOVE THE BUDGET" if rows[-1][3] else ""), flush=True)  # fmt: skip
-    report: Callable[[str, list[Any]], None] = lambda name, some: print(  # noqa: E731
-        f"{name:16} {len(some):5} pairs, {sum(one[3] for one in some)} above the budget, room used: median "
-        f"{statistics.median(one[2] for one in some):.1%}, least {min(one[2] for one in some):.1%}, below 97 %: "
-        f"{sum(one[2] < 0.97 for one in some)}, of them with a faster option that fits: "
-        f"{sum(one[2] < 0.97 and one[4] for one in some)}"
-    )
-    for family in FAMILIES:
-        if some := [one for one in rows if one[0] == family]:
-            report(family, some)
-    report("all", rows)
+    for family in [*FAMILIES, "all"]:
+        if some := [row for row in rows if row[0] == family or family == "all"]:
+            used, low = [row[2] for row in some], [row for row in some if row[2] < 0.97]
+            print(
+                f"{family:16} {len(some):5} pairs, {sum(row[3] for row in some)} above the budget, room used: median "
+                f"{statistics.median(used):.1%}, least {min(used):.1%}, below 97 %: {len(low)}, of them with a faster "
+                f"option that fits: {sum(row[4] for row in low)}"
+            )
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {time.time() - begun:.0f} s")
     return int(any(one[3] for one in rows))
 

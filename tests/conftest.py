@@ -51,7 +51,7 @@ def no_thread_is_left() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing on stderr depends on how long a command takes: progress is shown after seconds."""
-    monkeypatch.setattr("sac.tools.render.PROGRESS_AFTER_S", 3600.0)
+    monkeypatch.setattr("sac.tools.commands.PROGRESS_EVERY_S", 3600.0)
 
 
 @pytest.fixture(scope="session", autouse=True)

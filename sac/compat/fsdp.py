@@ -69,8 +69,7 @@ def checkpoint_wrapper(
 
     Raises ``ConfigError`` for what a region cannot do, ``ModelError`` for a module that is already a region.
     """
-    given = (checkpoint_impl, checkpoint_fn)
-    _put(module, (module,), *given, offload_to_cpu=offload_to_cpu, **checkpoint_fn_kwargs)
+    _put(module, (module,), checkpoint_impl, checkpoint_fn, offload_to_cpu=offload_to_cpu, **checkpoint_fn_kwargs)
     return module
 
 

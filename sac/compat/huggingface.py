@@ -2,7 +2,6 @@
 
 - ``Trainer(model, args, callbacks=[SacCallback("selective")])``: for a model that the Trainer (or TRL) builds or wraps.
 - ``Trainer(take_over(model), args)``: for a training config that turns activation checkpointing on with its own keys.
-- ``trainer.add_callback(ReportCallback(trainer, every=100))``: sends what the regions keep to the Trainer's loggers.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from sac.blocks.other_checkpointing import Switch, disable_guards, refuse_existi
 from sac.config import parse_config
 from sac.errors import ConfigError, ModelError, Problem
 from sac.planner.applying import apply
-from sac.reporting import check_every, report
+from sac.reporting import report
 
-__all__ = ["ReportCallback", "SacCallback", "take_over"]
+__all__ = ["SacCallback", "take_over"]
 
 _log = logging.getLogger(__name__)
 
@@ -64,25 +63,6 @@ class SacCallback(TrainerCallback):
         if not self._told and _is_on(model) and state.is_world_process_zero:
             _log.info("%s", report(model))
         self._told = True
-
-
-class ReportCallback(TrainerCallback):
-    """Logs the figures of ``sac.report`` (bytes) with ``trainer.log`` after every ``every``-th step.
-
-    They reach all loggers of ``report_to`` and ``trainer.state.log_history``, as ``sac/kept_bytes``,
-    ``sac/input_bytes`` and ``sac/saved_bytes/RULE``. Raises ``ConfigError`` if ``every`` is not a number of steps.
-    """
-
-    def __init__(self, trainer: Any, every: int = 100) -> None:
-        check_every(every, "ReportCallback")
-        self.trainer, self.every = trainer, every
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Log the figures if they are due; all ranks call ``trainer.log``, which logs on the first."""
-        if state.global_step % self.every == 0 and _is_on(model):
-            asked = control.should_log
-            self.trainer.log(report(model).scalars())
-            control.should_log = asked  # the Trainer takes any log for its own, which is still to come
 
 
 def take_over(model: nn.Module, value: Any = "selective") -> nn.Module:

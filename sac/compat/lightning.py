@@ -17,8 +17,9 @@ except ImportError:  # the old name of the package
 
 from sac.blocks.install import regions_of
 from sac.config import parse_config
+from sac.errors import ConfigError, Problem
 from sac.planner.applying import apply
-from sac.reporting import check_every, report
+from sac.reporting import report
 
 __all__ = ["SacCallback"]
 
@@ -39,8 +40,9 @@ class SacCallback(Callback):
 
     def __init__(self, value: Any, *, log_every: int | None = None) -> None:
         parse_config(value)
-        if log_every is not None:
-            check_every(log_every, "SacCallback.log_every")
+        if log_every is not None and (type(log_every) is not int or log_every < 1):
+            found = f"{log_every!r} is not a number of steps"
+            raise ConfigError(Problem("SacCallback.log_every", found, "1, 2, 3, …"))
         self.value, self.log_every = value, log_every
         self._is_put_on = self._told = False
 

@@ -31,9 +31,9 @@ from sac.engine.compiled import run_in_eager
 from sac.engine.fp8 import check_fp8
 from sac.errors import ConfigError, Problem, RegionError, warn
 from sac.full import RngTracker, seed_model_parallel
-from sac.outer_hooks import PackHooks, active_hooks, fetch, pack_with_outer_hooks
+from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, fetch, pack_with_outer_hooks
 from sac.stores.scatter import group_problem, process_group
-from sac.tensors import place_of, plain_address, version_of, version_watch
+from sac.tensors import Place, place_of, plain_address, version_of, version_watch
 from sac.torch_private import SAVED_TENSOR_PREFIX, SHOWS_SAVED_TENSORS, tree_leaves
 
 __all__ = [
@@ -213,7 +213,7 @@ def _release(outputs: list[_Output], ends: list[torch.Tensor]) -> None:
         for saved in _saved_in(node):
             output = released.get(plain_address(saved.data))
             if output is not None:
-                saved.register_hooks(output.hold, _fetch)
+                saved.register_hooks(output.hold, fetch)
     reason = "" if SHOWS_SAVED_TENSORS else "this version of torch does not show what its graph has saved"
     if starts and not starts & nodes:
         reason = "the tensor given does not depend on the region's output"
@@ -261,33 +261,29 @@ class _Output:
         self.address, self.version, self.watch = plain_address(tensor), version_of(tensor), version_watch(tensor)
         self.keeps_address = StorageWeakRef(tensor.untyped_storage())  # which is then not given to other memory
 
-    def hold(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+    def hold(self, tensor: torch.Tensor) -> OuterPacked:
         """Return what to hold in place of a tensor in the memory of the output."""
-        return self, tensor.dtype, place_of(tensor)
+        return OuterPacked((tensor.dtype, place_of(tensor)), self._fetch)
+
+    def _fetch(self, part: tuple[torch.dtype, Place]) -> torch.Tensor:
+        """Return a tensor in the memory of the output, which the region recomputes unless it has before.
+
+        Raises ``RegionError`` if the output lies in its memory in another way than in forward, or if that is the same
+        memory, which is then not the region's own, and was written to.
+        """
+        tensor = self.anchor.grad_fn.saved_tensors[self.index]
+        layout, is_same_memory = _layout_of(tensor), plain_address(tensor) == self.address
+        if layout != self.layout or (is_same_memory and version_of(tensor) != self.version):
+            found = f"output {self.index} was {self.layout} and is {layout} in recomputation, or was written to"
+            fix = "let the region make its results in the same way in both passes, in memory of their own"
+            raise RegionError(Problem("region", found, fix=fix))
+        with torch.no_grad():
+            shared: torch.Tensor = tensor.new_empty(0, dtype=part[0]).set_(tensor.untyped_storage(), *part[1])
+            return shared
 
 
 def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, place_of(tensor), tensor.untyped_storage().nbytes()
-
-
-def _fetch(held: Any) -> torch.Tensor:
-    """Return a tensor in memory that it shares with others; the region recomputes the output unless it has before.
-
-    Raises ``RegionError`` if the output lies in its memory in another way than in forward, or if that is the same
-    memory, which is then not the region's own, and was written to.
-    """
-    if not isinstance(held, tuple):
-        return fetch(held)
-    output, dtype, place = held
-    tensor = output.anchor.grad_fn.saved_tensors[output.index]
-    layout, is_same_memory = _layout_of(tensor), plain_address(tensor) == output.address
-    if layout != output.layout or (is_same_memory and version_of(tensor) != output.version):
-        found = f"output {output.index} was {output.layout} and is {layout} in recomputation, or was written to"
-        fix = "let the region make its results in the same way in both passes, in memory of their own"
-        raise RegionError(Problem("region", found, fix=fix))
-    with torch.no_grad():
-        shared: torch.Tensor = tensor.new_empty(0, dtype=dtype).set_(tensor.untyped_storage(), *place)
-        return shared
 
 
 _discardable: WeakValueDictionary[int | None, _Output] = WeakValueDictionary()  # by storage address
@@ -297,7 +293,7 @@ def _discardable_inputs(inputs: Any) -> AbstractContextManager[Any]:
     """Return a context in which a region with these inputs does not itself hold those that are discardable outputs."""
     if not _discardable or not any(plain_address(leaf) in _discardable for leaf in tree_leaves(inputs)):
         return nullcontext()
-    return saved_tensors_hooks(partial(_pack, active_hooks()), _fetch)
+    return saved_tensors_hooks(partial(_pack, active_hooks()), fetch)
 
 
 def _pack(outer: PackHooks | None, tensor: torch.Tensor) -> Any:

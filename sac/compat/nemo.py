@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial, reduce
+from functools import partial
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
@@ -32,6 +31,7 @@ from sac.config import family_policy
 from sac.engine.flags import BackendFlags, attention_choice
 from sac.engine.region import FULL
 from sac.errors import ConfigError, ModelError, Problem, warn
+from sac.ops.registry import find_op
 from sac.policy.model import Policy
 from sac.torch_private import WRAPPED_MODULE, ignored_ops
 
@@ -109,17 +109,12 @@ def ignore_sac_ops(ops: Iterable[object | None]) -> None:
 
 def ensure_profiler_ops_sac_ignored() -> None:
     """Let torch's own selective checkpointing ignore the ops of ``record_function``."""
-    ignore_sac_ops(map(_op, _RANGES.split()))
+    ignore_sac_ops(map(find_op, _RANGES.split()))
 
 
 def ensure_fsdp_ops_sac_ignored() -> None:
     """Let torch's own selective checkpointing ignore the ops with which FSDP2 gathers parameters."""
-    ignore_sac_ops(map(_op, _GATHERING.split()))
-
-
-def _op(name: str) -> Any:
-    root: Any = torch.ops
-    return reduce(lambda found, part: getattr(found, part, None), name.split("."), root)
+    ignore_sac_ops(map(find_op, _GATHERING.split()))
 
 
 def detect_kv_sharing_and_maybe_disable_cache(model: nn.Module) -> bool:

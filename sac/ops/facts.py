@@ -29,17 +29,12 @@ _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd
 INFRASTRUCTURE = frozenset({"fsdp", "c10d", "profiler", "streams", "debug_mode_ops"})
 """Namespaces whose ops manage a training job rather than compute: hooks, buffers, streams, profiler marks."""
 
-_RUNNING_STATISTICS = ("running_mean", "running_var")
+_NORMS = _words(
+    """native_batch_norm cudnn_batch_norm miopen_batch_norm batch_norm_gather_stats batch_norm_update_stats
+    batch_norm_gather_stats_with_counts _batch_norm_impl_index batch_norm instance_norm"""
+)
 HIDDEN_WRITES: Mapping[str, tuple[str, ...]] = {
-    "aten.native_batch_norm": _RUNNING_STATISTICS,
-    "aten.cudnn_batch_norm": _RUNNING_STATISTICS,
-    "aten.miopen_batch_norm": _RUNNING_STATISTICS,
-    "aten.batch_norm_gather_stats": _RUNNING_STATISTICS,
-    "aten.batch_norm_gather_stats_with_counts": _RUNNING_STATISTICS,
-    "aten.batch_norm_update_stats": _RUNNING_STATISTICS,
-    "aten._batch_norm_impl_index": _RUNNING_STATISTICS,
-    "aten.batch_norm": _RUNNING_STATISTICS,
-    "aten.instance_norm": _RUNNING_STATISTICS,
+    **{f"aten.{norm}": ("running_mean", "running_var") for norm in _NORMS},
     "aten.mkldnn_rnn_layer_backward": ("workspace",),
     "aten._cudnn_rnn_flatten_weight": ("weight_arr",),
     "_c10d_functional.irecv": ("tensor",),
@@ -68,14 +63,8 @@ FILLING_PARTS = _words(
 )
 """Aten packets that may fill fresh memory part by part without reading its old values."""
 
-OVERSTATED_WRITES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    # FlashAttention 2's kernels take `q` by C++ reference to rebind it; its values are unchanged.
-    ("*flash_attn*.fwd", ("q",)),
-    ("*flash_attn*.varlen_fwd", ("q",)),
-    ("_vllm_fa*.fwd", ("q",)),
-    ("_vllm_fa*.varlen_fwd", ("q",)),
-)
-"""Arguments that a schema marks as written although the kernel only reads them."""
+# FlashAttention 2's kernels take `q` by C++ reference to rebind it, which their schema marks as a write.
+_REBINDS_Q = ("*flash_attn*.fwd", "*flash_attn*.varlen_fwd", "_vllm_fa*.fwd", "_vllm_fa*.varlen_fwd")
 
 _UNINITIALISED = _words(
     """empty empty_like empty_strided empty_permuted empty_quantized new_empty new_empty_strided
@@ -83,8 +72,10 @@ _UNINITIALISED = _words(
 )
 _CONSTANT_OF_A_TENSOR = _words("zeros_like ones_like full_like new_zeros new_ones new_full zero _make_dep_token")
 _TAGS_ITS_RANDOM_OPS = frozenset({"aten", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"})
-_HIGHER_ORDER_WITHOUT_RESULT = frozenset({"print", "call_torchbind", "_export_tracepoint"})
-_HIGHER_ORDER_WRITING = frozenset({"triton_kernel_wrapper_mutation"})
+_HIGHER_ORDER_REASONS = {
+    **dict.fromkeys(("print", "call_torchbind", "_export_tracepoint"), "it returns no tensor"),
+    "triton_kernel_wrapper_mutation": "it writes its arguments",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +112,7 @@ def traits_of(op: Any) -> OpTraits:
 
 
 def _without_schema(op: Any) -> OpTraits:
-    own_name = op_name(op).rpartition(".")[2]
-    reason = "it returns no tensor" if own_name in _HIGHER_ORDER_WITHOUT_RESULT else ""
-    reason = "it writes its arguments" if own_name in _HIGHER_ORDER_WRITING else reason
+    reason = _HIGHER_ORDER_REASONS.get(op_name(op).rpartition(".")[2], "")
     return OpTraits(may_draw=True, returns_tensor=not reason, unsavable_reason=reason)
 
 
@@ -180,12 +169,12 @@ _ONE_TENSOR = ("Tensor", "Optional[Tensor]")
 
 def _written_arguments(packet: str, schema: Any) -> list[tuple[int, Any]]:
     hidden = HIDDEN_WRITES.get(packet, ())
-    overstated = {name for glob, names in OVERSTATED_WRITES if fnmatchcase(packet, glob) for name in names}
+    overstated = "q" if any(fnmatchcase(packet, glob) for glob in _REBINDS_Q) else ""
     written = [
         (position, argument)
         for position, argument in enumerate(schema.arguments)
         if argument.name in hidden
-        or (argument.alias_info is not None and argument.alias_info.is_write and argument.name not in overstated)
+        or (argument.alias_info is not None and argument.alias_info.is_write and argument.name != overstated)
     ]
     says_it_writes = packet.endswith("_") and not packet.endswith("__")  # `inductor.accumulate_grad_` marks nothing
     return written or ([(0, schema.arguments[0])] if says_it_writes and schema.arguments else [])
@@ -200,23 +189,19 @@ def _aliases(packet: str, op: Any, schema: Any) -> bool:
 def _view_of(packet: str, schema: Any) -> int:
     if packet == "aten._unsafe_view":
         return 0
-    if len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor" or packet in HIDDEN_ALIASES:
-        return -1
-    if packet == "aten.lift_fresh":  # returns its argument
-        return -1
+    if packet in HIDDEN_ALIASES or packet == "aten.lift_fresh" or not packet.startswith("aten."):
+        return -1  # `lift_fresh` returns its argument
     marked = [position for position, argument in enumerate(schema.arguments) if argument.alias_info is not None]
-    sure = schema.returns[0].alias_info is not None and len(marked) == 1
-    return marked[0] if sure and packet.startswith("aten.") else -1
+    results = [str(result.type) for result in schema.returns if result.alias_info is not None]
+    return marked[0] if len(schema.returns) == len(marked) == 1 and results == ["Tensor"] else -1
 
 
 def _is_flat(schema: Any) -> bool:
-    for argument in schema.arguments:
-        schema_type = str(argument.type)
-        if "Tensor" in schema_type and (argument.kwarg_only or schema_type not in _ONE_TENSOR):
-            return False
-        if schema_type in ("Any", "t") or schema_type.startswith("__torch__"):
-            return False
-    return True
+    types = [(str(argument.type), argument.kwarg_only) for argument in schema.arguments]
+    return not any(
+        (("Tensor" in name and (is_keyword or name not in _ONE_TENSOR)) or name in ("Any", "t") or "__torch__" in name)
+        for name, is_keyword in types
+    )
 
 
 def _is_of_collectives(name: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,10 +17,9 @@ def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
 
     Of an op on DTensors, these are the FLOPs of this rank.
     """
-    packet = getattr(op, "_overloadpacket", op)
-    if not has_formula(op):
+    formula = _formula(op)
+    if formula is None:
         return 0
-    formula = flop_registry.get(packet) or shape_wrapper(added_formulas()[packet])
     try:
         flops = formula(*args, **kwargs, out_val=out)
     except AssertionError:  # grouped heads, of which torch 2.11 has no formula for attention: as many keys as queries
@@ -49,19 +47,13 @@ def _share_of_rank(out: Any) -> Fraction | int:
 
 def has_formula(op: Any) -> bool:
     """Return whether ``op`` has a FLOP formula."""
+    return _formula(op) is not None
+
+
+def _formula(op: Any) -> Any:
     packet = getattr(op, "_overloadpacket", op)
-    return packet in flop_registry or packet in added_formulas()
-
-
-@cache
-def added_formulas() -> dict[Any, Any]:
-    """Return formulas over shapes, by packet, for ops of this build that torch's counter does not know.
-
-    FlopCounterMode of torch 2.13 has formulas for the CUDA attentions, but not for the CPU one or grouped matmuls.
-    Without these, a mode that recomputes attention on CPU would appear to recompute nothing. Checked by
-    tests/unit/ops/test_flops.py.
-    """
-    return {getattr(torch.ops.aten, name): formula for name, formula in _ADDED.items() if hasattr(torch.ops.aten, name)}
+    added = ADDED_FORMULAS.get(packet)
+    return flop_registry.get(packet) or (shape_wrapper(added) if added else None)
 
 
 def grouped_matmul_flops(left: Sequence[int], right: Sequence[int], *_: object, **__: object) -> int:
@@ -70,10 +62,12 @@ def grouped_matmul_flops(left: Sequence[int], right: Sequence[int], *_: object, 
     return 2 * groups * left[-2] * left[-1] * right[-1]
 
 
-_ADDED: Mapping[str, Any] = {
-    "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(
-        grad, q, k, v
-    ),
-    "_grouped_mm": grouped_matmul_flops,
+# FlopCounterMode of torch 2.13 has formulas for the CUDA attentions, but not for the CPU one or grouped matmuls.
+# Without these, a mode that recomputes attention on CPU would appear to recompute nothing. Checked by
+# tests/unit/ops/test_flops.py.
+_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+ADDED_FORMULAS: Mapping[Any, Any] = {
+    getattr(torch.ops.aten, _CPU_ATTENTION): lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    getattr(torch.ops.aten, f"{_CPU_ATTENTION}_backward"): lambda *args, **_: sdpa_backward_flop_count(*args[:4]),
+    torch.ops.aten._grouped_mm: grouped_matmul_flops,
 }

@@ -42,15 +42,14 @@ def unknown_name(text: str, registry: Registry, set_names: Sequence[str]) -> Pro
         legal = [f"{packet}.{overload}" for overload in registry.packets[packet]] or [packet]
         fix = f"write {packet} to mean all its overloads"
         return Problem("", f"{packet} has no overload {rest[-1]}", listing(legal), nearest(name, legal), fix)
-    if namespace in registry.namespaces:
-        near = nearest(packet, [known for known in registry.packets if known.startswith(f"{namespace}.")])
+    namespaces = dict.fromkeys(known.partition(".")[0] for known in registry.packets)
+    near = nearest(f"{nearest(namespace, namespaces)}.{rest[0]}", registry.packets)
+    if namespace in namespaces:
         fix = "correct the name: `sac trace` without --policy lists the ops that a model runs, by their names"
         return Problem("", f"no op {packet} is registered", nearest=near, fix=fix)
-    near = f"{nearest(namespace, registry.namespaces)}.{rest[0]}"
     fix = "import the library that registers it before sac reads the policy, or put the name into a save-set under "
     fix += "`sets:`, where a missing op is skipped"
-    found = f"no op of a namespace {namespace} is registered"
-    return Problem("", found, nearest=near if near in registry.packets else "", fix=fix)
+    return Problem("", f"no op of a namespace {namespace} is registered", nearest=near, fix=fix)
 
 
 def unsavable_name(text: str, registry: Registry) -> Problem | None:
@@ -61,18 +60,14 @@ def unsavable_name(text: str, registry: Registry) -> Problem | None:
     traits = [traits_of(op) for op in find_ops(name, registry.packets.get(name, ()))]
     if not traits or any(known.savable or known.savable_if for known in traits):
         return None
-    reason = traits[0].unsavable_reason
-    return Problem("", f"{name} cannot be saved: {reason}", fix=_instead(name, reason, registry))
-
-
-def _instead(name: str, reason: str, registry: Registry) -> str:
+    fix = "leave it out: it is run again in backward"
     packet = ".".join(name.split(".")[:2])
     functional = packet.rstrip("_")
     if functional != packet and functional in registry.packets:
-        return f"name the form that does not write, {functional}, or leave it out: it is run again in backward"
-    if reason == "it is a view":
-        return "name the op that makes the tensor it looks at; the view costs nothing to make again"
-    return "leave it out: it is run again in backward"
+        fix = f"name the form that does not write, {functional}, or {fix}"
+    elif traits[0].is_view:
+        fix = "name the op that makes the tensor it looks at; the view costs nothing to make again"
+    return Problem("", f"{name} cannot be saved: {traits[0].unsavable_reason}", fix=fix)
 
 
 # -- Matchers of op objects, built from the op names of a policy
@@ -130,8 +125,7 @@ class OpMatcher:
         """Return the condition, see ``condition_of``, on calls of ``op``; ``""`` if every call matches."""
         conditions = [entry.condition for entry in self._meaning(op)]
         condition = "" if not conditions or "" in conditions else conditions[0]
-        own = traits_of(op).savable_if if self.for_saving else ""
-        return " & ".join(filter(None, (condition, own)))
+        return condition or (traits_of(op).savable_if if self.for_saving else "")
 
     def names(self, op: Any) -> bool:
         """Return whether ``op`` matches by its own name or by a save-set, not only by a glob."""
@@ -191,13 +185,9 @@ def check_sets(extra_sets: Mapping[str, Sequence[str]]) -> dict[str, list[Proble
     registry = read_registry()
     problems: dict[str, list[Problem]] = {}
     for set_name, texts in extra_sets.items():
-        for text in (text for text in texts if text not in set_names(extra_sets)):
-            name, problem = dotted(text), None
-            if registry.has(NamePattern(name)):
-                problem = unsavable_name(text, registry)
-            elif "." not in name or name.partition(".")[0] in registry.namespaces:
-                problem = unknown_name(text, registry, set_names(extra_sets))
-            if problem is not None:
+        for index, problem in resolve_ops(texts, extra_sets, registry=registry).problems.items():
+            namespace, _, rest = dotted(texts[index]).partition(".")
+            if not rest or any(packet.startswith(f"{namespace}.") for packet in registry.packets):
                 problems.setdefault(set_name, []).append(problem)
     return problems
 

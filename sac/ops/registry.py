@@ -66,19 +66,13 @@ class Registry:
     names: tuple[str, ...]  # of all ops
     text: str  # the names in one, to search in
 
-    @property
-    def namespaces(self) -> frozenset[str]:
-        """The namespaces with at least one op."""
-        return frozenset(packet.partition(".")[0] for packet in self.packets)
-
     def has(self, pattern: NamePattern) -> bool:
         """Return whether ``pattern`` matches any registered op."""
-        if not is_glob(pattern.text):
-            packet, _, overload = pattern.text.rpartition(".")
-            return pattern.text in self.packets or overload in self.packets.get(packet, ())
-        if "[" not in pattern.text and any(part not in self.text for part in re.split(r"[*?]", pattern.text)):
-            return False  # quickly, since most sets have many globs over libraries that are not there
-        return any(map(pattern.matches, self.names))
+        if is_glob(pattern.text):  # most globs are over libraries that are not there, which is seen quickly
+            could_match = all(part in self.text for part in re.split(r"[*?]|\[.*?\]", pattern.text))
+            return could_match and any(map(pattern.matches, self.names))
+        packet, _, overload = pattern.text.rpartition(".")
+        return pattern.text in self.packets or overload in self.packets.get(packet, ())
 
 
 def read_registry() -> Registry:
@@ -101,14 +95,11 @@ def _registry_of(names: tuple[str, ...], higher_order: tuple[str, ...]) -> Regis
 
 def find_op(name: str) -> Any | None:
     """Return the op called ``name`` (an overload or a higher-order op), or None if this torch does not have it."""
-    namespace, _, rest = name.partition(".")
-    packet_name, _, overload = rest.partition(".")
+    namespace, packet_name, overload = (*name.split(".", 2), "", "")[:3]
     packet = getattr(getattr(torch.ops, namespace, None), packet_name, None)
-    if isinstance(packet, HigherOrderOperator):
-        return packet
-    if not isinstance(packet, OpOverloadPacket):
-        return None
-    return getattr(packet, overload or "default", None)
+    if isinstance(packet, OpOverloadPacket):
+        return getattr(packet, overload or "default", None)
+    return packet if isinstance(packet, HigherOrderOperator) else None
 
 
 def find_ops(packet: str, overloads: Iterable[str]) -> tuple[Any, ...]:

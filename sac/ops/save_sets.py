@@ -28,25 +28,16 @@ def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], argument: str) -
     return args[int(position)] if position and int(position) < len(args) else kwargs.get(name)
 
 
-_TESTS: Mapping[str, Callable[[Any], bool]] = {"absent": lambda value: value is None, "truthy": bool}
-
-
 @cache
 def condition_of(name: str) -> Condition:
-    """Return the condition of this name: ``device_to_host``, ``absent:3/out,4/mask``, ``truthy:…``, ``one & other``.
+    """Return the condition of this name: ``device_to_host``, or ``absent:3/out,4/mask``.
 
-    ``absent``: each of these arguments, at this position or under this keyword, is missing or None; ``truthy``: each is
-    true. Raises ``KeyError`` for an unknown name.
+    ``absent``: each of these arguments, at this position or under this keyword, is missing or None.
     """
-    both, _, rest = name.partition(" & ")
-    if rest:
-        first, second = condition_of(both), condition_of(rest)
-        return lambda args, kwargs, out: first(args, kwargs, out) and second(args, kwargs, out)
     if name == "device_to_host":
         return device_to_host
-    word, _, places = name.partition(":")
-    test, arguments = _TESTS[word], places.split(",")
-    return lambda args, kwargs, out: all(test(_argument(args, kwargs, argument)) for argument in arguments)
+    arguments = name.removeprefix("absent:").split(",")
+    return lambda args, kwargs, out: all(_argument(args, kwargs, argument) is None for argument in arguments)
 
 
 # -- The save-sets: ``attention``, ``matmul``, ``collective``, …
@@ -78,12 +69,7 @@ class SaveSet:
     functions: tuple[str, ...] = ()
 
 
-_CONDITIONS = {
-    "aten._to_copy": "device_to_host",
-    "prims.device_put": "device_to_host",
-    "aten._cudnn_rnn": "truthy:11/dropout,12/train",
-    "aten.miopen_rnn": "truthy:9/dropout,10/train",
-}
+_CONDITIONS = dict.fromkeys(("aten._to_copy", "prims.device_put"), "device_to_host")
 
 
 def _set(names: str, functions: str = "") -> SaveSet:

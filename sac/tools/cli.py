@@ -1,37 +1,46 @@
-"""The command ``sac``: check a policy file, show decisions, compare modes, plan for a budget."""
+"""The command ``sac``: its arguments, help and exit codes. Only a command itself imports torch, not its help."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from sac.errors import SacError, SacWarning
-from sac.tools.parser import DONE, INTERRUPTED, REFUSED, Command, parse
 
-if TYPE_CHECKING:  # these import torch, which help does not need
-    from sac.planner.fakes import Build
-    from sac.tools.models import BuiltModel
+FORMS = (
+    "hf:CONFIG.json (a Hugging Face config file), hf:NAME (a shipped one), "
+    "package.module:function (returns a model and its inputs)"
+)
+
+DONE, REFUSED, INTERRUPTED = 0, 1, 130
+EXIT_CODES = f"""\
+exit codes:
+  {DONE}    done
+  {REFUSED}    sac refused something, or a mode of `sac compare` failed: stderr or the table says which
+  2    wrong usage: an unknown command or flag, or a missing one
+  {INTERRUPTED}  interrupted (Ctrl-C)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; see ``EXIT_CODES`` of ``sac.tools.parser``."""
-    arguments = parse(argv, _COMMANDS)
+    """Run one command and return its exit code; see ``EXIT_CODES``. Exits for help and wrong usage."""
+    arguments = _parser().parse_args(argv)
     arguments.typed = shlex.join(["sac", *(sys.argv[1:] if argv is None else argv)])
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a console script does not see modules in its working directory
-    command: Command = arguments.command
     try:
         with _quiet_libraries():
-            return command(arguments)
+            run: Callable[[argparse.Namespace], int] = getattr(import_module("sac.tools.commands"), arguments.command)
+            return run(arguments)
     except BrokenPipeError:  # the reader of a long table closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise the interpreter complains on flush
         return REFUSED
@@ -51,14 +60,6 @@ def _quiet_libraries() -> Iterator[None]:
     or ``python -W``.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    with warnings.catch_warnings():
-        if not sys.warnoptions:
-            warnings.simplefilter("ignore")  # torch warns that there is no NumPy, which the commands do without
-        import torch  # noqa: F401  # its import sets the level of its logger
-    levels = {"": logging.ERROR, "sac": logging.WARNING}
-    if "TORCH_LOGS" not in os.environ:
-        levels["torch"] = logging.ERROR
-    before = {name: logging.getLogger(name).level for name in levels}
     others = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
@@ -67,102 +68,100 @@ def _quiet_libraries() -> Iterator[None]:
         else:
             others(message, category, *place, **more)
 
-    with warnings.catch_warnings():
-        for category in () if sys.warnoptions else (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
-            warnings.simplefilter("ignore", category)
-        warnings.showwarning = show
-        for name, level in levels.items():
+    with warnings.catch_warnings(), ExitStack() as stack:
+        if not sys.warnoptions:
+            warnings.filterwarnings("ignore", ".*NumPy")  # which the commands do without
+            for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+                warnings.simplefilter("ignore", category)
+        import torch  # noqa: F401  # its import sets the level of its logger
+
+        levels = {"": logging.ERROR, "sac": logging.WARNING}
+        for name, level in (levels if "TORCH_LOGS" in os.environ else levels | {"torch": logging.ERROR}).items():
+            stack.callback(logging.getLogger(name).setLevel, logging.getLogger(name).level)
             logging.getLogger(name).setLevel(level)
-        try:
-            yield
-        finally:
-            for name, level in before.items():
-                logging.getLogger(name).setLevel(level)
+        warnings.showwarning = show
+        yield
 
 
-def _check(arguments: argparse.Namespace) -> int:
-    from sac.tools.check import check_file
-
-    return check_file(arguments.file, verbose=arguments.verbose, as_json=arguments.json)
-
-
-def _trace(arguments: argparse.Namespace) -> int:
-    from sac.tools.arguments import check_trace
-    from sac.tools.comparison import inputs_on
-    from sac.tools.measuring import trace_here
-    from sac.tools.render import progress_bar
-
-    check_trace(arguments)
-    with progress_bar() as progress:
-        progress(0, 2, "building the model")
-        built = _build(arguments)
-        progress(1, 2, "forward and backward")
-        inputs = inputs_on(arguments.device, built.inputs_of_step(0))
-        found = trace_here(built.model.to(arguments.device), inputs, arguments.policy, built.name)
-    if arguments.json:
-        _print_json([asdict(row) for row in found.rows])
-    else:
-        print(found)
-    return DONE
-
-
-def _compare(arguments: argparse.Namespace) -> int:
-    from sac.tools.arguments import check_compare, modes_of, training_of
-    from sac.tools.comparison import compare
-    from sac.tools.pictures import save_picture
-    from sac.tools.render import progress_bar
-
-    check_compare(arguments)
-    with progress_bar() as progress:
-        progress(0, 0, "building the model")
-        training = training_of(arguments)
-        comparison = compare(lambda: _build(arguments), modes_of(arguments), training, progress=progress)
-    if arguments.json:
-        _print_json(comparison.to_dict())
-    else:
-        print(comparison)
-    if arguments.picture:
-        print(f"picture: {save_picture(comparison, arguments.picture)}", file=sys.stderr)
-    return REFUSED if comparison.failed else DONE
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sac",
+        description="Activation checkpointing from a policy: check it, see what it decides, measure it.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"sac {_version()}")
+    add = partial(
+        parser.add_subparsers(required=True, metavar="COMMAND", dest="command").add_parser, allow_abbrev=False
+    )
+    check = add("check", help="read a policy file and show what its rules mean")
+    check.add_argument("file", metavar="FILE", help="a policy file, or the name of a shipped policy")
+    trace = add("trace", help="show the decision for each op of a model, and by which rule")
+    _add_model_options(trace)
+    trace.add_argument(
+        "--policy", default="selective", metavar="VALUE",
+        help="a mode, a policy's name, or a path to one (default: %(default)s)",
+    )  # fmt: skip
+    compare = add("compare", help="train copies of a model under several modes and measure them")
+    _add_model_options(compare)
+    _add_training_options(compare)
+    plan = add("plan", help="compute a policy that fits a memory budget with the least recomputation")
+    _add_model_options(plan, "cpu, cuda, or whose figures price the ops: h100, h200, a100, b200, mi300x", ranges=True)
+    _add_plan_options(plan)
+    for command in (check, trace, compare, plan):
+        command.add_argument("--json", action="store_true", help="write the same as JSON to stdout")
+    return parser
 
 
-def _plan(arguments: argparse.Namespace) -> int:
-    from sac.tools.arguments import check_plan
-    from sac.tools.plan_table import plan_model, print_plan, save_policy
-    from sac.tools.render import progress_bar
-
-    check_plan(arguments)
-    with progress_bar() as progress:
-        progress(0, 0, "planning on tensors without data")
-        planned = plan_model(arguments, lambda build: _build(arguments, build))
-    if arguments.out:
-        save_policy(planned.policy_text(), arguments.out)
-    if arguments.json:
-        _print_json(planned.to_dict())
-        return DONE
-    print_plan(planned)
-    if arguments.out:
-        path = arguments.out if os.path.isabs(arguments.out) else os.path.join(os.curdir, arguments.out)
-        print(f"policy: {arguments.out}; try it on this model: sac compare --modes none,full,selective,{path}")
-    else:
-        print(f"\n{planned.policy_text().rstrip()}")
-    return DONE
+def _version() -> str:
+    try:
+        return version("sac")
+    except PackageNotFoundError:  # found on the path, as in a checkout
+        return "(not installed)"
 
 
-def _build(arguments: argparse.Namespace, build: Build | None = None) -> BuiltModel:
-    from sac.tools.arguments import scale_of
-    from sac.tools.models import load_model
+def _add_model_options(parser: argparse.ArgumentParser, devices: str = "cpu or cuda", *, ranges: bool = False) -> None:
+    parser.add_argument("--model", required=True, metavar="SPEC", help=FORMS)
+    parser.add_argument("--layers", type=int, metavar="N", help="layers per stack (default: as the config says)")
+    parser.add_argument("--seq", type=int, default=128, metavar="N", help="tokens per row (default: %(default)s)")
+    size, metavar, more = (_size, "N|A..B", "; A..B: the best of these") if ranges else (int, "N", "")
+    parser.add_argument("--batch", type=size, default=1, metavar=metavar, help=f"rows (default: %(default)s){more}")
+    parser.add_argument("--vocab", type=int, metavar="N", help="tokens in the vocabulary (default: as the config says)")
+    parser.add_argument("--dtype", default="float32", help="float32, bfloat16, … (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help=f"{devices} (default: %(default)s)")
 
-    return load_model(arguments.model, scale_of(arguments), text_path=getattr(arguments, "text", None), build=build)
+
+def _add_training_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--modes", default="none,full,selective", metavar="LIST",
+        help="config values with commas: none, full, selective, a policy's name or file (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="training steps (default: %(default)s)")
+    parser.add_argument("--optimizer", default="sgd", metavar="NAME", help="sgd, adamw (default: %(default)s)")
+    parser.add_argument(
+        "--picture", type=os.path.expanduser, metavar="FILE", help="save memory over the step (png, svg)"
+    )
 
 
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--budget", metavar="SIZE", help='peak of one step: "40GiB", bytes, or "50%%" of the way from the least peak '
+        "to that without checkpointing (default: 90%% of the memory of --device)",
+    )  # fmt: skip
+    parser.add_argument("--optimizer", metavar="NAME", help="the one whose state counts: sgd, momentum, adam, adamw")
+    parser.add_argument("--fsdp", type=int, metavar="N", help="plan for one of N ranks that shard the model by FSDP2")
+    parser.add_argument("--explain", action="store_true", help="also show what is alive at the peak, and why")
+    parser.add_argument(
+        "--out", type=os.path.expanduser, metavar="FILE", help="write the policy here (default: stdout)"
+    )
 
 
-_COMMANDS: dict[str, Command] = {
-    "check": _check,
-    "trace": _trace,
-    "compare": _compare,
-    "plan": _plan,
-}
+def _size(text: str) -> int | tuple[int, int]:
+    """Return a size, or the ends of a range of sizes."""
+    if ".." not in text:
+        return int(text)
+    low, _, high = text.partition("..")
+    if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) < int(high)):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a range of sizes; legal: A..B, such as 1..64")
+    return int(low), int(high)

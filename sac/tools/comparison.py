@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from functools import partial
-from math import isnan
+from itertools import count
 from statistics import median
 from typing import Any, final
 
@@ -18,21 +19,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sac.errors import ConfigError, Problem, SacError, nearest
 from sac.memory_timeline import MemoryTimeline, mark, measure_memory
-from sac.ops.flops import added_formulas
+from sac.ops.flops import ADDED_FORMULAS
 from sac.planner.applying import apply
+from sac.planner.fakes import Inputs
 from sac.policy.read import bytes_text
 from sac.reporting import Report, report
-from sac.tables import (
-    Table,
-    count_text,
-    flops_text,
-    parameters_text,
-    percent_text,
-    screen_width,
-    seconds_text,
-    wrapped_text,
-)
-from sac.tools.models import BuiltModel, Inputs
+from sac.tables import Table, flops_text, parameters_text, percent_text, screen_width, seconds_text, wrapped_text
+from sac.tools.models import BuiltModel
 from sac.torch_private import tree_map_only
 
 # -- The result of a comparison of modes: numbers only, for a table, a picture or JSON
@@ -44,12 +37,12 @@ class ModeResult:
 
     mode: str
     error: str = ""
+    step_ms: tuple[float, ...] = ()  # without the first step, which warms up
+    losses: tuple[float, ...] = ()  # one per step
     memory: MemoryTimeline | None = None
     kept_bytes: int = 0  # live at the end of forward, by the profiler
     step_flops: int = 0
     recompute_flops: int | None = None  # this mode's step minus that of `none`
-    step_ms: tuple[float, ...] = ()  # without the first step, which warms up
-    losses: tuple[float, ...] = ()  # one per step
     max_gradient_difference: float | None = None  # from `none`, after the first step's backward, over all parameters
     report: Report | None = None  # what sac itself reports as kept
 
@@ -65,8 +58,7 @@ class ModeResult:
 
     def curve(self) -> list[tuple[float, float]]:
         """Return live bytes over the step: forward from 0 to 1, backward from 1 to 2, so that modes line up."""
-        if self.memory is None:
-            return []
+        assert self.memory is not None
         forward_ms, total_ms = self.memory.marks["forward"][-1][0], self.memory.times_ms[-1]
         return [
             (ms / forward_ms if ms <= forward_ms else 1 + (ms - forward_ms) / (total_ms - forward_ms), live)
@@ -77,11 +69,9 @@ class ModeResult:
         """Return the row's numbers for JSON."""
         if self.error:
             return {"mode": self.mode, "error": self.error}
-        found = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("error", "memory")}
-        report = None if self.report is None else self.report.to_dict()
-        return {
-            **found, "peak_bytes": self.peak_bytes, "median_step_ms": self.median_step_ms, "report": report,
-        }  # fmt: skip
+        names = [each.name for each in fields(self) if each.name not in ("error", "memory")]
+        numbers = {name: getattr(self, name) for name in (*names, "peak_bytes", "median_step_ms")}
+        return numbers | {"report": None if self.report is None else self.report.to_dict()}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -91,7 +81,7 @@ class Comparison:
     model: str
     parameters: int
     device: str
-    torch_version: str
+    torch: str
     steps: int
     rows: tuple[ModeResult, ...]
 
@@ -102,41 +92,25 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all numbers for JSON, without the curves of the picture."""
-        return {
-            "model": self.model,
-            "parameters": self.parameters,
-            "device": self.device,
-            "torch": self.torch_version,
-            "steps": self.steps,
-            "modes": [row.to_dict() for row in self.rows],
-        }
+        names = ("model", "parameters", "device", "torch", "steps")
+        return {name: getattr(self, name) for name in names} | {"modes": [row.to_dict() for row in self.rows]}
 
     def table(self) -> Table:
         """Return a row per mode."""
-        baseline = next((row for row in self.rows if not row.error), None)
-        rows = [
-            (row.mode, *(_cells(row, baseline or row) if not row.error else ("failed", *[""] * 4))) for row in self.rows
-        ]
+        baseline = next((row for row in self.rows if not row.error), self.rows[0])
+        rows = [(row.mode, *(("failed", *[""] * 4) if row.error else _cells(row, baseline))) for row in self.rows]
         return Table(("mode", *_NUMBERS), tuple(rows), right=_NUMBERS)
 
-    def footnote(self) -> str:
-        """Return how it was measured, and what the columns mean."""
-        source = "the profiler's memory events" + ("" if self.device == "cpu" else " and the allocator")
-        return (
-            f"{self.model}, {parameters_text(self.parameters)} parameters\n"
-            f"on {self.device}, torch {self.torch_version}, without weights and gradients, from\n{source}\n"
-            "kept: alive at the end of forward; peak: of forward and backward\n"
-            f"step: median of {self.steps - 1} interleaved steps; grads: gradients, compared with none"
-        )
-
-    def errors(self) -> str:
-        """Return the errors of modes that failed, each after an empty line."""
-        return "".join(f"\n\n{row.mode}: {row.error}" for row in self.rows if row.error)
-
     def __str__(self) -> str:
-        width = screen_width()
-        footnote = wrapped_text(self.footnote().splitlines(), width)
-        return f"{self.table().text(width)}\n{footnote}{self.errors()}"
+        footnote = (
+            f"{self.model}, {parameters_text(self.parameters)} parameters",
+            f"on {self.device}, torch {self.torch}, without weights and gradients, from",
+            "the profiler's memory events" + ("" if self.device == "cpu" else " and the allocator"),
+            "kept: alive at the end of forward; peak: of forward and backward",
+            f"step: median of {self.steps - 1} interleaved steps; grads: gradients, compared with none",
+        )
+        errors = [f"\n\n{row.mode}: {row.error}" for row in self.rows if row.error]
+        return f"{self.table().text(screen_width())}\n{wrapped_text(footnote, screen_width())}{''.join(errors)}"
 
     def __repr__(self) -> str:
         peaks = [f"{row.mode} {'failed' if row.error else bytes_text(row.peak_bytes)}" for row in self.rows]
@@ -160,19 +134,14 @@ def _cells(row: ModeResult, baseline: ModeResult) -> tuple[str, ...]:
 # -- Floating-point operations of one call, counted by torch's dispatcher, not by sac
 
 
-class _NoModules(nullcontext[None]):
-    """Replaces the counter's module tracker, whose hooks refuse ``torch.autograd.grad`` (torch 2.13)."""
-
-    parents = frozenset({"Global"})
-
-
 def count_flops(fn: Callable[[], object]) -> int:
     """Run ``fn`` once and return the FLOPs of its matmuls, convolutions and attentions (one multiply-add is two).
 
     The counter is active during the whole call, so it also counts what backward recomputes.
     """
-    counter = FlopCounterMode(display=False, custom_mapping=added_formulas())
-    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    counter = FlopCounterMode(display=False, custom_mapping=dict(ADDED_FORMULAS))
+    counter.mod_tracker = modules = nullcontext()  # type: ignore[assignment]
+    modules.parents = {"Global"}  # type: ignore[attr-defined]  # its tracker's hooks refuse `torch.autograd.grad`
     with counter:
         fn()
     return int(counter.get_total_flops())
@@ -180,6 +149,7 @@ def count_flops(fn: Callable[[], object]) -> int:
 
 # -- One mode's copy of a model: trained, then measured
 
+Progress = Callable[[int, int, str], None]  # receives passes done, total passes, and the current pass
 NONE = "none"
 OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
@@ -197,31 +167,20 @@ class Training:
 
     def __post_init__(self) -> None:
         """Refuse settings that cannot run; raises ``ConfigError``."""
-        problems = []
         if self.steps < 2:
-            found = f"{count_text(self.steps, 'step')} cannot be timed: the first one warms up"
-            problems.append(Problem("--steps", found, "2, 3, 4, …"))
+            raise ConfigError(Problem("--steps", f"{self.steps} is too few: the first step warms up", "2, 3, 4, …"))
         if self.optimizer not in OPTIMIZERS:
-            found = f"unknown optimizer '{self.optimizer}'"
-            problems.append(Problem("--optimizer", found, ", ".join(OPTIMIZERS), nearest(self.optimizer, OPTIMIZERS)))
-        try:
-            check_device(self.device)
-        except ConfigError as error:
-            problems += error.problems
-        if problems:
-            raise ConfigError(problems)
+            found, legal = f"unknown optimizer '{self.optimizer}'", ", ".join(OPTIMIZERS)
+            raise ConfigError(Problem("--optimizer", found, legal, nearest(self.optimizer, OPTIMIZERS)))
+        check_device(self.device)
 
 
 def check_device(device: str) -> None:
     """Raise ``ConfigError`` if models cannot run on ``device`` here."""
-    if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise ConfigError(Problem("--device", f"'{device}' cannot be measured", "cpu, cuda"))
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ConfigError(Problem("--device", f"'{device}' cannot be measured", "cpu, cuda, cuda:0, …"))
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(Problem("--device", "torch sees no CUDA device here", "cpu", fix="--device cpu"))
-    try:
-        torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(Problem("--device", f"'{device}' is not a torch device", "cpu, cuda, cuda:0, …")) from error
 
 
 def inputs_on(device: str, inputs: Inputs) -> Inputs:
@@ -259,16 +218,17 @@ class ModeRun:
     def __init__(
         self, mode: str, value: Any, model: nn.Module, inputs_of_step: Callable[[int], Inputs], training: Training
     ) -> None:
-        self.mode, self.error = mode, ""
-        self._value, self._inputs_of_step, self._training = value, inputs_of_step, training
-        self._model = model
+        self.mode, self.error, self.model = mode, "", model
+        self._inputs_of_step, self._training = inputs_of_step, training
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optimizer: torch.optim.Optimizer = OPTIMIZERS[training.optimizer](trained, lr=training.learning_rate)
         self._step_ms: list[float] = []
         self._losses: list[float] = []
         self._figures: dict[str, Any] = {}  # fields of ModeResult
+        if mode != NONE:
+            self.attempt(partial(apply, model, value))
 
-    def attempt(self, part: Callable[[], None]) -> None:
+    def attempt(self, part: Callable[[], object]) -> None:
         """Run a part of the measurement unless an earlier part failed; an error of sac becomes the row's text."""
         if self.error:
             return
@@ -276,20 +236,16 @@ class ModeRun:
             part()
         except (SacError, torch.OutOfMemoryError) as error:
             self.error = str(error)
-            self._model = nn.Module()  # frees the copy
+            self.model = nn.Module()  # frees the copy
             self._optimizer.param_groups.clear()
-
-    def apply(self) -> None:
-        """Apply the mode to the model."""
-        apply(self._model, self._value)
 
     def train_step(self, step: int, reference: dict[str, Tensor] | None) -> None:
         """Train one step; with ``reference``, compare the gradients to it, or fill it if it is empty."""
-        inputs = self._inputs(step)
+        run = self._step(step)
         started = self._now()
-        loss = self._forward_backward(inputs)
+        self._losses.append(run())
         backward_s = self._now() - started
-        gradients = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         if reference is not None and self.mode == NONE:
             reference.update(gradients)
         if reference:  # empty when `none` itself did not fit into memory
@@ -300,12 +256,10 @@ class ModeRun:
         self._optimizer.zero_grad(set_to_none=True)
         if step > 0:
             self._step_ms.append((backward_s + self._now() - started) * 1e3)
-        self._losses.append(loss)
 
     def count_flops(self) -> None:
         """Count one forward and backward; its gradients stay for ``measure_memory``."""
-        inputs = self._inputs(self._training.steps)
-        self._figures["step_flops"] = count_flops(partial(self._forward_backward, inputs))
+        self._figures["step_flops"] = count_flops(self._step(self._training.steps))
 
     def measure_memory(self) -> None:
         """Measure one forward and backward with the profiler.
@@ -313,8 +267,7 @@ class ModeRun:
         It adds to existing gradients, as with gradient accumulation: on a model cut to a few layers, gradients that
         backward allocates would hide the activations.
         """
-        step = partial(self._forward_backward, self._inputs(self._training.steps))
-        memory = measure_memory(step, self._training.device)
+        memory = measure_memory(self._step(self._training.steps), self._training.device)
         self._figures |= {"memory": memory, "kept_bytes": memory.at("forward")}
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -322,21 +275,15 @@ class ModeRun:
         """Return the finished row."""
         if self.error:
             return ModeResult(self.mode, error=self.error)
-        return ModeResult(
-            self.mode,
-            recompute_flops=None if baseline_flops is None else self._figures["step_flops"] - baseline_flops,
-            step_ms=tuple(self._step_ms),
-            losses=tuple(self._losses),
-            report=None if self.mode == NONE else report(self._model),
-            **self._figures,
-        )
+        figures = {**self._figures, "step_ms": tuple(self._step_ms), "losses": tuple(self._losses)}
+        if baseline_flops is not None:
+            figures["recompute_flops"] = figures["step_flops"] - baseline_flops
+        return ModeResult(self.mode, report=None if self.mode == NONE else report(self.model), **figures)
 
-    def _forward_backward(self, inputs: Inputs) -> float:
-        return forward_backward(self._model, inputs, self._training.loss_fn)
-
-    def _inputs(self, step: int) -> Inputs:
+    def _step(self, step: int) -> Callable[[], float]:
         torch.manual_seed(self._training.seed + step)  # dropout draws the same numbers in every mode
-        return inputs_on(self._training.device, self._inputs_of_step(step))
+        inputs = inputs_on(self._training.device, self._inputs_of_step(step))
+        return partial(forward_backward, self.model, inputs, self._training.loss_fn)
 
     def _now(self) -> float:
         if self._training.device.startswith("cuda"):
@@ -349,8 +296,8 @@ def largest_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tenso
     if expected.keys() != found.keys():
         return float("inf")
     unequal = [name for name in expected if not torch.equal(expected[name], found[name])]
-    differences = [(expected[name].double() - found[name].double()).abs().max().item() for name in unequal]
-    return float("nan") if any(map(isnan, differences)) else max(differences, default=0.0)
+    differences = [(expected[name].double() - found[name].double()).abs().max() for name in unequal]
+    return torch.stack(differences).max().item() if differences else 0.0  # which is NaN if a difference is
 
 
 # -- Training copies of one model side by side, one per mode, and measuring what each costs
@@ -359,41 +306,25 @@ def largest_difference(expected: Mapping[str, Tensor], found: Mapping[str, Tenso
 # Steps are interleaved, one of each mode in turn, so a machine that slows down slows all modes. Memory and FLOPs are
 # measured in two extra passes after the training steps, in which nothing is timed.
 
-Progress = Callable[[int, int, str], None]
 
-
-def compare(
-    build: Callable[[], BuiltModel],
-    modes: Sequence[str] | Mapping[str, Any],
-    training: Training | None = None,
-    *,
-    progress: Progress | None = None,
-) -> Comparison:
-    """Measure each of ``modes`` (none, full, selective, a policy's name or file; or config values by label).
+def compare(built: BuiltModel, modes: Mapping[str, Any], training: Training, progress: Progress | None) -> Comparison:
+    """Measure each of ``modes``, config values by the label of their row.
 
     ``none`` is always the first row: the others are measured against it, and it never goes through sac. A mode that sac
-    refuses keeps its row, with the error.
-    ``progress`` is called with (passes done, total passes, current pass).
+    refuses keeps its row, with the error. ``progress``: see ``Progress``.
     """
-    training = training or Training()
-    built = build()
     model = built.model.to(training.device)
-    values = {NONE: NONE, **(modes if isinstance(modes, Mapping) else {mode: mode for mode in modes})}
-    copies = [model, *(deepcopy(model) for _ in range(len(values) - 1))]
     runs = [
-        ModeRun(label, value, copy, built.inputs_of_step, training)
-        for (label, value), copy in zip(values.items(), copies, strict=True)
+        ModeRun(label, value, deepcopy(model) if label != NONE else model, built.inputs_of_step, training)
+        for label, value in {NONE: NONE, **modes}.items()
     ]
-    del copies
-    total, done = len(runs) * (training.steps + 2), iter(range(len(runs) * (training.steps + 2)))
+    total, done = len(runs) * (training.steps + 2), count()
 
     def attempt(run: ModeRun, label: str, part: Callable[[], None]) -> None:
         if progress is not None:
             progress(next(done), total, f"{run.mode}: {label}")
         run.attempt(part)
 
-    for run in runs[1:]:
-        run.attempt(run.apply)
     reference: dict[str, Tensor] = {}
     for step in range(training.steps):
         turn = step % len(runs)  # each round starts with another mode; the first, whose gradients count, with `none`

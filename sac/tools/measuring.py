@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from sac.blocks.applying import refuse_second
 from sac.config import parse_config
 from sac.engine.rng import random_state_kept
-from sac.errors import ConfigError, ModelError, Problem
+from sac.engine.table import resolve_policy
+from sac.errors import ConfigError, ModelError, Problem, SacError
 from sac.planner.applying import apply
+from sac.planner.fakes import Inputs
 from sac.policy.model import Policy
-from sac.reporting import Trace, trace_of
-from sac.tools.arguments import check_value
-from sac.tools.comparison import NONE, Comparison, Training, forward_backward, inputs_on
+from sac.reporting import Trace, decisions_of
+from sac.tools.comparison import Comparison, Progress, Training, forward_backward, inputs_on
 from sac.tools.comparison import compare as compare_copies
-from sac.tools.models import BuiltModel, Inputs
-
-MODES = (NONE, "full", "selective")
+from sac.tools.models import BuiltModel
 
 
 def trace(
@@ -51,20 +50,20 @@ def trace_here(
     """Apply ``policy`` to ``model`` itself, run one forward and backward, and return the decisions."""
     apply(model, policy)
     forward_backward(model, inputs, loss_fn)
-    return trace_of(model, name, label_of(policy))
+    return Trace(name, label_of(policy), decisions_of(model))
 
 
 def compare(
     model: nn.Module,
     inputs: Any,
-    modes: str | Policy | Iterable[Any] | Mapping[str, Any] = MODES,
+    modes: str | Policy | Iterable[Any] | Mapping[str, Any] = ("none", "full", "selective"),
     *,
     steps: int = 5,
     optimizer: str = "sgd",
     lr: float = 1e-2,
     seed: int = 0,
     loss_fn: Callable[[Any], Tensor] | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Comparison:
     """Train copies of ``model`` under each of ``modes`` and return their memory, recomputation, time and gradients.
 
@@ -84,22 +83,35 @@ def compare(
     try:
         training = Training(steps, optimizer, lr, seed, device, loss_fn)
     except ConfigError as error:
-        raise ConfigError([replace(one, where=one.where.removeprefix("--")) for one in error.problems]) from None
+        raise _located(error, "--", "") from None
     with random_state_kept(model.parameters()):
         built = BuiltModel(deepcopy(model).train(), lambda step: given, type(model).__name__)
-        return compare_copies(lambda: built, values, training, progress=progress)
+        return compare_copies(built, values, training, progress)
+
+
+def check_value(value: Any, where: str) -> None:
+    """Raise ``ConfigError`` if ``value`` is not a config value, or names a policy that cannot be used here."""
+    try:
+        config = parse_config(value)
+        if config.policy is not None:
+            resolve_policy(config.policy)
+    except SacError as error:
+        raise _located(error, "activation_checkpointing", where) from error
+
+
+def _located(error: SacError, old: str, new: str) -> ConfigError:
+    return ConfigError([replace(each, where=each.where.replace(old, new, 1)) for each in error.problems])
 
 
 def _labelled(modes: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values by label; of values with the same label, such as two plans, the later ones are numbered."""
+    """Return the values by label; of values with the same label, such as two plans, the later ones get their place."""
     if isinstance(modes, Mapping):
         return dict(modes)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for value in modes:
         label = label_of(value)
-        same = [one for one in found if one == label or one.startswith(f"{label} (")]
-        found[f"{label} ({len(same) + 1})" if same else label] = value
-    return found
+        values[f"{label} ({len(values) + 1})" if label in values else label] = value
+    return values
 
 
 def label_of(value: Any) -> str:

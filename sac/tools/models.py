@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module, resources
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from sac.blocks.kv_cache import turn_off_cache
 from sac.errors import ConfigError, Problem, SacError, listing, nearest
 from sac.extras import import_extra
-from sac.planner.fakes import Build
-from sac.tools.parser import FORMS
+from sac.planner.fakes import Build, Inputs
+from sac.tools.cli import FORMS
 
 # -- A model, its batches, and the sizes that both are built with
 
-Inputs: TypeAlias = "tuple[Any, ...] | Mapping[str, Any]"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 OWN_MODEL = "write a function that returns (model, inputs) and name it as package.module:function"
-_SIDE = 224  # pixels, for models that take pictures of any size
+_TOP = "--model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +42,8 @@ class Scale:
 
     def __post_init__(self) -> None:
         """Refuse sizes and dtypes that no model can be built with; raises ``ConfigError`` with all of them."""
-        sizes = {name: size for name, size in asdict(self).items() if isinstance(size, int)}
-        problems = [
-            Problem(f"--{name}", f"{size} is not a size", "1, 2, 3, …") for name, size in sizes.items() if size < 1
-        ]
+        sizes = {name: size for name, size in asdict(self).items() if isinstance(size, int) and size < 1}
+        problems = [Problem(f"--{name}", f"{size} is not a size", "1, 2, 3, …") for name, size in sizes.items()]
         if self.dtype not in DTYPES:
             found = f"unknown dtype '{self.dtype}'"
             problems.append(Problem("--dtype", found, listing(list(DTYPES)), nearest(self.dtype, DTYPES)))
@@ -63,94 +60,62 @@ class BuiltModel:
     name: str
 
 
-# -- The inputs of each training step for a Hugging Face model: bytes of a text, or seeded random numbers
+# -- The inputs of each training step for a Hugging Face model: seeded random numbers
 
 
-def batches_of(model: nn.Module, scale: Scale, *, text_path: str | None) -> Callable[[int], Mapping[str, Any]]:
-    """Return a function from step to the keyword inputs of ``model``, including labels if it takes any."""
-    name, config, accepted = _main_input(type(model)), model.config, inspect.signature(model.forward).parameters
-    text = torch.tensor(list(read_text(text_path, scale)) if text_path else [], dtype=torch.long)
-    rows = text[: len(text) // scale.seq * scale.seq].view(-1, scale.seq)
+def batches_of(model_class: Any, config: Any, scale: Scale) -> Callable[[int], dict[str, Any]]:
+    """Return a function from step to the keyword inputs of such a model, including labels if it takes any.
 
-    def inputs_of_step(step: int) -> Mapping[str, Any]:
+    Raises ``ConfigError`` if no batches can be generated for models of this class and config.
+    """
+    class_name, accepted = model_class.__name__, inspect.signature(model_class.forward).parameters
+    name = str(getattr(model_class, "main_input_name", "input_ids"))
+    compares = {"input_ids", "return_loss", "pixel_values"} <= accepted.keys()  # texts with pictures, in two towers
+    name = "input_ids" if compares else name
+    if name not in ("input_ids", "pixel_values"):
+        found = f"no batch can be generated for {class_name}, which reads '{name}'"
+        raise ConfigError(Problem(_TOP, found, "models that read input_ids or pixel_values", fix=OWN_MODEL))
+    vocab = _checked_vocab(class_name, config, scale) if name == "input_ids" else 0
+
+    def inputs_of_step(step: int) -> dict[str, Any]:
         random = torch.Generator().manual_seed(step)
         if name == "pixel_values":
             main = _pixels(config, scale, random)
-        elif text_path:
-            main = rows[torch.arange(step * scale.batch, (step + 1) * scale.batch) % len(rows)]
         else:
-            main = torch.randint(0, _vocab(config), (scale.batch, scale.seq), generator=random)
+            main = torch.randint(0, vocab, (scale.batch, scale.seq), generator=random)
         inputs: dict[str, Any] = {name: main}
-        class_name = type(model).__name__
         if "labels" in accepted and "Classification" in class_name:
-            classes: Any = config.num_labels  # type: ignore[union-attr]
             shape = tuple(main.shape[:2]) if "Token" in class_name else (len(main),)
-            inputs["labels"] = torch.randint(0, classes, shape, generator=random)
+            inputs["labels"] = torch.randint(0, config.num_labels, shape, generator=random)
         elif "labels" in accepted and name == "input_ids":
             inputs["labels"] = main
-        if name == "input_ids" and {"return_loss", "pixel_values"} <= accepted.keys():  # compares texts with pictures
+        if compares:
             inputs |= {"pixel_values": _pixels(config, scale, random), "return_loss": True}
         return inputs
 
     return inputs_of_step
 
 
-def check_batches(model_class: Any, config: Any, scale: Scale, *, text_path: str | None) -> None:
-    """Raise ``ConfigError`` if no batches can be generated for models of this class and config."""
-    name, class_name, vocab = _main_input(model_class), model_class.__name__, _vocab(config)
-    if name not in ("input_ids", "pixel_values"):
-        found = f"no batch can be generated for {class_name}, which reads '{name}'"
-        raise ConfigError(Problem("--model", found, "models that read input_ids or pixel_values", fix=OWN_MODEL))
-    if name == "pixel_values":
-        if text_path is not None:
-            raise ConfigError(Problem("--text", f"{class_name} reads '{name}', not tokens", fix="leave it out"))
-        return
+def _checked_vocab(class_name: str, config: Any, scale: Scale) -> int:
+    text_config = config.get_text_config()
+    vocab, most = (getattr(text_config, name, None) for name in ("vocab_size", "max_position_embeddings"))
     if not isinstance(vocab, int):
         found = f"no batch can be generated for {class_name}: its config does not give the number of tokens"
-        raise ConfigError(Problem("--model", found, "a config with vocab_size", fix=OWN_MODEL))
-    text_config = config.get_text_config()
-    most = getattr(text_config, "max_position_embeddings", None)
-    is_rotary = any(hasattr(text_config, one) for one in ("rope_theta", "rope_parameters", "rope_scaling"))
+        raise ConfigError(Problem(_TOP, found, "a config with vocab_size", fix=OWN_MODEL))
+    is_rotary = any(hasattr(text_config, name) for name in ("rope_theta", "rope_parameters", "rope_scaling"))
     if isinstance(most, int) and scale.seq > most and not is_rotary:
         found = f"{class_name} has {most} positions, fewer than a row of {scale.seq} tokens"
         raise ConfigError(Problem("--seq", found, f"1 to {most}", fix=f"--seq {most}"))
-    if text_path is not None and vocab < 256:
-        raise ConfigError(Problem("--vocab", f"{vocab} tokens cannot hold the bytes of a text", "256 or more"))
-    if text_path is not None:
-        read_text(text_path, scale)
-
-
-def _main_input(model_class: Any) -> str:
-    """Return the name of a model's main input; for two parallel towers, that of the text tower."""
-    accepted = inspect.signature(model_class.forward).parameters
-    name = str(getattr(model_class, "main_input_name", "input_ids"))
-    return "input_ids" if "input_ids" in accepted and "return_loss" in accepted else name
-
-
-def read_text(path: str, scale: Scale) -> bytes:
-    """Return the bytes of a text; raises ``ConfigError`` if it cannot be read or is shorter than one row."""
-    try:
-        text = Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(Problem("--text", f"cannot read {path}: {error.strerror}", "a text file")) from error
-    if len(text) < scale.seq:
-        found = f"{path} has {len(text)} bytes, fewer than one row of {scale.seq} tokens"
-        raise ConfigError(Problem("--text", found, fix="a longer text or a smaller --seq"))
-    return text
+    return vocab
 
 
 def _pixels(config: Any, scale: Scale, random: torch.Generator) -> Tensor:
-    backbone = getattr(config, "backbone_config", None)
     config = getattr(config, "vision_config", config)
-    size = getattr(config, "image_size", None) or getattr(backbone, "image_size", None) or _SIDE
+    size = getattr(config, "image_size", None) or 224  # for models that take pictures of any size
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
     channels = getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3
     frames = (config.num_frames,) if isinstance(getattr(config, "num_frames", None), int) else ()  # of a video
     return torch.randn((scale.batch, *frames, channels, height, width), generator=random).to(DTYPES[scale.dtype])
-
-
-def _vocab(config: Any) -> Any:
-    return getattr(config.get_text_config(), "vocab_size", None)
 
 
 # -- Models from a Hugging Face config file, scaled to the available hardware, with random weights
@@ -159,13 +124,12 @@ def _vocab(config: Any) -> Any:
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "encoder_layers",
                "decoder_layers")  # fmt: skip
 _SUB_CONFIGS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")
-_TOP = "--model"
 
 
-def _from_config(path: str, scale: Scale, *, text_path: str | None, build: Build) -> BuiltModel:
+def _from_config(path: str, scale: Scale, build: Build) -> BuiltModel:
     """Build the model that a config.json describes: its ``architectures`` entry, or a causal language model."""
-    model_class, config = class_and_config(path, scale)
-    check_batches(model_class, config, scale, text_path=text_path)
+    model_class, config = _class_and_config(path, scale)
+    inputs_of_step = batches_of(model_class, config, scale)
     try:
         model = build(partial(model_class, config), DTYPES[scale.dtype]).train()
     except SacError:
@@ -174,12 +138,10 @@ def _from_config(path: str, scale: Scale, *, text_path: str | None, build: Build
         found = f"{path}: {model_class.__name__} cannot be built: {type(error).__name__}: {error}"
         raise ConfigError(Problem(_TOP, found, fix=OWN_MODEL)) from error
     turn_off_cache(model)  # training does not read it: no mode should pay for it
-    return BuiltModel(
-        model, batches_of(model, scale, text_path=text_path), f"{type(model).__name__} ({Path(path).name})"
-    )
+    return BuiltModel(model, inputs_of_step, f"{model_class.__name__} ({Path(path).name})")
 
 
-def class_and_config(path: str, scale: Scale) -> tuple[Any, Any]:
+def _class_and_config(path: str, scale: Scale) -> tuple[Any, Any]:
     """Return the model's class and its config at this scale; raises ``ConfigError`` if the file describes none."""
     raw = scale_config(_read_config(path), scale)
     transformers = import_extra("transformers", "hf")
@@ -229,11 +191,11 @@ def _read_config(path: str) -> dict[str, Any]:
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is not JSON: {error}"
+        reason = getattr(error, "strerror", None) or f"it is not JSON: {error}"
         raise ConfigError(Problem(_TOP, f"cannot read {path}: {reason}", legal)) from error
-    if not isinstance(raw, dict):
-        raise ConfigError(Problem(_TOP, f"{path} holds a {type(raw).__name__}", legal))
-    return raw
+    if isinstance(raw, dict):
+        return raw
+    raise ConfigError(Problem(_TOP, f"{path} holds a {type(raw).__name__}", legal))
 
 
 def _model_class(transformers: Any, architectures: list[str], config: Any, path: str) -> Any:
@@ -245,8 +207,7 @@ def _model_class(transformers: Any, architectures: list[str], config: Any, path:
         legal = [name for name in dir(transformers) if name.startswith(type(config).__name__.removesuffix("Config"))]
         raise ConfigError(Problem(_TOP, problem, listing(legal), nearest(architectures[0], legal)))
     for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING):
-        if type(config) in mapping:
-            found = mapping[type(config)]
+        if found := mapping.get(type(config), None):
             return found[0] if isinstance(found, tuple) else found
     problem = f"{path} names no architecture, and transformers has no default one for {type(config).__name__}"
     raise ConfigError(Problem(_TOP, problem, fix='add "architectures": ["…"] to the file'))
@@ -255,62 +216,43 @@ def _model_class(transformers: Any, architectures: list[str], config: Any, path:
 # -- A model named on the command line: ``hf:CONFIG.json`` or ``package.module:function``
 
 
-def load_model(spec: str, scale: Scale, *, text_path: str | None = None, build: Build | None = None) -> BuiltModel:
+def load_model(spec: str, scale: Scale, build: Build | None = None) -> BuiltModel:
     """Build the model that ``spec`` names, with random weights.
 
-    ``text_path`` is a file whose bytes are the tokens of a language model; without it, tokens are random. ``build``
-    makes the model of a config file, given a function that calls the model's class, and a dtype; it may leave out the
-    data. Raises ``ConfigError`` if the spec, the file or the function that it names cannot be used.
+    ``build`` makes the model of a config file, given a function that calls the model's class, and a dtype; it may leave
+    out the data. Raises ``ConfigError`` if the spec, the file or the function that it names cannot be used.
     """
     torch.manual_seed(0)
-    found = _parsed(spec)
-    if isinstance(found, str):
-        with_data: Build = build or (lambda make, dtype: make().to(dtype))
-        return _from_config(found, scale, text_path=text_path, build=with_data)
-    built = found(**_arguments(spec, found, scale))
+    form, _, rest = spec.partition(":")
+    if form == "hf" and rest:
+        return _from_config(config_path(rest), scale, build or (lambda make, dtype: make().to(dtype)))
+    if not form or not rest or "/" in spec:
+        hint = f"hf:{spec}" if spec.endswith(".json") or spec.lower() in _shipped_configs() else ""
+        raise ConfigError(Problem(_TOP, f"'{spec}' is not a model spec", FORMS, hint))
+    function = _function(spec, form, rest)
+    built = function(**_arguments(spec, function, scale))
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
-    if not isinstance(model, nn.Module) or not isinstance(inputs, (tuple, Mapping)):
+    if not isinstance(model, nn.Module) or not isinstance(inputs, (tuple, dict)):
         legal = "(model, inputs), where inputs is a tuple for model(*inputs) or a dict for model(**inputs)"
         raise ConfigError(Problem(_TOP, f"{spec} returned {type(built).__name__}", legal))
     return BuiltModel(model.train(), lambda step: inputs, spec)
-
-
-def check_spec(spec: str, scale: Scale, *, text_path: str | None = None) -> None:
-    """Raise ``ConfigError`` if ``spec`` names no model that can be built at this scale; nothing is built."""
-    found = _parsed(spec)
-    if isinstance(found, str):
-        check_batches(*class_and_config(found, scale), scale, text_path=text_path)
-    else:
-        _arguments(spec, found, scale)
 
 
 def _arguments(spec: str, function: Callable[..., Any], scale: Scale) -> dict[str, Any]:
     """Return what of ``scale`` a function takes; raises ``ConfigError`` if it needs more, or ignores what was said."""
     signature, usual = inspect.signature(function), asdict(Scale())
     given = {name: value for name, value in asdict(scale).items() if value is not None}
-    if not any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values()):
-        for name in [name for name in given if name not in signature.parameters]:
-            if given.pop(name) != usual[name]:
-                found = f"{spec} takes no argument `{name}`, so this has no effect"
-                fix = f"leave it out, or give the function a parameter {name}"
-                raise ConfigError(Problem(f"--{name}", found, fix=fix))
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    for name in [name for name in given if name not in signature.parameters and not takes_any]:
+        if given.pop(name) != usual[name]:
+            found = f"{spec} takes no argument `{name}`, so this has no effect"
+            raise ConfigError(Problem(f"--{name}", found, fix=f"leave it out, or give the function a parameter {name}"))
     try:
         signature.bind(**given)
     except TypeError as error:
-        found = f"{spec} cannot be called: {error}"
-        raise ConfigError(Problem(_TOP, found, fix="give its arguments defaults")) from error
+        problem = Problem(_TOP, f"{spec} cannot be called: {error}", fix="give its arguments defaults")
+        raise ConfigError(problem) from error
     return given
-
-
-def _parsed(spec: str) -> str | Callable[..., Any]:
-    """Return the path of a config file, or a function; raises ``ConfigError`` for anything else."""
-    form, _, rest = spec.partition(":")
-    if form == "hf" and rest:
-        return config_path(rest)
-    if form and rest and "/" not in spec:
-        return _function(spec, form, rest)
-    hint = f"hf:{spec}" if spec.endswith(".json") or spec.lower() in _shipped_configs() else ""
-    raise ConfigError(Problem(_TOP, f"'{spec}' is not a model spec", FORMS, hint))
 
 
 def config_path(text: str) -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,53 +13,56 @@ from torch import Tensor
 from sac.errors import PlanError, Problem
 from sac.planner.budget import LEGAL_BUDGET, optimizer_bytes, read_budget
 from sac.planner.devices import Device, device_at_hand, device_named
-from sac.planner.fakes import Build, fake_build, fake_inputs, fake_mode
+from sac.planner.fakes import Build, Inputs, fake_build, fake_inputs, fake_mode
 from sac.planner.planning import Plan, best_size, make_plan
 from sac.policy.read import bytes_text
 from sac.tables import Table, screen_width, seconds_text, wrapped_text
+from sac.tensors import describe
 from sac.tools.comparison import loss_of
-from sac.tools.models import BuiltModel, Inputs
+from sac.tools.models import BuiltModel
 
 _USABLE = 0.9  # of a device's memory: the context, the allocator's fragments and libraries take the rest
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, and the model, inputs and command that it was made from. ``sizes``: the batches that were tried."""
+    """A plan, and what it was made from. ``sizes``: the batches that were tried, each with its plan (or None) and peak.
+
+    ``batch`` is the planned one.
+    """
 
     plan: Plan
-    model: str
-    inputs: str
-    made_by: str
+    about: dict[str, str]  # model, inputs and command
+    batch: int
     sizes: dict[int, tuple[Plan | None, int]]
-    best: int | None = None
 
     def policy_text(self) -> str:
         """Return the policy file."""
-        return self.plan.text({"model": self.model, "inputs": self.inputs, "made by": self.made_by})
+        return self.plan.text({name.replace("_", " "): value for name, value in self.about.items()})
+
+    def size_rows(self) -> list[dict[str, Any]]:
+        """Return what was predicted for each batch that was tried; ``step_s`` is None where it does not fit."""
+        return [
+            {"batch": size, "peak_bytes": peak, "fits": plan is not None, "best": size == self.batch,
+             "step_s": None if plan is None else plan.step_s + plan.rows[0].seconds}
+            for size, (plan, peak) in self.sizes.items()
+        ]  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures of the plan, as JSON holds them."""
-        found = {"model": self.model, "inputs": self.inputs, "made_by": self.made_by} | self.plan.to_dict()
-        rows = [
-            {"batch": size, "peak_bytes": peak, "fits": made is not None, "best": size == self.best}
-            | ({} if made is None else {"step_s": made.step_s + made.rows[0].seconds})
-            for size, (made, peak) in self.sizes.items()
-        ]
-        return found | ({"sizes": rows} if rows else {}) | {"policy": self.policy_text()}
+        sizes = {"sizes": self.size_rows()} if self.sizes else {}
+        return {**self.about, **self.plan.to_dict(), **sizes, "policy": self.policy_text()}
 
 
 def plan_model(arguments: argparse.Namespace, load: Callable[[Build], BuiltModel]) -> Planned:
     """Return the plan that the arguments of `sac plan` ask for; ``load`` builds their model."""
-    device, batch = _figures(arguments.device), arguments.batch
-    budget = _budget(arguments.budget, device)
+    batch, budget = arguments.batch, check_wish(arguments)
     built: dict[int, BuiltModel] = {}
-    plans: dict[int, Plan] = {}
 
     def plan_of(size: int) -> Plan:
         arguments.batch, mode = size, fake_mode()
         built[size] = load(fake_build(mode))
-        plans[size] = make_plan(
+        return make_plan(
             built[size].model,
             fake_inputs(built[size].inputs_of_step(0), mode),
             budget,
@@ -71,39 +72,30 @@ def plan_model(arguments: argparse.Namespace, load: Callable[[Build], BuiltModel
             fsdp=arguments.fsdp,
             explains=arguments.explain,
         )
-        return plans[size]
 
-    tried: dict[int, tuple[Plan | None, int]] = {}
-    best = None
-    if isinstance(batch, int):
-        made = plan_of(batch)
-    else:
-        best, tried = best_size(range(batch[0], batch[1] + 1), plan_of)
-        made = plans[best] if best is not None else plan_of(batch[0])  # the latter raises what the least peak is
-        arguments.batch = best or batch[0]
-    of_best = built[arguments.batch]
-    return Planned(made, of_best.name, inputs_text(of_best.inputs_of_step(0)), arguments.typed, tried, best)
+    sizes: dict[int, tuple[Plan | None, int]] = {}
+    if not isinstance(batch, int):
+        best, sizes = best_size(range(batch[0], batch[1] + 1), plan_of)
+        batch = best or batch[0]
+    plan = sizes[batch][0] if batch in sizes else None
+    plan = plan or plan_of(batch)  # of a range that does not fit, this raises what the least peak is
+    inputs = inputs_text(built[batch].inputs_of_step(0))
+    return Planned(plan, {"model": built[batch].name, "inputs": inputs, "made_by": arguments.typed}, batch, sizes)
 
 
-def smallest_batch(batch: int | tuple[int, int]) -> int:
-    """Return a batch size, of a range the smallest."""
-    return batch if isinstance(batch, int) else batch[0]
-
-
-def check_wish(arguments: argparse.Namespace) -> None:
-    """Raise ``PlanError`` for what is wrong in the arguments that do not depend on the model."""
-    _budget(arguments.budget, _figures(arguments.device))
-    read_budget(arguments.budget or 1)
+def check_wish(arguments: argparse.Namespace) -> str | int:
+    """Return the budget; raise ``PlanError`` for what is wrong in the arguments that do not depend on the model."""
+    device = _figures(arguments.device)
+    if arguments.budget is None and device.name == "cpu":
+        raise PlanError(Problem("--budget", "it is missing, and the memory of a CPU is not known", LEGAL_BUDGET))
+    is_share = read_budget(arguments.budget or 1).bytes is None
     optimizer_bytes(arguments.optimizer, ())
-    _check_sizes(arguments)
-
-
-def _check_sizes(arguments: argparse.Namespace) -> None:
     if arguments.fsdp is not None and arguments.fsdp < 2:
         raise PlanError(Problem("ranks", f"{arguments.fsdp!r} ranks to shard over", "2, 3, 4, …"))
-    if not isinstance(arguments.batch, int) and read_budget(arguments.budget or 1).bytes is None:
+    if not isinstance(arguments.batch, int) and is_share:
         found = f'"{arguments.budget}" is a share of a range of peaks, but each size has its own range'
         raise PlanError(Problem("budget", found, 'bytes, such as "72GiB"'))
+    return int(device.memory_bytes * _USABLE) if arguments.budget is None else arguments.budget
 
 
 def _figures(name: str) -> Device:
@@ -114,56 +106,31 @@ def _figures(name: str) -> Device:
     return device_at_hand(torch.device(name))
 
 
-def _budget(written: str | None, device: Device) -> str | int:
-    if written is not None:
-        return written
-    if device.name == "cpu":
-        found = "it is missing, and the memory of a CPU is not known"
-        raise PlanError(Problem("--budget", found, LEGAL_BUDGET))
-    return int(device.memory_bytes * _USABLE)
-
-
-def save_policy(text: str, path: str) -> None:
-    """Write a policy file; raises ``PlanError`` if it cannot be written."""
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlanError(Problem(os.fspath(path), f"the file cannot be written: {error.strerror}")) from error
-
-
-def print_plan(found: Planned) -> None:
+def print_plan(planned: Planned) -> None:
     """Print the plan next to the usual choices; before it the sizes that were tried."""
-    made, width = found.plan, screen_width()
-    print(f"{found.model}, {found.inputs}")
-    print(wrapped_text(made.heading(), width))
-    if found.sizes:
-        print(_table_of_sizes(found).text(width))
-        print(f"the plan for batch {found.best}:")
-    print(made.table().text(width))
+    plan, width = planned.plan, screen_width()
+    print(f"{planned.about['model']}, {planned.about['inputs']}")
+    print(wrapped_text(plan.heading(), width))
+    if planned.sizes:
+        columns = ("batch", "peak", "step", "per row", "fits")
+        print(Table(columns, tuple(map(_size_cells, planned.size_rows())), right=columns[:4]).text(width))
+        print(f"the plan for batch {planned.batch}:")
+    print(plan.table().text(width))
     print("peak: of one step, with parameters and gradients; time: predicted, with the recording of ops")
-    if made.explanation is not None:
-        print("\n".join(made.explanation.lines()))
-    for note in made.notes:
+    if plan.explanation is not None:
+        print("\n".join(plan.explanation.lines()))
+    for note in plan.notes:
         print(wrapped_text([f"note: {note}"], width))
 
 
-def _table_of_sizes(found: Planned) -> Table:
-    rows = []
-    for size, (made, peak) in found.sizes.items():
-        step = 0.0 if made is None else made.step_s + made.rows[0].seconds
-        times = (seconds_text(step), seconds_text(step / size)) if made is not None else ("–", "–")
-        fits = "no: its least peak" if made is None else "yes, best" if size == found.best else "yes"
-        rows.append((str(size), bytes_text(peak), *times, fits))
-    return Table(("batch", "peak", "step", "per row", "fits"), tuple(rows), right=("batch", "peak", "step", "per row"))
+def _size_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    times = [seconds_text(row["step_s"] / rows) for rows in (1, row["batch"])] if row["fits"] else ["–", "–"]
+    fits = "yes, best" if row["best"] else "yes"
+    return str(row["batch"]), bytes_text(row["peak_bytes"]), *times, fits if row["fits"] else "no: its least peak"
 
 
 def inputs_text(inputs: Inputs) -> str:
     """Return the inputs of a model as a short text: names, dtypes and shapes."""
     pairs = inputs.items() if isinstance(inputs, dict) else enumerate(inputs)
-    return ", ".join(f"{name if isinstance(name, str) else f'argument {name}'} {_kind(value)}" for name, value in pairs)
-
-
-def _kind(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]}"
+    texts = ((name, describe(value) if isinstance(value, Tensor) else type(value).__name__) for name, value in pairs)
+    return ", ".join(f"{name if isinstance(name, str) else f'argument {name}'} {text}" for name, text in texts)

@@ -63,7 +63,7 @@ def test_check_prints_a_row_per_rule(policy_file, capsys):
     assert "1 of 2" in lines["fast-ones"]
     assert "2 of 2" in lines["projections"]
     assert "alternate" in lines["projections"]
-    assert f"1 name not in this build of torch ({torch.__version__}): --verbose lists them" in out
+    assert f"1 name not in this build of torch ({torch.__version__}): --json lists them" in out
     assert "no_such_lib" not in out
     assert [limits_of(rule) for rule in load_policy(path).rules] == [
         ["optional: true"],

@@ -68,16 +68,13 @@ all           | --model tests.nowhere:f | --model: 'tests.nowhere:f': no module 
 all           | --model {TOY[:-1]} | --model: '{TOY[:-1]}': module '{TOY[:-6]}' has no function 'stac'
 all           | --model llama | --model: 'llama' is not a model spec
 all           | --model hf:*/clip.json | --seq: CLIPModel has 77 positions, fewer than a row of 128 tokens / legal: 1
-trace compare | --device gpu | --device: 'gpu' cannot be measured / legal: cpu, cuda
+trace compare | --device gpu | --device: 'gpu' cannot be measured / legal: cpu, cuda, cuda:0
 trace         | --policy lama | --policy{UNKNOWN}
 compare       | --modes lama | --modes{UNKNOWN}
 trace         | --policy */mine.yaml | */mine.yaml:4:
 compare       | --modes */mine.yaml | */mine.yaml:4:
-compare       | --text examples/text.txt --model hf:*/vit.json | --text: ViTForImageClassification reads 'pixel
-compare       | --steps 1 | --steps: 1 step cannot be timed: the first one warms up / legal: 2, 3, 4, …
+compare       | --steps 1 | --steps: 1 is too few: the first step warms up / legal: 2, 3, 4, …
 compare       | --optimizer adam | --optimizer: unknown optimizer 'adam' / did you mean: adamw
-compare       | --text nowhere | --text: cannot read nowhere: No such file or directory / legal: a text file
-compare       | --text examples/text.txt --vocab 200 | --vocab: 200 tokens cannot hold the bytes of a text
 compare       | --picture */mine.yaml/c.svg | */mine.yaml/c.svg: the file cannot be written: Not a directory
 compare       | --picture */c.foo | */c.foo: the picture cannot be saved: Format 'foo' is not supported
 plan          | --device h1000 | device: the planner has no figures for 'h1000' / did you mean: h100

@@ -23,7 +23,7 @@ def build() -> BuiltModel:
 
 @pytest.fixture(scope="module")
 def comparison():
-    return compare(build, ["none", "full", "selective"], Training(steps=4, optimizer="adamw"))
+    return compare(build(), {"full": "full", "selective": "selective"}, Training(steps=4, optimizer="adamw"), None)
 
 
 def test_gradients_and_losses_are_equal_in_every_mode(comparison):
@@ -58,14 +58,14 @@ def test_the_table_has_at_most_80_columns_and_says_what_each_mode_costs(comparis
 
 def test_progress_counts_every_pass_of_every_mode():
     seen = []
-    compare(build, ["full"], Training(steps=2), progress=lambda *state: seen.append(state))
+    compare(build(), {"full": "full"}, Training(steps=2), lambda *state: seen.append(state))
     assert [done for done, _, _ in seen] == list(range(8))
     assert {total for _, total, _ in seen} == {8}
     assert seen[0][2] == "none: step 1"
 
 
 def test_mode_that_fails_keeps_its_row_and_the_others_run():
-    result = compare(build, ["no-such-policy", "full"], Training(steps=2))
+    result = compare(build(), {"no-such-policy": "no-such-policy", "full": "full"}, Training(steps=2), None)
     failed, full = result.rows[1:]
     assert result.failed
     assert failed.to_dict() == {"mode": "no-such-policy", "error": failed.error}
@@ -100,7 +100,7 @@ def test_cuda_is_refused_where_there_is_none(monkeypatch):
 
 @pytest.mark.gpu
 def test_comparison_on_cuda_measures_the_same_things():
-    rows = compare(build, ["full"], Training(steps=2, device="cuda")).rows
+    rows = compare(build(), {"full": "full"}, Training(steps=2, device="cuda"), None).rows
     none, full = rows
     assert full.kept_bytes < none.kept_bytes
     assert full.recompute_flops > 0

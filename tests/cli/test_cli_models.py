@@ -12,7 +12,6 @@ from sac.errors import ConfigError
 from sac.tools.models import Scale, config_path, load_model, scale_config
 
 LLAMA = Path(__file__).parents[2] / "examples" / "llama-3.2-1b.json"
-TEXT = LLAMA.parent / "text.txt"
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 WORDS = {"vocab_size": 300, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -51,13 +50,6 @@ def test_layers_seq_batch_vocab_and_dtype_scale_the_model(config_file):
     assert inputs["input_ids"].shape == (3, 16)
     assert inputs["input_ids"].max() < 50
     assert built.model(**inputs).loss.isfinite()
-
-
-def test_text_is_read_as_bytes_row_after_row(config_file):
-    built = load_model(config_file(tiny_llama()), Scale(layers=1, seq=10, batch=2), text_path=str(TEXT))
-    tokens = torch.cat([built.inputs_of_step(step)["input_ids"].flatten() for step in range(3)])
-    assert bytes(tokens.tolist()) == TEXT.read_bytes()[:60]
-    assert torch.equal(built.inputs_of_step(0)["labels"], built.inputs_of_step(0)["input_ids"])
 
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 99}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sac.errors import SacWarning
-from sac.tools import cli
+from sac.tools import commands
 from sac.tools.cli import main
 from sac.tools.comparison import OPTIMIZERS
 
@@ -65,7 +65,7 @@ def test_what_others_log_and_warn_of_is_held_back(
         shown.extend(str(one.message) for one in caught)
         return 0
 
-    monkeypatch.setitem(cli._COMMANDS, "check", noisy)
+    monkeypatch.setattr(commands, "check", noisy)
     monkeypatch.delenv("TORCH_LOGS", raising=False)
     monkeypatch.setattr(sys, "warnoptions", [])
     with warnings.catch_warnings():
@@ -83,7 +83,7 @@ def test_warnings_of_sac_have_no_line_of_code(
         warnings.warn("of others", UserWarning, stacklevel=1)
         return 0
 
-    monkeypatch.setitem(cli._COMMANDS, "check", warns)
+    monkeypatch.setattr(commands, "check", warns)
     with pytest.warns(UserWarning, match="of others") as others:
         assert main(["check", "x"]) == 0
     assert capsys.readouterr().err == "warning: no rule of it matches anything\n"

@@ -18,13 +18,13 @@ import sac
 from sac.blocks.install import regions_of
 from sac.errors import ConfigError, ModelError
 from tests.stacks.composition import Outcome, assert_recomputed, differences
-from tests.stacks.hf_training import STEPS, applied, arguments, rows, train, untouched
+from tests.stacks.hf_training import applied, arguments, train, untouched
 from tests.support.model_zoo import tiny
 
 transformers = pytest.importorskip("transformers", reason="tests/stacks needs transformers")
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 
-from sac.compat.huggingface import ReportCallback, SacCallback, take_over  # noqa: E402  (needs transformers)
+from sac.compat.huggingface import SacCallback, take_over  # noqa: E402  (needs transformers)
 
 SELECTIVE = {"mode": "selective", "policy": "llama"}
 LOGGER = "sac.compat.huggingface"
@@ -64,28 +64,7 @@ def test_callback(model_init: bool, plain: Outcome, tmp_path: Path, caplog: pyte
     )
 
 
-def test_the_figures_of_the_report_reach_the_trainers_loggers(tmp_path: Path) -> None:
-    class Logger(transformers.TrainerCallback):
-        steps: list[int] = []  # noqa: RUF012
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            if "sac/kept_bytes" in logs:
-                self.steps.append(state.global_step)
-
-    logger, model = Logger(), sac.apply(tiny("llama")[0], "selective")
-    data = rows(tiny("llama")[1])
-    trainer = transformers.Trainer(model, arguments(tmp_path), train_dataset=data, callbacks=[logger])
-    trainer.add_callback(ReportCallback(trainer, every=2))
-    trainer.train()
-    assert logger.steps == [2]
-    [logged] = [entry for entry in trainer.state.log_history if "sac/kept_bytes" in entry]
-    assert {name: logged[name] for name in sac.report(model).scalars()} == sac.report(model).scalars()
-    assert sum("loss" in entry for entry in trainer.state.log_history) == STEPS  # the Trainer's own are still logged
-
-
-def test_callbacks_with_values_that_mean_nothing() -> None:
-    with pytest.raises(ConfigError, match="ReportCallback: 0 is not a number of steps"):
-        ReportCallback(None, every=0)
+def test_callback_with_a_value_that_means_nothing() -> None:
     with pytest.raises(ConfigError, match="selectiv"):
         SacCallback("selectiv")
 
