@@ -32,10 +32,12 @@ def check_file(source: str, *, verbose: bool, as_json: bool) -> int:
     if as_json:
         print(json.dumps(_as_dict(policy, rules), indent=2))
         return 0
-    print(policy.title())
+    parents = f", extends {', '.join(policy.extends)}" if policy.extends else ""
+    families = f", for {', '.join(policy.models)}" if policy.models else ""
+    print(f"{policy.source}: policy {policy.name}{parents}{families}")
     table = Table(COLUMNS, tuple(map(_cells, rules)), right=("names here",), optional=("place", "of policy"))
     print(table.text(screen_width()))
-    print(policy.rest())
+    print(f"everything else: {policy.default.value}")
     _print_missing(rules, verbose=verbose)
     return 0
 
@@ -79,8 +81,8 @@ def _as_dict(policy: Policy, rules: tuple[CheckedRule, ...]) -> dict[str, object
                 "id": checked.rule.id,
                 "do": checked.rule.do,
                 "ops": list(checked.rule.ops),
-                "function": list(checked.rule.functions),
-                "unit": list(checked.rule.units),
+                "function": list(checked.rule.function),
+                "unit": list(checked.rule.unit),
                 "only_where": limits_of(checked.rule),
                 "of_policy": checked.rule.origin,
                 "place": checked.rule.where(),
