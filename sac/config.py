@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -21,7 +21,6 @@ from sac.config_keys import (
     StateProvider,
     StepBudget,
     read_keys,
-    stores_in,
 )
 from sac.engine.settings import PLAIN, RERUN, Settings
 from sac.errors import ConfigError, Problem, listing, nearest
@@ -75,8 +74,7 @@ class FullConfig:
 
     def __post_init__(self) -> None:
         read = read_keys({name: getattr(self, name) for name in FULL_CONFIG_KEYS}, "FullConfig")
-        if problems := [*_contradictions(read, "FullConfig")]:
-            raise ConfigError(problems)
+        _refuse(_full_conflicts(read), "FullConfig")
         for name, value in read.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "transfers", TransfersByDevice(self.host_memory))
@@ -88,7 +86,7 @@ class FullConfig:
     @property
     def stores(self) -> tuple[str, ...]:
         """The words of ``store``."""
-        return stores_in(self.store)
+        return tuple(self.store.split("+"))
 
     def reset(self) -> None:
         """Free every slot of the contiguous buffer, for example after forwards whose backward will never run."""
@@ -96,18 +94,23 @@ class FullConfig:
             self.buffer.reset()
 
 
-def _contradictions(given: Mapping[str, Any], where: str) -> Iterator[Problem]:
-    """Yield the combinations of ``FullConfig`` values in ``given`` that conflict; each value is already checked."""
-    is_contiguous, count = "contiguous" in given.get("store", ""), given.get("num_checkpoints")
-    if is_contiguous and count is None:
-        yield Problem(
-            f"{where}.num_checkpoints",
-            "a contiguous store needs to know how many checkpoints it is to hold",
-            fix="give num_checkpoints, the number of regions whose backward is pending at once: as a rule, of layers",
-        )
-    if count is not None and not is_contiguous:
-        found = "it counts the slots of a contiguous store, but `store` is not contiguous"
-        yield Problem(f"{where}.num_checkpoints", found, fix="choose store contiguous, or leave num_checkpoints out")
+Conflict: TypeAlias = tuple[bool, str, str, str]
+"""What may be wrong between legal values: whether it is, the key, what is found, and the fix."""
+
+
+def _full_conflicts(values: Mapping[str, Any]) -> Iterator[Conflict]:
+    is_contiguous, has_count = "contiguous" in values["store"], values["num_checkpoints"] is not None
+    found = "a contiguous store needs to know how many checkpoints it is to hold"
+    fix = "give num_checkpoints, the number of regions whose backward is pending at once: as a rule, of layers"
+    yield is_contiguous and not has_count, "num_checkpoints", found, fix
+    found = "it counts the slots of a contiguous store, but `store` is not contiguous"
+    yield has_count and not is_contiguous, "num_checkpoints", found, "choose store contiguous, or leave it out"
+
+
+def _refuse(conflicts: Iterable[Conflict], where: str) -> None:
+    problems = [Problem(f"{where}.{name}", found, fix=fix) for is_wrong, name, found, fix in conflicts if is_wrong]
+    if problems:
+        raise ConfigError(problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,6 @@ def _keeping(config: FullConfig, group: Any, compared: Compared) -> InputStoring
 
 MODES = CONFIG_KEYS["mode"].words
 WHERE = "activation_checkpointing"
-WORDS = "none, full, selective, a shipped policy's name, a path to a YAML file, or a mapping"
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,67 +217,39 @@ def parse_config(value: Any) -> Config:
     policy; case and hyphens do not matter), a path to a policy file, a ``Policy``, or a mapping with the keys of
     ``CONFIG_KEYS``.
 
-    ``layers`` chooses layers of each stack, see ``Layers``. Chunks of layers require an ``nn.Sequential``.
-
     Modes full and selective both accept the keys of the full path (those of ``FullConfig`` and the switches among the
-    arguments of ``sac.checkpoint``); ``use_reentrant`` and chunks of layers are for mode full only. Mode none accepts
-    and ignores every key, so that setting the mode turns a base config off.
+    arguments of ``sac.checkpoint``). Mode none accepts and ignores every key, so that setting the mode turns a base
+    config off.
 
     Raises ``ConfigError`` or ``PolicyError`` that lists every problem.
     """
     if isinstance(value, Config):
         return value
-    if isinstance(value, Policy):
-        return Config("selective", value)
     if isinstance(value, Mapping):
         return _parse_mapping(value)
-    if isinstance(value, os.PathLike):
-        return Config("selective", load_policy(value, where=WHERE))
-    if value is None or isinstance(value, str | bool):
-        return _parse_word(str(value))
-    raise ConfigError(Problem(WHERE, f"a value of type {type(value).__name__}: {shown(repr(value))}", expected=WORDS))
-
-
-def _parse_word(text: str) -> Config:
-    word = word_of(text)
+    text = str(value) if value is None or isinstance(value, str | bool) else ""
+    word = {"false": "none", "true": "full"}.get(word_of(text), word_of(text))
     if word in MODES:
         return Config(word)
-    if word in ("false", "true"):  # None is `none`
-        return Config("none" if word == "false" else "full")
-    if word in shipped_policies():
-        return Config("selective", load_policy(word))
-    if looks_like_path(text):
-        return Config("selective", load_policy(text, where=WHERE))
+    if isinstance(value, Policy | os.PathLike) or word in shipped_policies() or looks_like_path(text):
+        return Config("selective", load_policy(value, where=WHERE))
     legal = (*MODES, *shipped_policies())
-    raise ConfigError(
-        Problem(
-            WHERE,
-            f'"{shown(text)}" is not known',
-            expected=f"{listing(legal)}, a path to a YAML file, or a mapping",
-            nearest=nearest(word, legal),
-        )
-    )
+    expected = f"{listing(legal)}, a path to a YAML file, or a mapping"
+    found = f'"{shown(text)}" is not known' if text else f"a value of type {type(value).__name__}: {shown(repr(value))}"
+    raise ConfigError(Problem(WHERE, found, expected, nearest(word, legal)))
 
 
 def _parse_mapping(value: Mapping[Any, Any]) -> Config:
     read = read_keys(value, WHERE)
-    problems = [
-        Problem(f"{WHERE}.{name}", found, fix=fix)
-        for is_wrong, name, found, fix in _conflicts(read.get("mode"), {**DEFAULTS, **read})
-        if is_wrong
-    ]
-    if problems := [*problems, *_contradictions(read, WHERE)]:
-        raise ConfigError(problems)
-    own, call, full = (
-        {name: read[name] for name in names if name in read} for names in (OWN_KEYS, CALL_KEYS, FULL_CONFIG_KEYS)
-    )
+    values = DEFAULTS | read
+    _refuse([*_conflicts(read.get("mode"), values), *_full_conflicts(values)], WHERE)
+    own, call, full = ({name: values[name] for name in names} for names in (OWN_KEYS, CALL_KEYS, FULL_CONFIG_KEYS))
     config = FullConfig(**full)
-    config.transfers.strict = own.get("strict", False)
+    config.transfers.strict = values["strict"]
     return Config(**own, full=config, options=CallOptions(**call))
 
 
-def _conflicts(mode: str | None, values: Mapping[str, Any]) -> Iterator[tuple[bool, str, str, str]]:
-    """Yield what may be wrong between legal values: whether it is, at which key, what is found, and the fix."""
+def _conflicts(mode: str | None, values: Mapping[str, Any]) -> Iterator[Conflict]:
     in_chunks, has_budget = values["layers"].form == "uniform", values["budget"] is not None
     yield mode is None, "mode", "the key `mode` is missing", f"add one of {listing(MODES)}"
     if mode == "full":

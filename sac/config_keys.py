@@ -30,13 +30,8 @@ class StateProvider(Protocol):
 _STORES = ("whole", "scattered", "host", "contiguous")
 
 
-def stores_in(written: str) -> tuple[str, ...]:
-    """Return the words of a ``store`` value in the order written."""
-    return tuple(word_of(store) for store in written.split("+"))
-
-
 def _read_store(node: Node) -> str:
-    words = stores_in(node.text)
+    words = [word_of(store) for store in node.text.split("+")]
     together = [store for store in _STORES[1:] if store in words] or ["whole"]
     if sorted(words) != sorted(together):
         wrong = next((store for store in words if store not in _STORES), "")

@@ -33,18 +33,10 @@ PolicySource: TypeAlias = "str | os.PathLike[str] | Mapping[str, object] | Polic
 def load_policy(source: PolicySource, *, where: str = "policy") -> Policy:
     """Return the policy that ``source`` refers to or contains, merged with the policies that it extends.
 
-    ``source`` is one of:
-
-    - the name of a shipped policy;
-    - a path: a ``PathLike``, or a string that ends in ``.yaml`` or ``.yml`` or contains a separator;
-    - a mapping with the content of a YAML file; ``schema`` is optional, and relative paths in ``extends`` start at the
-      working directory;
-    - a ``Policy``, which is returned unchanged.
-
-    ``where`` is the name of the argument in messages. Note [Inheritance] describes how parents are merged.
-
-    Raises:
-        PolicyError: lists every problem of the policy and of its parents.
+    ``source``: the name of a shipped policy; a path (a ``PathLike``, or a string that ends in ``.yaml`` or ``.yml`` or
+    contains a separator); a mapping with the content of a YAML file, in which ``schema`` is optional and relative paths
+    start at the working directory; or a ``Policy``, which is returned unchanged. ``where`` is the name of the argument
+    in messages. See Note [Inheritance]. Raises ``PolicyError`` with every problem of the policy and of its parents.
     """
     if isinstance(source, Policy):
         return source
@@ -137,6 +129,8 @@ def _merged(line: Sequence[Policy]) -> Policy:
                 values.setdefault(field, getattr(policy, field))
         locations = {**policy.key_locations, **locations}
         for rule in policy.rules:
+            if any(earlier.takes_all_of(rule) for earlier in rules.values()):
+                continue  # a child's rule may cover its parent's
             same = rules.setdefault(rule.id, rule)
             if same is not rule and not ("id" in same.key_locations and "id" in rule.key_locations):
                 # Ids that sac generated clash only if two files have the same name; then no rule is hidden.

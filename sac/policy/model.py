@@ -96,28 +96,15 @@ class Layers:
 
 ALL = Layers()
 _COMPARISONS = {
-    "==": operator.eq, "!=": operator.ne, ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt
+    "!=": operator.ne, ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Dim:
-    """One dimension of a shape pattern: ``op`` is ``_`` (any size), ``==``, ``!=``, ``>=``, ``<=``, ``>`` or ``<``.
-
-    The first of a shape may be ``...``: any number of leading dimensions, including zero (see ``Rule.fits_shape``).
-    """
-
-    op: str = "_"
-    size: int | None = None
-
-    def matches(self, size: int) -> bool:
-        """Return whether a dimension of ``size`` elements matches."""
-        return self.size is None or bool(_COMPARISONS[self.op](size, self.size))
-
-    @property
-    def written(self) -> Any:
-        """The form that was written, as plain values."""
-        return self.size if self.op == "==" else f"{self.op}{'' if self.size is None else self.size}"
+def _dim_fits(dim: str | int, size: int) -> bool:
+    if isinstance(dim, int):
+        return size == dim
+    sign = dim.rstrip("0123456789")
+    return sign == "_" or bool(_COMPARISONS[sign](size, int(dim.removeprefix(sign))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +120,7 @@ class Rule:
     module: PathPattern | None = None  # relative to the region
     layers: Layers | None = None
     call: Layers | None = None
-    shape: tuple[Dim, ...] | None = None
+    shape: tuple[str | int, ...] | None = None  # as written: `_`, 128, `>=4096`; first `...`: any dimensions
     dtype: tuple[str, ...] = ()  # torch dtype names without "torch."
     optional: bool = False
     blocks: tuple[PathPattern, ...] = ()  # paths of regions, from the model down
@@ -188,15 +175,21 @@ class Rule:
             return False
         return self.layers is None or self.layers.matches(layer, stack_size)
 
+    def takes_all_of(self, later: Rule) -> bool:
+        """Return whether this rule matches all that ``later`` matches, as far as their texts tell."""
+        for key in NAMING:
+            names, others = getattr(self, key), getattr(later, key)
+            if bool(names) != bool(others) or not ("*" in names or set(names) >= set(others)):
+                return False
+        return all(getattr(self, key) in (None, (), ALL, getattr(later, key)) for key in LIMITS)
+
     def fits_shape(self, sizes: Sequence[int]) -> bool:
         """Return whether a tensor of ``sizes`` matches the rule's ``shape``."""
-        if self.shape is None:
-            return True
-        dims, sizes = self.shape, tuple(sizes)
-        if dims[:1] == (Dim("..."),):
+        dims, sizes = self.shape or (), tuple(sizes)
+        if dims[:1] == ("...",):
             dims = dims[1:]
             sizes = sizes[max(0, len(sizes) - len(dims)) :]
-        return len(dims) == len(sizes) and all(dim.matches(size) for dim, size in zip(dims, sizes, strict=True))
+        return not self.shape or (len(dims) == len(sizes) and all(map(_dim_fits, dims, sizes)))
 
     def where(self, key: str = "") -> str:
         """Return the source location of the rule, or of one of its keys (``ops``, ``ops[0]``), for a message."""
@@ -283,11 +276,11 @@ def _in_a_line(**entry: Any) -> str:
 
 
 NAMING = ("ops", "function", "unit")  # at most one of them in a rule
-_MATCHERS = (*NAMING, "blocks", "module", "layers", "call", "shape", "dtype", "optional")
+LIMITS = ("blocks", "module", "layers", "call", "shape", "dtype")
 
 
 def _matchers(rule: Rule) -> dict[str, Any]:
-    return _plain_values({key: getattr(rule, key) for key in _MATCHERS})
+    return _plain_values({key: getattr(rule, key) for key in (*NAMING, *LIMITS, "optional")})
 
 
 def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,4 +295,4 @@ def _plain(value: Any) -> Any:
         return values[0] if len(values) == 1 and isinstance(value[0], str | PathPattern) else values
     if isinstance(value, PathPattern):
         return value.text
-    return value.written if isinstance(value, Layers | Dim) else value
+    return value.written if isinstance(value, Layers) else value

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from sac.errors import PolicyError, Problem, listing, nearest
-from sac.policy.model import ALL, ALTERNATE, NAMING, SCHEMA, Decision, Dim, Layers, Policy, Rule
+from sac.policy.model import ALL, ALTERNATE, NAMING, SCHEMA, Decision, Layers, Policy, Rule
 from sac.policy.patterns import PathPattern
 from sac.policy.syntax import Node, all_problems
 from sac.tables import in_units
@@ -56,7 +56,7 @@ def read_fields(
     raises problems between keys; it is not called if a key is unknown, as what is missing is then likely misspelled.
     """
     if node.kind != "map":
-        raise node.error(f"a mapping of {listing([*readers])}")
+        raise node.error(f"a mapping of {listing([*readers]) or 'names'}")
     entries = node.entries
     nodes: dict[str, Node] = {}
 
@@ -139,19 +139,11 @@ def word(*words: str, legal: str = "") -> Reader:
 
 def whole(least: int) -> Reader:
     """Return a reader of whole numbers not below ``least``."""
-
-    def form(text: str) -> int | None:
-        return int(text) if text.isdecimal() and len(text) < 19 and int(text) >= least else None
-
-    return read_as(form, f"a whole number, {least} or more")
+    legal = f"a whole number, {least} or more"
+    return read_as(lambda text: int(text) if text.isdecimal() and int(text) >= least else None, legal)
 
 
-_read_flag = word("true", "false")
-
-
-def read_bool(node: Node) -> bool:
-    """Return ``true`` or ``false``; ``yes``, ``on`` and 1 are refused."""
-    return bool(_read_flag(node) == "true")
+read_bool = read_as(lambda text: {"true": True, "false": False}.get(word_of(text)), "true, false")
 
 
 # -- Matchers of a rule: layers, calls, shapes, dtypes and module patterns
@@ -166,26 +158,23 @@ DTYPES = (
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
 )
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
-_DIM = re.compile(r"_|\.\.\.|(!=|>=|<=|>|<|)\s*([0-9]{1,18})")
+_DIM = re.compile(r"_|\.\.\.|(!=|>=|<=|>|<|)[0-9]{1,18}")
 
 
 _read_pattern = read_as(PathPattern.parse, 'a dotted module path, such as "self_attn.{q,k}_proj" or "mlp.**"')
 read_patterns = each(_read_pattern)
 
 
-def _fraction(text: str) -> float | None:
-    return float(text) if 0 < float(text) <= 1 else None
-
-
 _POSITIVE, _OFFSET = whole(1), whole(0)
 _FORMS: dict[str, Reader] = {
     **dict.fromkeys(("first", "last", "every"), _POSITIVE),
     "offset": _OFFSET,
-    "fraction": read_as(_fraction, "a number above 0, at most 1"),
+    "fraction": read_as(lambda text: float(text) if 0 < float(text) <= 1 else None, "a number above 0, at most 1"),
 }
 _OTHER_FORMS = {
     "block": "write {first: n}",  # Megatron's word for it
-    "uniform": "write chunks of layers in the config value, under `layers`, with `mode: full`",
+    "uniform": "write chunks of layers in the config value, with `mode: full`",
+    "sqrt": "write chunks of layers in the config value, with `mode: full`",
 }
 
 
@@ -202,7 +191,8 @@ def _choice(legal: str, forms: Mapping[str, Reader], words: Mapping[str, Layers]
         if node.kind == "text" and word_of(node.text) in words:
             return words[word_of(node.text)]
         if node.kind != "map":
-            raise node.error(legal)
+            fix = _OTHER_FORMS.get(word_of(node.text), "")
+            raise node.error(legal, nearest="" if fix else nearest(node.text, words), fix=fix)
         values = read_fields(node, forms, _OTHER_FORMS, check)
         offset = values.pop("offset", 0)
         chosen = Layers(*values.popitem(), offset)
@@ -223,7 +213,7 @@ read_layer_spec = _choice(LEGAL_PLANS, {**_FORMS, "uniform": _POSITIVE}, {"all":
 _CALL = {"index": each(_OFFSET), "every": _POSITIVE, "offset": _OFFSET}
 
 
-def _read_shape(node: Node) -> tuple[Dim, ...]:
+def _read_shape(node: Node) -> tuple[str | int, ...]:
     if node.kind != "list":
         raise node.error('a list such as [_, 128, ">=4096"]')
     if "..." in [item.text for item in node.items[1:]]:
@@ -231,9 +221,9 @@ def _read_shape(node: Node) -> tuple[Dim, ...]:
     return tuple(_read_dims(node))
 
 
-def _dim(text: str) -> Dim | None:
-    found = _DIM.fullmatch(text)
-    return found and (Dim(found[1] or "==", int(found[2])) if found[2] else Dim(text))
+def _dim(text: str) -> str | int | None:
+    text = text.replace(" ", "")
+    return int(text) if text.isdecimal() else text if _DIM.fullmatch(text) else None
 
 
 _read_dims = each(read_as(_dim, LEGAL_DIM))
@@ -260,6 +250,7 @@ _RULE: dict[str, Reader] = {
 RULE_KEYS = tuple(_RULE)
 _NOT_IN_RULES = {
     "min_bytes": "remove it, or choose by `shape`",  # a key of earlier versions
+    "<<": "write the keys out, or put shared rules into a policy of their own and use `extends`",
     **{do: f'write "do: {do}"' for do in DO_WORDS},
 }
 
@@ -272,11 +263,15 @@ def _read_rules(node: Node) -> tuple[Rule, ...]:
     def read(item: Node) -> None:
         fields = read_fields(item, _RULE, _NOT_IN_RULES, _check_rule)
         rule = Rule(**{"id": ""} | fields, location=item.location, key_locations=item.locations())
-        same = next((one for one in rules if rule.id and rule.id == one.id), None)
+        same = next((earlier for earlier in rules if rule.id and rule.id == earlier.id), None)
+        wider = next((earlier for earlier in rules if earlier.takes_all_of(rule)), None)
         rules.append(rule)
         if same is not None:
             found = f'the id "{rule.id}" is given twice; the first is at {same.where("id")}'
             raise PolicyError(Problem(rule.where("id"), found, fix="give each rule its own id"))
+        if wider is not None:
+            found = f"this rule can never fire: the rule at {wider.where()} matches all it matches"
+            raise item.error(found=found, fix="put it before that rule, or remove it")
 
     with all_problems() as attempt:
         for item in node.items:

@@ -125,7 +125,7 @@ def compose_yaml(data: bytes, file: str) -> Node:
         line = data[: getattr(error, "position", 0)].count(b"\n") + 1
         parts = [getattr(error, name, None) for name in ("context", "problem", "reason")]
         found = ": ".join(part for part in parts if part) or str(error)
-        fix = 'quote text with a sign such as * { > : in it, as in "*_proj"; check brackets, quotes and indentation'
+        fix = 'quote text with a sign such as * { > : in it, as in "*_proj"; check brackets, indentation, UTF-8'
         place = _at(file, mark) if mark else f"{file}:{line}:1"
         raise PolicyError(Problem(place, f"this is not YAML: {found}", fix=fix)) from None
     return Node("empty", file, "") if composed is None else node_of(composed, file)

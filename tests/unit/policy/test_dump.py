@@ -93,6 +93,14 @@ def test_a_dump_of_a_child_stands_alone(tmp_path: Path) -> None:
     assert alone.extends == ()
 
 
+def test_a_childs_rule_may_cover_its_parents(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text("schema: sac/v1\nrules: [{ops: attention, module: a, do: save}]\n")
+    (tmp_path / "child.yaml").write_text('schema: sac/v1\nextends: parent.yaml\nrules: [{ops: "*", do: save}]\n')
+    child = load_policy(tmp_path / "child.yaml")
+    child.save(tmp_path / "saved.yaml")
+    assert load_policy(tmp_path / "saved.yaml").rules == child.rules
+
+
 # -- Whatever a file or mapping holds, reading it gives a policy or one error
 
 SIGNS = [*"[]{}'\"!\n>", "&x ", "*x", "\n  ", "\n- ", "!!str ", "<<: ", "? ", ": ", ", ", "| ", "---\n", "%YAML 1.1\n"]

@@ -111,3 +111,66 @@ def test_all_errors_come_at_once_with_legal_values_near_words_and_fixes() -> Non
         '    fix: write "save"',
         'p.yaml:5:22: rules[1].layers is "1:8"',
     ]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("ops: matmul", "ops: matmul, module: mlp"),
+        ("ops: [matmul, attention]", "ops: attention"),
+        ('ops: "*"', "ops: [attention, aten.mm]"),
+        ("ops: a, layers: all", "ops: a, layers: {first: 2}"),
+        ("ops: a, call: {index: 0}", "ops: a, call: {index: 0}, module: x"),
+        ("module: mlp", "module: mlp"),
+    ],
+)
+def test_a_rule_that_can_never_fire(first: str, second: str) -> None:
+    text = message(f"schema: sac/v1\nrules:\n  - {{{first}, do: save}}\n  - {{{second}, do: save}}\n")
+    assert text.startswith(
+        "p.yaml:4:5: this rule can never fire: the rule at p.yaml:3:5 matches all it matches\n    fix:"
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("ops: attention", "ops: [attention, matmul]"),
+        ("ops: a, module: mlp", "ops: a"),
+        ("ops: a, layers: {first: 2}", "ops: a, layers: {last: 2}"),
+        ("module: mlp", "ops: a, module: mlp"),
+        ('ops: "*", module: mlp', "module: mlp"),
+    ],
+)
+def test_rules_that_can_both_fire(first: str, second: str) -> None:
+    Path("p.yaml").write_text(f"schema: sac/v1\nrules: [{{{first}, do: save}}, {{{second}, do: save}}]\n")
+    assert len(load_policy("p.yaml").rules) == 2
+
+
+@pytest.mark.parametrize(
+    ("written", "fix"),
+    [
+        ("plan: {made_for: x}\nrules: []", "what a plan was made for is in its comments"),
+        ("offload: {inputs: true}\nrules: []", "`store: host` in the config value"),
+        ("rules: [{ops: matmul, min_bytes: 1KiB, do: save}]", "choose by `shape`"),
+        ("rules: [{ops: matmul, save: true}]", 'write "do: save"'),
+        ("rules: [{ops: matmul, layers: {block: 2}, do: save}]", "write {first: n}"),
+        ("rules: []\nregions: {layers: {uniform: 2}}", "with `mode: full`"),
+    ],
+)
+def test_a_key_of_an_earlier_version_or_of_another_place(written: str, fix: str) -> None:
+    assert fix in message(f"schema: sac/v1\n{written}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("[" * 5000, "this is not YAML"),
+        ("schema: " + "{a: " * 30 + "}" * 30 + "\n", "schema is a mapping"),
+        ("a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)), '"a8"'),
+        ("rules: [{ops: a, do: save, module: '" + "{a,b}" * 20 + "'}]\n", "more than 10,000 patterns"),
+        ("rules: [{ops: a, do: save, module: '" + "*a" * 20 + "'}]\n", 'more than 12 "\\*"'),
+    ],
+    ids=["deep list", "deep mapping", "aliases of aliases", "braces", "stars"],
+)
+def test_a_file_that_would_take_all_memory_or_time_is_refused(text: str, found: str) -> None:
+    assert re.search(found, message(text))
