@@ -150,18 +150,25 @@ def settings_of(
             Problem(f"{where}.config", f"{shown(repr(config))} is not a FullConfig", "a FullConfig", fix=fix)
         )
     scatters = options.distribute_saved_activations is True or "scattered" in config.stores
-    with all_problems(ConfigError) as attempt:
-        arguments = {key: getattr(options, key) for key in CALL_ARGUMENTS}
-        checked = attempt(read_keys, arguments, where, CALL_ARGUMENTS)
-        if scatters:
-            attempt(_check_group, options.tp_group, where)
+    unusual = {
+        key: value
+        for key in CALL_ARGUMENTS
+        if (value := getattr(options, key)) is not getattr(DEFAULT_OPTIONS, key)
+        and not (key in CALL_KEYS and isinstance(value, bool))
+    }
+    checked: dict[str, Any] = {}
+    if unusual or scatters:  # this runs in each call of `sac.checkpoint`
+        with all_problems(ConfigError) as attempt:
+            checked = attempt(read_keys, unusual, where, CALL_ARGUMENTS)
+            if scatters:
+                attempt(_check_group, options.tp_group, where)
     return Settings(
         input_storing=_keeping(config, options.tp_group if scatters else None, compared),
         trackers=(options.get_rng_state_tracker,) if options.get_rng_state_tracker is not None else (),
         providers=config.state,
         preserve_rng_state=options.preserve_rng_state,
         early_stop=options.early_stop,
-        checks_metadata=checked["determinism_check"] == "default",
+        checks_metadata=checked.get("determinism_check", "default") == "default",
         use_reentrant=options.use_reentrant,
         transfers=config.transfers,
     )
