@@ -6,12 +6,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from sac.config_keys import (
+    CALL_ARGUMENTS,
     CALL_KEYS,
     CONFIG_KEYS,
     DEFAULTS,
@@ -19,17 +20,15 @@ from sac.config_keys import (
     OWN_KEYS,
     StateProvider,
     StepBudget,
-    read_determinism_check,
     read_keys,
-    stores_in,
 )
 from sac.engine.settings import PLAIN, RERUN, Settings
 from sac.errors import ConfigError, Problem, listing, nearest
 from sac.policy.load import load_policy, looks_like_path, shipped_policies
-from sac.policy.model import Chunks, Layers, Policy
+from sac.policy.model import Layers, Policy
 from sac.policy.patterns import PathPattern
 from sac.policy.read import word_of
-from sac.policy.syntax import shown
+from sac.policy.syntax import all_problems, shown
 from sac.stores.contiguous import ContiguousBuffer
 from sac.stores.scatter import Compared, FirstCalls, Scattered, group_problem
 from sac.stores.store import InputStore, InputStoring, OnDevice, OnHost
@@ -74,11 +73,8 @@ class FullConfig:
     transfers: TransfersByDevice = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in FULL_CONFIG_KEYS}
-        read, problems = read_keys(given, "FullConfig")
-        problems = problems or [*contradictions(read, "FullConfig")]
-        if problems:
-            raise ConfigError(problems)
+        read = read_keys({name: getattr(self, name) for name in FULL_CONFIG_KEYS}, "FullConfig")
+        _refuse(_full_conflicts(read), "FullConfig")
         for name, value in read.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "transfers", TransfersByDevice(self.host_memory))
@@ -90,7 +86,7 @@ class FullConfig:
     @property
     def stores(self) -> tuple[str, ...]:
         """The words of ``store``."""
-        return stores_in(self.store)
+        return tuple(self.store.split("+"))
 
     def reset(self) -> None:
         """Free every slot of the contiguous buffer, for example after forwards whose backward will never run."""
@@ -98,18 +94,23 @@ class FullConfig:
             self.buffer.reset()
 
 
-def contradictions(given: Mapping[str, Any], where: str) -> Iterator[Problem]:
-    """Yield the combinations of ``FullConfig`` values in ``given`` that conflict; each value is already checked."""
-    is_contiguous, count = "contiguous" in stores_in(given.get("store")), given.get("num_checkpoints")
-    if is_contiguous and count is None:
-        yield Problem(
-            f"{where}.num_checkpoints",
-            "a contiguous store needs to know how many checkpoints it is to hold",
-            fix="give num_checkpoints, the number of regions whose backward is pending at once: as a rule, of layers",
-        )
-    if count is not None and not is_contiguous:
-        found = "it counts the slots of a contiguous store, but `store` is not contiguous"
-        yield Problem(f"{where}.num_checkpoints", found, fix="choose store contiguous, or leave num_checkpoints out")
+Conflict: TypeAlias = tuple[bool, str, str, str]
+"""What may be wrong between legal values: whether it is, the key, what is found, and the fix."""
+
+
+def _full_conflicts(values: Mapping[str, Any]) -> Iterator[Conflict]:
+    is_contiguous, has_count = "contiguous" in values["store"], values["num_checkpoints"] is not None
+    found = "a contiguous store needs to know how many checkpoints it is to hold"
+    fix = "give num_checkpoints, the number of regions whose backward is pending at once: as a rule, of layers"
+    yield is_contiguous and not has_count, "num_checkpoints", found, fix
+    found = "it counts the slots of a contiguous store, but `store` is not contiguous"
+    yield has_count and not is_contiguous, "num_checkpoints", found, "choose store contiguous, or leave it out"
+
+
+def _refuse(conflicts: Iterable[Conflict], where: str) -> None:
+    problems = [Problem(f"{where}.{name}", found, fix=fix) for is_wrong, name, found, fix in conflicts if is_wrong]
+    if problems:
+        raise ConfigError(problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,31 +149,34 @@ def settings_of(
         raise ConfigError(
             Problem(f"{where}.config", f"{shown(repr(config))} is not a FullConfig", "a FullConfig", fix=fix)
         )
-    problems = read_keys({key: getattr(options, key) for key in CALL_KEYS}, where)[1]
-    check = options.determinism_check
-    try:
-        check = check if check == "default" else read_determinism_check(check, f"{where}.determinism_check")
-    except ConfigError as error:
-        problems += error.problems
-    tracker = options.get_rng_state_tracker
-    if tracker is not None and not callable(tracker):
-        found = f"{tracker!r} cannot be called"
-        problems.append(Problem(f"{where}.get_rng_state_tracker", found, "a function that returns a tracker"))
     scatters = options.distribute_saved_activations is True or "scattered" in config.stores
-    if scatters:
-        problems += group_problem(options.tp_group, where)
-    if problems:
-        raise ConfigError(problems)
+    unusual = {
+        key: value
+        for key in CALL_ARGUMENTS
+        if (value := getattr(options, key)) is not getattr(DEFAULT_OPTIONS, key)
+        and not (key in CALL_KEYS and isinstance(value, bool))
+    }
+    checked: dict[str, Any] = {}
+    if unusual or scatters:  # this runs in each call of `sac.checkpoint`
+        with all_problems(ConfigError) as attempt:
+            checked = attempt(read_keys, unusual, where, CALL_ARGUMENTS)
+            if scatters:
+                attempt(_check_group, options.tp_group, where)
     return Settings(
         input_storing=_keeping(config, options.tp_group if scatters else None, compared),
-        trackers=(tracker,) if tracker is not None else (),
+        trackers=(options.get_rng_state_tracker,) if options.get_rng_state_tracker is not None else (),
         providers=config.state,
         preserve_rng_state=options.preserve_rng_state,
         early_stop=options.early_stop,
-        checks_metadata=check == "default",
+        checks_metadata=checked.get("determinism_check", "default") == "default",
         use_reentrant=options.use_reentrant,
         transfers=config.transfers,
     )
+
+
+def _check_group(group: Any, where: str) -> None:
+    if problems := group_problem(group, where):
+        raise ConfigError(problems)
 
 
 def _keeping(config: FullConfig, group: Any, compared: Compared) -> InputStoring | None:
@@ -188,9 +192,7 @@ def _keeping(config: FullConfig, group: Any, compared: Compared) -> InputStoring
 # -- The config value of ``activation_checkpointing:``
 
 MODES = CONFIG_KEYS["mode"].words
-ARGUMENTS = ("tp_group", "get_rng_state_tracker")  # of sac.apply: objects, which no config file can hold
 WHERE = "activation_checkpointing"
-WORDS = "none, full, selective, a shipped policy's name, a path to a YAML file, or a mapping"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,7 @@ class Config:
     engine: str = DEFAULTS["engine"]
     verify: str = DEFAULTS["verify"]
     blocks: tuple[PathPattern, ...] = DEFAULTS["blocks"]
-    layers: Layers | Chunks = DEFAULTS["layers"]
+    layers: Layers = DEFAULTS["layers"]
     granularity: str = DEFAULTS["granularity"]
     strict: bool = DEFAULTS["strict"]
     budget: StepBudget | None = DEFAULTS["budget"]
@@ -222,115 +224,57 @@ def parse_config(value: Any) -> Config:
     policy; case and hyphens do not matter), a path to a policy file, a ``Policy``, or a mapping with the keys of
     ``CONFIG_KEYS``.
 
-    ``layers`` chooses layers of each stack: ``all``, ``{first: n}`` or ``{block: n}``, ``{last: n}``,
-    ``{every: k, offset: j}``, ``{fraction: f}`` (that share of them, spread evenly), or a list such as
-    ``["0-7", "12"]``. It can also group layers into chunks that are one region each: ``{uniform: n}``, or ``sqrt`` for
-    chunks whose size is the square root of the number of layers. Chunks require layers in an ``nn.Sequential``.
-
     Modes full and selective both accept the keys of the full path (those of ``FullConfig`` and the switches among the
-    arguments of ``sac.checkpoint``); ``use_reentrant`` and chunks of layers are for mode full only. Mode none accepts
-    and ignores every key, so that setting the mode turns a base config off.
+    arguments of ``sac.checkpoint``). Mode none accepts and ignores every key, so that setting the mode turns a base
+    config off.
 
     Raises ``ConfigError`` or ``PolicyError`` that lists every problem.
     """
-    if value is None or value is False:
-        return Config()
-    if value is True:
-        return Config("full")
     if isinstance(value, Config):
         return value
-    if isinstance(value, Policy):
-        return Config("selective", value)
     if isinstance(value, Mapping):
         return _parse_mapping(value)
-    if isinstance(value, os.PathLike):
-        return Config("selective", load_policy(value, where=WHERE))
-    if isinstance(value, str):
-        return _parse_word(value)
-    raise ConfigError(Problem(WHERE, f"a value of type {type(value).__name__}: {shown(repr(value))}", expected=WORDS))
-
-
-def _parse_word(text: str) -> Config:
-    word = word_of(text)
+    text = str(value) if value is None or isinstance(value, str | bool) else ""
+    word = {"false": "none", "true": "full"}.get(word_of(text), word_of(text))
     if word in MODES:
         return Config(word)
-    if word in ("false", "true"):
-        return Config("none" if word == "false" else "full")
-    if word in shipped_policies():
-        return Config("selective", load_policy(word))
-    if looks_like_path(text):
-        return Config("selective", load_policy(text, where=WHERE))
+    if isinstance(value, Policy | os.PathLike) or word in shipped_policies() or looks_like_path(text):
+        return Config("selective", load_policy(value, where=WHERE))
     legal = (*MODES, *shipped_policies())
-    raise ConfigError(
-        Problem(
-            WHERE,
-            f'"{shown(text)}" is not known',
-            expected=f"{listing(legal)}, a path to a YAML file, or a mapping",
-            nearest=nearest(word, legal),
-        )
-    )
+    expected = f"{listing(legal)}, a path to a YAML file, or a mapping"
+    found = f'"{shown(text)}" is not known' if text else f"a value of type {type(value).__name__}: {shown(repr(value))}"
+    raise ConfigError(Problem(WHERE, found, expected, nearest(word, legal)))
 
 
 def _parse_mapping(value: Mapping[Any, Any]) -> Config:
-    problems = [_unknown_key(key) for key in value if key not in CONFIG_KEYS]
-    if "mode" not in value:
-        problems.append(Problem(f"{WHERE}.mode", "the key `mode` is missing", listing(MODES)))
-    given = {name: value[name] for name in CONFIG_KEYS if name in value}
-    read, wrong = read_keys(given, WHERE)
-    mode = read.get("mode", "")
-    problems += [*wrong, *_misplaced(given | read, mode)]
-    if not {*CALL_KEYS, *FULL_CONFIG_KEYS} & (given.keys() - read.keys()):
-        problems += contradictions(read, WHERE)
-    if problems:
-        raise ConfigError(problems)
-    own, call, full = ({name: read[name] for name in names if name in read} for names in _HOLDERS)
+    read = read_keys(value, WHERE)
+    values = DEFAULTS | read
+    _refuse([*_conflicts(read.get("mode"), values), *_full_conflicts(values)], WHERE)
+    own, call, full = ({name: values[name] for name in names} for names in (OWN_KEYS, CALL_KEYS, FULL_CONFIG_KEYS))
     config = FullConfig(**full)
-    config.transfers.strict = own.get("strict", False)
+    config.transfers.strict = values["strict"]
     return Config(**own, full=config, options=CallOptions(**call))
 
 
-_HOLDERS = (OWN_KEYS, CALL_KEYS, FULL_CONFIG_KEYS)
-
-
-def _misplaced(given: Mapping[str, Any], mode: str) -> Iterator[Problem]:
-    """Yield the problems of legal keys that this mode does not allow, or that conflict with each other."""
-    for name, found in (("policy", "takes no policy"), ("budget", "leaves nothing to choose")):
-        if mode == "full" and given.get(name) is not None:
-            fix = f"write `mode: selective`, or leave the {name} out"
-            yield Problem(f"{WHERE}.{name}", f"mode full {found}", fix=fix)
-    if mode == "selective" and given.get("use_reentrant") is True:
+def _conflicts(mode: str | None, values: Mapping[str, Any]) -> Iterator[Conflict]:
+    in_chunks, has_budget = values["layers"].form == "uniform", values["budget"] is not None
+    yield mode is None, "mode", "the key `mode` is missing", f"add one of {listing(MODES)}"
+    if mode == "full":
+        fix = "write `mode: selective`, or leave it out"
+        yield values["policy"] is not None, "policy", "mode full takes no policy", fix
+        yield has_budget, "budget", "mode full leaves nothing to choose", fix
+    if mode == "selective":
         fix = "leave it out: per-op decisions need the non-reentrant mode"
-        yield Problem(f"{WHERE}.use_reentrant", "mode selective has no reentrant form", fix=fix)
-    if mode == "selective" and isinstance(given.get("layers"), Chunks):
+        yield values["use_reentrant"], "use_reentrant", "mode selective has no reentrant form", fix
         found = "mode selective decides op by op within one layer, and a chunk of layers is one region"
-        fix = "write `mode: full`, or choose layers: {every: k}, {fraction: f}, …"
-        yield Problem(f"{WHERE}.layers", found, fix=fix)
-    if mode != "none" and isinstance(given.get("layers"), Chunks) and given.get("granularity") == "submodule":
-        found = "a chunk of layers is one region, but granularity submodule makes several regions of each layer"
-        yield Problem(f"{WHERE}.layers", found, fix="leave one of the two out")
-    if mode == "selective" and given.get("budget") is None:
-        if given.get("optimizer") is not None:
-            yield Problem(f"{WHERE}.optimizer", "it says how a budget is met, and there is none", fix="give a budget")
-    elif mode == "selective" and given.get("engine") == RERUN:
+        yield in_chunks, "layers", found, "write `mode: full`, or choose layers: {every: k}, {fraction: f}, …"
+        found = "it says how a budget is met, and there is none"
+        yield values["optimizer"] is not None and not has_budget, "optimizer", found, "give a budget"
         found = "a budget is planned for the replay engine"
-        yield Problem(f"{WHERE}.engine", found, fix="leave the engine out")
-
-
-_GONE = {
-    "freeze_buffers": "leave it out: buffers that a region updates always advance once",
-    "generators": "leave it out: generators that modules and arguments hold are restored; give others to `state`, as "
-    "an object with snapshot() and restore(state)",
-}
-
-
-def _unknown_key(key: Any) -> Problem:
-    if key in ARGUMENTS:
-        fix = f"pass it as an argument: sac.apply(model, value, {key}=…)"
-        return Problem(WHERE, f"{key} is not a key of a config value", fix=fix)
-    if key in _GONE:
-        return Problem(WHERE, f"{key} is no longer a key of a config value", fix=_GONE[key])
-    near = nearest(key, CONFIG_KEYS) if isinstance(key, str) else ""
-    return Problem(WHERE, f"unknown key {shown(repr(key))}", expected=listing([*CONFIG_KEYS]), nearest=near)
+        yield values["engine"] == RERUN and has_budget, "engine", found, "leave the engine out"
+    if mode != "none":
+        found = "a chunk of layers is one region, but granularity submodule makes several regions of each layer"
+        yield in_chunks and values["granularity"] == "submodule", "layers", found, "leave one of the two out"
 
 
 def family_policy(model: nn.Module, blocks: Iterable[nn.Module] = ()) -> Policy:

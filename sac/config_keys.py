@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from sac.errors import ConfigError, Problem, SacError, nearest
-from sac.policy import read as policies
+from sac.errors import ConfigError, listing, nearest
+from sac.policy import read
 from sac.policy.load import load_policy
-from sac.policy.model import Layers
-from sac.policy.read import LEGAL_BYTES, parse_bytes, word_of
-from sac.policy.syntax import Findings, node_from_value, shown
-
-# -- A key, and how its value is read
-
-Reader: TypeAlias = Callable[[Any, str], Any]  # a value, its place in messages
+from sac.policy.model import ALL
+from sac.policy.read import LEGAL_BYTES, Reader, parse_bytes, read_as, read_bool, word, word_of
+from sac.policy.syntax import Node, all_problems, node_of
 
 
 @runtime_checkable
@@ -29,94 +25,34 @@ class StateProvider(Protocol):
         """Restore a state that ``snapshot`` returned."""
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    """One key of a config value.
-
-    ``default``: the value where the key is left out. ``read``: returns a value as it is compared and held; raises a
-    ``SacError`` with every problem. ``words``: the legal words, if the value is one of some.
-    """
-
-    default: Any
-    read: Reader
-    words: tuple[str, ...] = ()
-
-
-def read_keys(given: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the values in ``given``, each read by itself, and the problems of the others.
-
-    ``where`` is the prefix of a key in messages.
-    """
-    read: dict[str, Any] = {}
-    problems: list[Problem] = []
-    for name, value in given.items():
-        try:
-            read[name] = CONFIG_KEYS[name].read(value, f"{where}.{name}")
-        except SacError as error:
-            problems += error.problems
-    return read, problems
-
-
-def _as_in_policies(reader: policies.Reader) -> Reader:
-    def read(value: Any, place: str) -> Any:
-        findings = Findings()
-        found = reader(node_from_value(value, place, findings), place.rpartition(".")[2], findings)
-        if len(findings):
-            raise ConfigError(findings.problems())
-        return found
-
-    return read
-
-
-def _or_none(reader: Reader) -> Reader:
-    return lambda value, place: None if value is None else reader(value, place)
-
-
 # -- Readers of values
 
-_KEEPS = ("first", "all")
 _STORES = ("whole", "scattered", "host", "contiguous")
 
-_read_bool = _as_in_policies(policies.read_bool)
-_read_keep = _as_in_policies(policies.word(*_KEEPS, legal="first, all, or a predicate (position, tensor) -> bool"))
-read_determinism_check = _as_in_policies(policies.word("default", "none"))
 
-
-def read_flag(value: Any, place: str) -> Any:
-    """Return ``value``, which is true or false."""
-    return value if isinstance(value, bool) else _read_bool(value, place)
-
-
-def stores_in(written: Any) -> tuple[str, ...]:
-    """Return the words of a ``store`` value in the order written; an empty tuple if it is not a string."""
-    return tuple(word_of(word) for word in written.split("+")) if isinstance(written, str) else ()
-
-
-def _read_store(value: Any, place: str) -> str:
-    words = stores_in(value)
-    wrong = next((word for word in words if word not in _STORES), "")
-    together = [word for word in _STORES[1:] if word in words] or ["whole"]
+def _read_store(node: Node) -> str:
+    words = [word_of(store) for store in node.text.split("+")]
+    together = [store for store in _STORES[1:] if store in words] or ["whole"]
     if sorted(words) != sorted(together):
-        legal = f"{', '.join(_STORES)}, or some of the last three joined by +"
-        raise ConfigError(Problem(place, f"store is {shown(repr(value))}", legal, nearest(wrong, _STORES)))
+        wrong = next((store for store in words if store not in _STORES), "")
+        legal, fix = f"{listing(_STORES)}, or some of the last three joined by +", f'correct "{wrong}"' if wrong else ""
+        raise node.error(legal, nearest=nearest(wrong, _STORES), fix=fix)
     return "+".join(together)
 
 
-def _read_state(value: Any, place: str) -> tuple[StateProvider, ...]:
-    providers = tuple(value) if isinstance(value, list | tuple) else (value,)
-    for one in providers:
-        if not isinstance(one, StateProvider) or isinstance(one, type):  # a class has the methods, without a self
-            expected = "a tuple of objects with snapshot() and restore(state)"
-            raise ConfigError(Problem(place, f"{shown(repr(one))} is none of them", expected))
+def _read_state(node: Node) -> tuple[StateProvider, ...]:
+    providers = tuple(node.value) if isinstance(node.value, list | tuple) else (node.value,)
+    for provider in providers:
+        if not isinstance(provider, StateProvider) or isinstance(provider, type):  # a class has the methods, too
+            found = f"{provider!r} is not a provider of state"
+            raise node.error("a tuple of objects with snapshot() and restore(state)", found=found)
     return providers
 
 
-def _read_host_memory(value: Any, place: str) -> int:
-    try:
-        return parse_bytes(str(value))
-    except ValueError as error:
-        found = f"{shown(repr(value))} is not an amount of host memory: {error}"
-        raise ConfigError(Problem(place, found, LEGAL_BYTES)) from None
+def _read_tracker(node: Node) -> Any:
+    if node.value is not None and not callable(node.value):
+        raise node.error("a function that returns a tracker", found=f"{node.value!r} cannot be called")
+    return node.value
 
 
 # -- Budgets
@@ -130,7 +66,7 @@ LEGAL_BUDGET = f'{LEGAL_BYTES}, a share of the range such as "50%", auto, or {{d
 
 @dataclass(frozen=True, slots=True)
 class StepBudget:
-    """The most memory of a step: bytes, a share of the range, or a share of the device's memory; one of them is given.
+    """The most memory of a step: bytes, a share of the range, or a share of the device's memory.
 
     The range goes from the least peak to the peak without checkpointing. Shares are from 0 to 1.
     """
@@ -144,69 +80,101 @@ class StepBudget:
         return self.written
 
 
-def _read_budget(value: Any, place: str) -> StepBudget:
-    if isinstance(value, StepBudget):
-        return value
-    text = str(value).strip()
-    try:
-        if isinstance(value, Mapping) and value.keys() == {"device"}:
-            share = str(value["device"])
-            return StepBudget(of_device=_share_in(share), written=f"{{device: {share}}}")
-        if text.lower() == "auto":
-            return StepBudget(of_device=USABLE, written="auto")
-        if text.endswith("%"):
-            return StepBudget(share=_share_in(text), written=text)
-        if not (count := parse_bytes(text)):
-            raise ValueError("it is nothing")
-        return StepBudget(count, written=text)
-    except ValueError as error:
-        found = f"{shown(repr(value))} is not a budget: {error}"
-        raise ConfigError(Problem(place, found, LEGAL_BUDGET, nearest(text, ("auto",)))) from None
+def _share(text: str) -> float | None:
+    share = float(text.strip().removesuffix("%")) / 100 if text.strip().endswith("%") else -1
+    return share if 0 <= share <= 1 else None
 
 
-def _share_in(text: str) -> float:
-    """Return a percentage as a number from 0 to 1; raises ``ValueError`` with the reason."""
-    try:
-        share = float(text.strip().removesuffix("%")) / 100
-    except ValueError:
-        raise ValueError("a share is a number with %") from None
-    if not (text.strip().endswith("%") and 0 <= share <= 1):
-        raise ValueError("a share is 0% to 100%")
-    return share
+_read_share = read_as(_share, "a share, 0% to 100%")
+_read_bytes = read_as(lambda text: parse_bytes(text) or None, LEGAL_BUDGET, ("auto",))
+
+
+def _read_budget(node: Node) -> StepBudget:
+    text = node.text.strip()
+    if isinstance(node.value, StepBudget):
+        return node.value
+    if node.kind == "map" and node.entries:
+        share = read.read_fields(node, {"device": _read_share})["device"]
+        return StepBudget(of_device=share, written=f"{{device: {node.value['device']}}}")
+    if word_of(text) == "auto":
+        return StepBudget(of_device=USABLE, written="auto")
+    if text.endswith("%"):
+        return StepBudget(share=_read_share(node), written=text)
+    return StepBudget(_read_bytes(node), written=text)
 
 
 # -- The table, in the order of the docs and of messages
 
 
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of a config value: its default, its reader, and the legal words if the value is one of some."""
+
+    default: Any
+    read: Reader
+    words: tuple[str, ...] = ()
+
+
 def _words(*words: str) -> Key:
-    return Key(words[0], _as_in_policies(policies.word(*words)), words)
+    return Key(words[0], word(*words), words)
 
 
+def _or_none(reader: Reader) -> Key:
+    return Key(None, lambda node: None if node.kind == "empty" else reader(node))
+
+
+_read_keep = word("first", "all", legal="first, all, or a predicate (position, tensor) -> bool")
 _OWN = {  # keys that `Config` holds itself
     "mode": _words("none", "full", "selective"),
-    "policy": Key(None, lambda value, place: load_policy(value, where=place)),
+    "policy": Key(None, lambda node: load_policy(node.value, where=node.location)),
     "engine": _words("auto", "rerun", "replay"),
     "verify": _words("first", "always", "never"),
-    "blocks": Key((), _as_in_policies(policies.read_patterns)),
-    "layers": Key(Layers(), _as_in_policies(policies.read_layer_spec)),
+    "blocks": Key((), read.read_patterns),
+    "layers": Key(ALL, read.read_layer_spec),
     "granularity": _words("block", "submodule"),
-    "strict": Key(False, read_flag),
-    "budget": Key(None, _or_none(_read_budget)),
-    "optimizer": Key(None, _or_none(_as_in_policies(policies.word(*STATES)))),
+    "strict": Key(False, read_bool),
+    "budget": _or_none(_read_budget),
+    "optimizer": _or_none(word(*STATES)),
 }
 _OF_THE_CALL = {  # keys of `CallOptions`, which are arguments of `sac.checkpoint` too
-    "use_reentrant": Key(False, read_flag),
-    "distribute_saved_activations": Key(False, read_flag),
-    "preserve_rng_state": Key(True, read_flag),
-    "early_stop": Key(True, read_flag),
+    "use_reentrant": Key(False, read_bool),
+    "distribute_saved_activations": Key(False, read_bool),
+    "preserve_rng_state": Key(True, read_bool),
+    "early_stop": Key(True, read_bool),
 }
 _OF_FULL_CONFIG = {
-    "keep": Key("first", lambda value, place: value if callable(value) else _read_keep(value, place), _KEEPS),
+    "keep": Key("first", lambda node: node.value if callable(node.value) else _read_keep(node)),
     "store": Key("whole", _read_store, _STORES),
-    "num_checkpoints": Key(None, _or_none(_as_in_policies(policies.whole(1)))),
+    "num_checkpoints": _or_none(read.whole(1)),
     "state": Key((), _read_state),
-    "host_memory": Key(None, _or_none(_read_host_memory)),
+    "host_memory": _or_none(read_as(parse_bytes, LEGAL_BYTES)),
 }
 CONFIG_KEYS: dict[str, Key] = _OWN | _OF_THE_CALL | _OF_FULL_CONFIG
 DEFAULTS: dict[str, Any] = {name: key.default for name, key in CONFIG_KEYS.items()}
 OWN_KEYS, CALL_KEYS, FULL_CONFIG_KEYS = tuple(_OWN), tuple(_OF_THE_CALL), tuple(_OF_FULL_CONFIG)
+_NOT_KEYS = {  # of a config value
+    "tp_group": "pass it as an argument: sac.apply(model, value, tp_group=…)",
+    "get_rng_state_tracker": "pass it as an argument: sac.apply(model, value, get_rng_state_tracker=…)",
+    "freeze_buffers": "leave it out: buffers that a region updates always advance once",
+    "generators": "leave it out: generators that modules and arguments hold are restored; give others to `state`, as "
+    "an object with snapshot() and restore(state)",
+}
+CALL_ARGUMENTS = {  # of `sac.checkpoint`, outside `FullConfig`
+    **_OF_THE_CALL,
+    "determinism_check": _words("default", "none"),
+    "get_rng_state_tracker": Key(None, _read_tracker),
+}
+
+
+def read_keys(given: Mapping[str, Any], where: str, keys: Mapping[str, Key] = CONFIG_KEYS) -> dict[str, Any]:
+    """Return the values in ``given``; raises ``ConfigError`` with all problems, each with a place below ``where``."""
+    with all_problems(ConfigError) as attempt:
+        readers = {name: key.read for name, key in keys.items()}
+        values: dict[str, Any] = attempt(read.read_fields, node_of(given, where), readers, _NOT_KEYS)
+    return values
+
+
+def read_flag(value: Any, place: str) -> bool:
+    """Return ``value``, which is true or false; raises ``ConfigError``."""
+    where, _, name = place.rpartition(".")
+    return bool(read_keys({name: value}, where, {name: Key(False, read_bool)})[name])

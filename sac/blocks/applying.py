@@ -40,7 +40,7 @@ from sac.engine.region import FULL, RegionGroup
 from sac.engine.settings import PLAIN, Settings
 from sac.engine.table import ResolvedPolicy, resolve_policy
 from sac.errors import ModelError, Problem, warn
-from sac.policy.model import Chunks, Policy
+from sac.policy.model import Policy
 
 NONE = "none"
 
@@ -79,7 +79,7 @@ def apply(
     notes = (_ADAPTERS,) if named is None and policy.name == "adapters" else ()
     for problem in rules_without_place(resolved, blocks, strict=config.strict, stage=stage):
         warn(problem)
-    chains = find_chains(model, blocks, config.layers) if isinstance(config.layers, Chunks) else ()
+    chains = find_chains(model, blocks, config.layers) if config.layers.form == "uniform" else ()
     pairs = [] if chains else groups_of(resolved, blocks, config.mode)
     rules = rules_here(policy.rules, blocks) if stage else policy.rules
     watch = UnmatchedRules((block.path for block, _ in pairs), rules, strict=config.strict)
@@ -127,7 +127,7 @@ def _choose_blocks(model: nn.Module, config: Config, policy: Policy) -> tuple[tu
 
 def _is_chosen(block: Block, config: Config, policy: Policy) -> bool:
     size = block.stack_size
-    return block.layer in config.layers.select(size) and block.layer in policy.layers.select(size)
+    return config.layers.matches(block.layer, size) and policy.layers.matches(block.layer, size)
 
 
 def groups_of(resolved: ResolvedPolicy, blocks: Sequence[Block], mode: str) -> list[tuple[Block, RegionGroup]]:

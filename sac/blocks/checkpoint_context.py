@@ -14,7 +14,7 @@ from sac.engine.compiled import checkpoint_contexts
 from sac.engine.table import NAMES, DecisionTable, layer_index, resolve_policy
 from sac.errors import PolicyError, Problem
 from sac.policy.load import PolicySource, load_policy
-from sac.policy.model import Decision, Policy, Rule
+from sac.policy.model import ALL, Decision, Policy, Rule
 
 _NO_MODULE = nn.Module()
 _tables: WeakKeyDictionary[nn.Module, dict[Policy, DecisionTable]] = WeakKeyDictionary()
@@ -71,7 +71,7 @@ def _obstacle(rule: Rule, module: nn.Module | None, layer: int | None) -> tuple[
         return "blocks", "matches blocks, and sac.context_fn does not know where in the model a block is"
     if module is None and rule.module is not None:
         return "module", "matches by module, and sac.context_fn was given none: sac.context_fn(policy, module=block)"
-    if rule.layers is None or rule.layers.is_all:
+    if rule.layers in (None, ALL):
         return "", ""
     if rule.layers.needs_count:
         return "layers", "needs the number of layers, which a block does not tell"

@@ -17,7 +17,7 @@ from sac.engine.compiled import run_in_eager, run_traced
 from sac.engine.region import Region, RegionGroup
 from sac.engine.table import DecisionTable
 from sac.errors import ModelError, Problem
-from sac.policy.model import Chunks
+from sac.policy.model import Layers
 
 # Note [Chunks]
 #
@@ -46,7 +46,7 @@ class Chain:
         return join(self.path, names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}")
 
 
-def find_chains(model: nn.Module, blocks: Sequence[Block], chunks: Chunks) -> tuple[Chain, ...]:
+def find_chains(model: nn.Module, blocks: Sequence[Block], chunks: Layers) -> tuple[Chain, ...]:
     """Return the chains that hold ``blocks``, divided into ``chunks``.
 
     A module that is called twice counts as two layers. Modules between two layers of a chunk belong to the chunk.

@@ -72,8 +72,8 @@ class UnmatchedRules:
             warn(problem)
 
     def _of_no_call(self, rule: Rule) -> Problem:
-        key = "function" if rule.functions else "unit"
-        names = rule.functions or rule.units
+        key = "function" if rule.function else "unit"
+        names = rule.function or rule.unit
         what = "module" if rule.matches_module else key if names else "op"
         found = f'rule "{rule.id}" matched no {what} in any region of the model'
         if names and self._reruns:

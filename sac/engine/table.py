@@ -377,15 +377,12 @@ def resolve_policy(policy: Policy) -> ResolvedPolicy:
     registry = read_registry()
     resolve = cache(lambda ops, saves: resolve_ops(ops, policy.sets, for_saving=saves, registry=registry))
     for name, found in check_sets(policy.sets).items():
-        where = str(policy.set_locations.get(name, policy.where("sets")))
-        problems.extend(replace(problem, where=where) for problem in found)
+        problems.extend(replace(problem, where=policy.where(f"sets.{name}")) for problem in found)
     for index, rule in enumerate(policy.rules):
         matcher: OpMatcher = resolve(rule.ops, rule.do != Decision.RECOMPUTE.value)
         rules.append(ResolvedRule(rule, matcher, index))
         for name_index, problem in matcher.problems.items():
-            marked = name_index < len(rule.op_locations)
-            where = str(rule.op_locations[name_index]) if marked else rule.where("ops")
-            problems.append(replace(problem, where=where))
+            problems.append(replace(problem, where=rule.where(f"ops[{name_index}]")))
         if matcher.missing:
             missing[rule.id] = matcher.missing
     if problems:

@@ -22,7 +22,7 @@ from sac.planner.predict import Choice, TooSmallError
 from sac.planner.regions import planned_regions
 from sac.planner.rehearsal import Rehearsal, refuse_unfit
 from sac.planner.sharding import fake_ranks, fsdp_over
-from sac.policy.model import PlanFigures, Policy, dump_policy
+from sac.policy.model import Policy, dump_policy
 from sac.policy.read import bytes_text
 from sac.tables import Table, flops_text, seconds_text
 from sac.tensors import tensor_parts
@@ -237,7 +237,7 @@ def plan(
     made = make_plan(
         model, inputs, budget, loss_fn=loss_fn, device=device, optimizer=optimizer, parallelize=parallelize
     )
-    return replace(made.policy, figures=PlanFigures(made.heading(), made.table(), made.notes, made.text()))
+    return replace(made.policy, figures=made)
 
 
 # -- The best of several sizes

@@ -13,7 +13,7 @@ from sac.ops.names import resolve_ops
 from sac.ops.registry import find_op
 from sac.ops.save_sets import SAVE_SETS
 from sac.planner.profile import Entry, RegionProfile
-from sac.policy.model import Calls, Decision, Layers, Policy, Rule
+from sac.policy.model import Decision, Layers, Policy, Rule
 from sac.policy.patterns import PathPattern
 
 # Note [The rules of a plan]
@@ -139,7 +139,7 @@ def rules_of(
             barred,
             **_named(product.names),
             module=None if product.modules is None else PathPattern.parse(_pattern(modules)),
-            call=None if product.calls is None else Calls(index=product.calls),
+            call=None if product.calls is None else Layers("index", tuple(sorted(product.calls))),
         )
     return found
 
@@ -212,8 +212,7 @@ def _products(sites: Sequence[_Site]) -> list[_Product]:
 def _named(names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     """Return the matcher of a rule on these ops, Functions or units."""
     kind = names[0].partition(" ")[0] if " " in names[0] else ""
-    key = {"function": "functions", "unit": "units"}.get(kind, "ops")
-    return {key: tuple(name.removeprefix(f"{kind} ") for name in names)}
+    return {kind or "ops": tuple(name.removeprefix(f"{kind} ") for name in names)}
 
 
 def _packet(op: str) -> str:
@@ -237,7 +236,7 @@ def layers_of(numbers: Iterable[int]) -> Layers:
             ranges[-1] = ranges[-1][0], number
         else:
             ranges.append((number, number))
-    return Layers(ranges=tuple(ranges))
+    return Layers("numbers", tuple(ranges))
 
 
 def _word(names: Sequence[str]) -> str:

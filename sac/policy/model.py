@@ -17,8 +17,8 @@ from typing import Any
 
 from sac.errors import PolicyError, Problem
 from sac.policy.patterns import PathPattern, fits_name
-from sac.policy.syntax import SourceLocation, yaml_text
-from sac.tables import Table, count_text, screen_width, wrapped_text
+from sac.policy.syntax import yaml_text
+from sac.tables import count_text, screen_width, wrapped_text
 
 SCHEMA = "sac/v1"
 
@@ -41,128 +41,77 @@ ALTERNATE = "alternate"  # a rule's fourth `do`: the 1st, 3rd, 5th … match in 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """A choice of layers of a stack, in the form that was written; see ``select``.
+    """A choice of the layers of a stack, or of the calls of an op in one module of a region, numbered from 0.
 
-    At most one of the fields is set (``offset`` belongs to ``every``); if none is set, all layers are chosen.
-    ``fraction``, above 0 and at most 1, is a share of the layers: ``round(fraction * count)`` of them, spread evenly
-    from the first on, so that each stage of a pipeline has about the same number; 0.5 is every second layer.
+    ``form`` is the written form, and ``value`` what it says: ``all``; ``first`` and ``last`` so many; ``every`` k-th
+    from ``offset`` on; ``index``: these numbers; ``numbers``: pairs of numbers, inclusive on both sides; ``fraction``,
+    above 0 and at most 1: ``round(fraction * count)`` layers, spread evenly from the first on, so that each stage of a
+    pipeline has about the same number; ``uniform``: all layers, with so many consecutive layers as one region (a chunk;
+    the last may be shorter). Chunks of ``uniform`` None have the square root of the number of layers, rounded up:
+    memory then holds the inputs of ``sqrt(n)`` chunks and, in backward, the activations of ``sqrt(n)`` layers.
     """
 
-    first: int | None = None
-    last: int | None = None
-    every: int | None = None
+    form: str = "all"
+    value: Any = None
     offset: int = 0
-    ranges: tuple[tuple[int, int], ...] | None = None  # inclusive on both sides
-    fraction: float | None = None
 
-    def select(self, count: int) -> frozenset[int]:
-        """Return the chosen indices out of ``range(count)``."""
-        if self.first is not None:
-            return frozenset(range(min(self.first, count)))
-        if self.last is not None:
-            return frozenset(range(max(0, count - self.last), count))
-        if self.every is not None:
-            return frozenset(range(self.offset, count, self.every))
-        if self.ranges is not None:
-            return frozenset(i for low, high in self.ranges for i in range(low, min(high, count - 1) + 1))
-        if self.fraction is not None:
-            chosen = round(self.fraction * count)
-            return frozenset(index * count // chosen for index in range(chosen))
-        return frozenset(range(count))
+    def matches(self, number: int, count: int | None = None) -> bool:
+        """Return whether ``number`` out of ``range(count)`` is chosen; ``count`` matters if ``needs_count``."""
+        numbers = range(number + 1 if count is None else count)
+        match self.form:
+            case "first":
+                return number in numbers[: self.value]
+            case "last":
+                return number in numbers[-self.value :]
+            case "every":
+                return number in numbers[self.offset :: self.value]
+            case "numbers":
+                return any(low <= number <= high for low, high in self.value)
+            case "index":
+                return number in self.value
+            case "fraction":
+                chosen = round(self.value * len(numbers))
+                return any(index * len(numbers) // chosen == number for index in range(chosen))
+        return True
+
+    def spans(self, count: int) -> tuple[range, ...]:
+        """Return the layers of each chunk as ranges within ``range(count)``."""
+        size = self.value or math.isqrt(max(count - 1, 0)) + 1
+        return tuple(range(first, min(first + size, count)) for first in range(0, count, size))
 
     @property
     def written(self) -> Any:
         """The form that was written, as plain values."""
-        if self.ranges is not None:
-            return [low if low == high else f"{low}-{high}" for low, high in self.ranges]
-        forms = {"first": self.first, "last": self.last, "every": self.every, "fraction": self.fraction}
-        chosen = {form: value for form, value in forms.items() if value is not None}
-        return (chosen | {"offset": self.offset} if self.every else chosen) or "all"
-
-    @property
-    def is_all(self) -> bool:
-        """Whether every layer is chosen, whatever their number."""
-        return self == Layers()
+        if self.form == "numbers":
+            return [low if low == high else f"{low}-{high}" for low, high in self.value]
+        if self.form == "all":
+            return "all"
+        return {self.form: self.value} | ({"offset": self.offset} if self.form == "every" else {})
 
     @property
     def needs_count(self) -> bool:
         """Whether the choice depends on the number of layers."""
-        return self.last is not None or self.fraction is not None
+        return self.form in ("last", "fraction")
 
 
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """All layers of a stack, with ``size`` consecutive layers as one region; the last chunk may be shorter.
-
-    ``size`` None means the square root of the number of layers, rounded up. Memory then holds the inputs of ``sqrt(n)``
-    chunks, plus, in backward, the activations of ``sqrt(n)`` layers. (Single layers hold ``n`` inputs and the
-    activations of one layer, which is less as long as these are many times the size of an input.)
-    """
-
-    size: int | None = None
-
-    def select(self, count: int) -> frozenset[int]:
-        """Return the chosen indices out of ``range(count)``: all of them."""
-        return frozenset(range(count))
-
-    def spans(self, count: int) -> tuple[range, ...]:
-        """Return the layers of each chunk as ranges within ``range(count)``."""
-        size = self.size or math.isqrt(max(count - 1, 0)) + 1
-        return tuple(range(first, min(first + size, count)) for first in range(0, count, size))
-
-
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """A choice of calls of one op inside one module of a region: by index, or every k-th from an offset (from 0 on)."""
-
-    index: frozenset[int] | None = None
-    every: int | None = None
-    offset: int = 0
-
-    def matches(self, call: int) -> bool:
-        """Return whether call number ``call`` (from 0) is chosen."""
-        if self.index is not None:
-            return call in self.index
-        return call >= self.offset and (call - self.offset) % (self.every or 1) == 0
-
-    @property
-    def written(self) -> Any:
-        """The form that was written, as plain values."""
-        return {"every": self.every, "offset": self.offset} if self.index is None else {"index": sorted(self.index)}
-
-
+ALL = Layers()
 _COMPARISONS = {
-    "==": operator.eq, "!=": operator.ne, ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt
+    "!=": operator.ne, ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Dim:
-    """One dimension of a shape pattern: ``op`` is ``_`` (any size), ``==``, ``!=``, ``>=``, ``<=``, ``>`` or ``<``.
-
-    The first of a shape may be ``...``: any number of leading dimensions, including zero (see ``Rule.fits_shape``).
-    """
-
-    op: str = "_"
-    size: int = 0
-
-    def matches(self, size: int) -> bool:
-        """Return whether a dimension of ``size`` elements matches."""
-        return self.op not in _COMPARISONS or bool(_COMPARISONS[self.op](size, self.size))
-
-    @property
-    def written(self) -> Any:
-        """The form that was written, as plain values."""
-        if self.op == "==":
-            return self.size
-        return f"{self.op}{self.size}" if self.op in _COMPARISONS else self.op
+def _dim_fits(dim: str | int, size: int) -> bool:
+    if isinstance(dim, int):
+        return size == dim
+    sign = dim.rstrip("0123456789")
+    return sign == "_" or bool(_COMPARISONS[sign](size, int(dim.removeprefix(sign))))
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A rule: matchers of calls, and the decision for matched calls. A matcher that is None or empty matches all.
 
-    At most one of ``ops``, ``functions`` and ``units`` is set; without them, the rule matches modules as a whole.
+    At most one of ``ops``, ``function`` and ``unit`` is set; without them, the rule matches modules as a whole.
     """
 
     id: str
@@ -170,22 +119,21 @@ class Rule:
     ops: tuple[str, ...] = ()  # as written: save-sets, packets, overloads, globs
     module: PathPattern | None = None  # relative to the region
     layers: Layers | None = None
-    call: Calls | None = None
-    shape: tuple[Dim, ...] | None = None
+    call: Layers | None = None
+    shape: tuple[str | int, ...] | None = None  # as written: `_`, 128, `>=4096`; first `...`: any dimensions
     dtype: tuple[str, ...] = ()  # torch dtype names without "torch."
     optional: bool = False
     blocks: tuple[PathPattern, ...] = ()  # paths of regions, from the model down
-    functions: tuple[str, ...] = field(default=(), kw_only=True)  # names or globs of autograd Functions' classes
-    units: tuple[str, ...] = field(default=(), kw_only=True)  # names or globs of pieces named by ``sac.unit``
-    location: SourceLocation = field(default=SourceLocation("<policy>"), compare=False)
-    key_locations: Mapping[str, SourceLocation] = field(default_factory=dict, compare=False, hash=False)
-    op_locations: tuple[SourceLocation, ...] = field(default=(), compare=False, hash=False)  # one per entry of ops
+    function: tuple[str, ...] = field(default=(), kw_only=True)  # names or globs of autograd Functions' classes
+    unit: tuple[str, ...] = field(default=(), kw_only=True)  # names or globs of pieces named by ``sac.unit``
+    location: str = field(default="<policy>", compare=False)
+    key_locations: Mapping[str, str] = field(default_factory=dict, compare=False, hash=False)
     origin: str = field(default="", compare=False)  # the policy that contains it, possibly a parent by `extends`
 
     @property
     def matches_module(self) -> bool:
         """Whether this is a whole-module rule: `module` without `ops`, `function` and `unit`."""
-        return not (self.ops or self.functions or self.units)
+        return not (self.ops or self.function or self.unit)
 
     def matches_unit(self, function: str, unit: str = "") -> bool:
         """Return whether `function` or `unit` names this unit.
@@ -193,13 +141,13 @@ class Rule:
         ``function`` is the qualified name of its class, ``unit`` its name under ``sac.unit``, empty where it has none.
         """
         if unit:
-            return any(fnmatchcase(unit, pattern) for pattern in self.units)
-        return any(fits_name(pattern, function) for pattern in self.functions)
+            return any(fnmatchcase(unit, pattern) for pattern in self.unit)
+        return any(fits_name(pattern, function) for pattern in self.function)
 
     @property
     def what_text(self) -> str:
         """What the rule matches, in the words of a policy file."""
-        kinds = (("", self.ops), ("function ", self.functions), ("unit ", self.units))
+        kinds = (("", self.ops), ("function ", self.function), ("unit ", self.unit))
         return next((kind + ", ".join(names) for kind, names in kinds if names), "(the module as a whole)")
 
     @property
@@ -225,43 +173,34 @@ class Rule:
         """Return whether the region at ``path``, which is ``layer`` of ``stack_size``, is meant."""
         if self.blocks and not any(pattern.matches(path) for pattern in self.blocks):
             return False
-        return self.layers is None or layer in self.layers.select(stack_size)
+        return self.layers is None or self.layers.matches(layer, stack_size)
+
+    def takes_all_of(self, later: Rule) -> bool:
+        """Return whether this rule matches all that ``later`` matches, as far as their texts tell."""
+        for key in NAMING:
+            names, others = getattr(self, key), getattr(later, key)
+            if bool(names) != bool(others) or not ("*" in names or set(names) >= set(others)):
+                return False
+        return all(getattr(self, key) in (None, (), ALL, getattr(later, key)) for key in LIMITS)
 
     def fits_shape(self, sizes: Sequence[int]) -> bool:
         """Return whether a tensor of ``sizes`` matches the rule's ``shape``."""
         dims, sizes = self.shape or (), tuple(sizes)
-        if dims and dims[0].op == "...":
+        if dims[:1] == ("...",):
             dims = dims[1:]
             sizes = sizes[max(0, len(sizes) - len(dims)) :]
-        elif self.shape is None:
-            return True
-        return len(dims) == len(sizes) and all(dim.matches(size) for dim, size in zip(dims, sizes, strict=True))
+        return not self.shape or (len(dims) == len(sizes) and all(map(_dim_fits, dims, sizes)))
 
     def where(self, key: str = "") -> str:
-        """Return the source location of the rule, or of one of its keys, for a message."""
-        return str(self.key_locations.get(key, self.location))
-
-
-@dataclass(frozen=True, slots=True)
-class PlanFigures:
-    """What a plan costs next to the usual choices, as it is shown.
-
-    ``heading``: lines on the budget and the peaks; ``notes``: lines after the table; ``yaml``: the policy as YAML with
-    the figures in comments; ``size``: the batch or length that was chosen, if several were tried.
-    """
-
-    heading: tuple[str, ...]
-    table: Table
-    notes: tuple[str, ...]
-    yaml: str
-    size: int | None = None
+        """Return the source location of the rule, or of one of its keys (``ops``, ``ops[0]``), for a message."""
+        return self.key_locations.get(key, self.location)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Policy:
     """An ordered list of rules plus a default. The first match wins; a child's rules come before its parent's.
 
-    ``figures`` are those of the plan, for a policy that ``sac.plan`` has just computed.
+    ``figures``: the planner's ``Plan``, for a policy that ``sac.plan`` has just computed.
     """
 
     name: str
@@ -269,17 +208,16 @@ class Policy:
     default: Decision = Decision.RECOMPUTE
     models: tuple[str, ...] = ()  # model_type or class-name globs
     sets: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
-    set_locations: Mapping[str, SourceLocation] = field(default_factory=dict, compare=False, hash=False)
     blocks: tuple[PathPattern, ...] = ()  # empty: the blocks are found
-    layers: Layers = Layers()
+    layers: Layers = ALL
     extends: tuple[str, ...] = field(default=(), compare=False)  # parents, nearest first; `rules` includes theirs
     source: str = field(default="<policy>", compare=False)
-    key_locations: Mapping[str, SourceLocation] = field(default_factory=dict, compare=False, hash=False)
-    figures: PlanFigures | None = field(default=None, compare=False)
+    key_locations: Mapping[str, str] = field(default_factory=dict, compare=False, hash=False)
+    figures: Any = field(default=None, compare=False)
 
     def to_yaml(self) -> str:
         """Return the policy as YAML that loads to an equal policy; a plan has its figures in comments."""
-        return dump_policy(self) if self.figures is None else self.figures.yaml
+        return dump_policy(self) if self.figures is None else self.figures.text()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the policy to a YAML file, which ``sac.load_policy`` and configs read; replaces a file that exists.
@@ -289,31 +227,17 @@ class Policy:
         file = Path(path).expanduser()
         try:
             file.write_text(self.to_yaml(), encoding="utf-8")
-        except OSError as error:
-            found = f"the file cannot be written: {error.strerror}"
+        except (OSError, ValueError) as error:  # ValueError: a lone surrogate, or a NUL in the name
+            found = f"the file cannot be written: {getattr(error, 'strerror', None) or error}"
             raise PolicyError(Problem(os.fspath(path), found)) from error
 
     def table(self) -> str:
-        """Return a table as text: of a plan its cost next to the usual choices, otherwise a row per rule."""
-        made, width = self.figures, screen_width()
-        above = (self.title(),) if made is None else made.heading
-        table = self._rules() if made is None else made.table
-        below = (self.rest(),) if made is None else made.notes
-        return "\n".join([wrapped_text(above, width), table.text(width), wrapped_text(below, width)])
-
-    def title(self) -> str:
-        """Return one line with source, name, parents and families of models."""
-        family = f", for {', '.join(self.models)}" if self.models else ""
-        parents = f", extends {', '.join(self.extends)}" if self.extends else ""
-        return f"{self.source}: policy {self.name}{parents}{family}"
-
-    def _rules(self) -> Table:
-        rows = [(rule.id, rule.do, rule.what_text, "; ".join(limits_of(rule)), rule.origin) for rule in self.rules]
-        return Table(("rule", "do", "ops", "only where", "of policy"), tuple(rows), optional=("of policy",))
-
-    def rest(self) -> str:
-        """Return one line with the default, and how layers are counted."""
-        return f"everything else: {self.default.value}; {_in_a_line(layers=self.layers.written)}"
+        """Return a plan's cost next to the usual choices as a table; another policy as YAML."""
+        if self.figures is None:
+            return self.to_yaml()
+        width = screen_width()
+        heading, notes = (wrapped_text(lines, width) for lines in (self.figures.heading(), self.figures.notes))
+        return "\n".join([heading, self.figures.table().text(width), notes])
 
     def __str__(self) -> str:
         return self.table()
@@ -323,8 +247,8 @@ class Policy:
         return f"<Policy {self.name}: {rules}, everything else: {self.default.value}; print() shows all>"
 
     def where(self, key: str = "") -> str:
-        """Return the source location of the policy, or of one of its top-level keys, for a message."""
-        return str(self.key_locations.get(key, SourceLocation(self.source)))
+        """Return the source location of the policy, of a key, or of ``sets.name``, for a message."""
+        return self.key_locations.get(key, self.source)
 
 
 # -- Policies and rules as YAML
@@ -335,36 +259,33 @@ def dump_policy(policy: Policy) -> str:
 
     The text is self-contained: rules inherited by ``extends`` are written out.
     """
-    written: dict[str, Any] = {"schema": SCHEMA, "name": policy.name}
-    if policy.models:
-        written["models"] = _plain(policy.models)
-    if policy.sets:
-        written["sets"] = {name: _plain(ops) for name, ops in policy.sets.items()}
-    regions = {"blocks": _plain(policy.blocks)} if policy.blocks else {}
-    regions |= {} if policy.layers.is_all else {"layers": policy.layers.written}
-    if regions:
-        written["regions"] = regions
+    regions = {"blocks": policy.blocks, "layers": None if policy.layers == ALL else policy.layers}
+    written: dict[str, Any] = {"schema": SCHEMA, "name": policy.name, "models": policy.models}
+    written |= {"sets": {name: _plain(ops) for name, ops in policy.sets.items()}, "regions": _plain_values(regions)}
     rules = [{"id": rule.id, **_matchers(rule), "do": rule.do} for rule in policy.rules]
-    return yaml_text(written | {"default": policy.default.value, "rules": rules})
+    return yaml_text(_plain_values(written) | {"default": policy.default.value, "rules": rules})
 
 
 def limits_of(rule: Rule) -> list[str]:
     """Return a rule's matchers other than its ops, each as in a policy file: ``layers: {first: 2}``."""
-    what = ("ops", "function", "unit")
-    return [_in_a_line(**{key: value}) for key, value in _matchers(rule).items() if key not in what]
+    return [_in_a_line(**{key: value}) for key, value in _matchers(rule).items() if key not in NAMING]
 
 
 def _in_a_line(**entry: Any) -> str:
     return yaml_text(entry, flow=True, width=math.inf).strip()[1:-1]
 
 
-FIELDS = {"ops": "ops", "function": "functions", "unit": "units"}  # of ``Rule``, by key of a policy file
-FIELDS |= {key: key for key in ("blocks", "module", "layers", "call", "shape", "dtype", "optional")}
+NAMING = ("ops", "function", "unit")  # at most one of them in a rule
+LIMITS = ("blocks", "module", "layers", "call", "shape", "dtype")
 
 
 def _matchers(rule: Rule) -> dict[str, Any]:
-    matchers = {key: getattr(rule, name) for key, name in FIELDS.items()}
-    return {key: _plain(value) for key, value in matchers.items() if value not in (None, (), False)}
+    return _plain_values({key: getattr(rule, key) for key in (*NAMING, *LIMITS, "optional")})
+
+
+def _plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is set of the values of a mapping, as plain values."""
+    return {key: _plain(value) for key, value in values.items() if value not in (None, (), False, {})}
 
 
 def _plain(value: Any) -> Any:
@@ -374,4 +295,4 @@ def _plain(value: Any) -> Any:
         return values[0] if len(values) == 1 and isinstance(value[0], str | PathPattern) else values
     if isinstance(value, PathPattern):
         return value.text
-    return value.written if isinstance(value, Layers | Calls | Dim) else value
+    return value.written if isinstance(value, Layers) else value

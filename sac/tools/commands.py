@@ -50,9 +50,11 @@ def check(arguments: argparse.Namespace) -> int:
         count = len(meaning["names"])
         here = f"{count} of {count + len(meaning['missing'])}" if rule.ops else "–"
         rows.append((rule.id, rule.do, rule.what_text, here, "; ".join(limits_of(rule)), rule.origin, rule.where()))
-    print(policy.title())
+    parents = f", extends {', '.join(policy.extends)}" if policy.extends else ""
+    families = f", for {', '.join(policy.models)}" if policy.models else ""
+    print(f"{policy.source}: policy {policy.name}{parents}{families}")
     print(Table(columns, tuple(rows), ("names here",), optional=("place", "of policy")).text(screen_width()))
-    print(policy.rest())
+    print(f"everything else: {policy.default.value}")
     if missing:
         print(f"{count_text(len(missing), 'name')} not in this build of torch ({torch.__version__}): --json lists them")
     return DONE
@@ -62,7 +64,7 @@ def _meaning(resolved: ResolvedRule) -> dict[str, Any]:
     rule, missing = resolved.rule, resolved.matcher.missing
     names = dict.fromkeys(entry.pattern.text for entry in resolved.matcher.entries)
     return {
-        "id": rule.id, "do": rule.do, "ops": rule.ops, "function": rule.functions, "unit": rule.units,
+        "id": rule.id, "do": rule.do, "ops": rule.ops, "function": rule.function, "unit": rule.unit,
         "only_where": limits_of(rule), "of_policy": rule.origin, "place": rule.where(),
         "names": [name for name in names if name not in missing], "missing": missing,
     }  # fmt: skip

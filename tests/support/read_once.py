@@ -17,27 +17,23 @@ from sac.ops import names
 from sac.ops.registry import NamePattern, Registry
 from sac.policy import load as files
 from sac.policy.load import shipped_directory, shipped_policies
-from sac.policy.syntax import Findings, Node
+from sac.policy.syntax import Node
 
 _compose_yaml = files.compose_yaml
 _read_registry = names.read_registry
 _has = Registry.has
 
 _shipped = frozenset(str(shipped_directory() / f"{name}.yaml") for name in shipped_policies())
-_composed: dict[tuple[str, str], Node | None] = {}
+_composed: dict[tuple[bytes, str], Node] = {}
 
 
-def compose_yaml(text: str, file: str, findings: Findings) -> Node | None:
-    """Nodes cannot be changed, so that two readers can have the same ones; a file with a mistake is read again."""
+def compose_yaml(data: bytes, file: str) -> Node:
+    """Nodes cannot be changed, so that two readers can have the same ones."""
     if file not in _shipped:
-        return _compose_yaml(text, file, findings)
-    if (text, file) not in _composed:
-        before = len(findings)
-        root = _compose_yaml(text, file, findings)
-        if len(findings) > before:
-            return root
-        _composed[text, file] = root
-    return _composed[text, file]
+        return _compose_yaml(data, file)
+    if (data, file) not in _composed:
+        _composed[data, file] = _compose_yaml(data, file)
+    return _composed[data, file]
 
 
 class _Registered:

@@ -73,7 +73,7 @@ def test_every_key() -> None:
     )
     blocks = (PathPattern.parse("model.layers.*"),)
     llama = load_policy("llama")
-    assert parsed == Config("selective", llama, "replay", "always", blocks, Layers(last=2), "submodule", True)
+    assert parsed == Config("selective", llama, "replay", "always", blocks, Layers("last", 2), "submodule", True)
     assert parse_config(parsed) is parsed
 
 
@@ -87,7 +87,7 @@ def test_defaults_of_the_table_are_legal_and_those_of_every_holder() -> None:
         assert {key: getattr(holder, key) for key in held} == {key: DEFAULTS[key] for key in held}
     found_later = ("policy", "blocks", "layers")  # in the model
     written = {key: value for key, value in DEFAULTS.items() if key not in found_later}
-    assert read_keys(written, "here") == (written, [])
+    assert read_keys(written, "here") == written
 
 
 # What is given, and how the text goes on after the place (` / ` begins a line of it).
@@ -97,21 +97,24 @@ ILLEGAL: list[tuple[Any, str]] = [
     (nn.Sequential(nn.Linear(2, 2)), ": a value of type Sequential"),
     ("selectiv", ': "selectiv" is not known / did you mean: selective / legal: none, full, selective'),
     ("checkpoint-all", ': "checkpoint-all" is not known / legal: none, full, selective'),
-    ("no/such.yaml", ': there is no file "no/such.yaml" / fix: check the path'),
+    ("no/such.yaml", ': the file "no/such.yaml" cannot be read: No such file or directory / fix: check'),
     ({}, ".mode: the key `mode` is missing"),
     ({"mode": None}, ".mode: mode is empty / legal: none, full, selective"),
     ({"mode": "ful"}, '.mode: mode is "ful" / did you mean: full'),
-    ({"mode": "full", "stric": True}, ": unknown key 'stric' / did you mean: strict"),
-    ({"mode": "full", 3: 4}, ": unknown key 3"),
-    ({"mode": "full", "generators": []}, ": generators is no longer a key of a config value / fix: leave it out"),
-    ({"mode": "full", "tp_group": None}, ": tp_group is not a key of a config value / fix: pass it as an argument: "),
+    ({"mode": "full", "stric": True}, ': unknown key "stric" / did you mean: strict'),
+    ({"mode": "full", 3: 4}, ': unknown key "3"'),
+    ({"mode": "full", "generators": []}, ': unknown key "generators" / legal: mode, policy'),
+    ({"mode": "full", "tp_group": None}, ': unknown key "tp_group" / legal: mode, policy'),
     ({"mode": "full", "policy": "llama"}, ".policy: mode full takes no policy"),
     ({"mode": "selective", "policy": "lama"}, '.policy: no shipped policy is called "lama" / did you mean: llama'),
-    ({"mode": "selective", "policy": 3}, ".policy: a policy is meant, this is a value of type int"),
+    ({"mode": "selective", "policy": 3}, '.policy: a policy is meant, this is "3"'),
     ({"mode": "full", "verify": "frist"}, '.verify: verify is "frist" / did you mean: first'),
     ({"mode": "full", "engine": "re-run"}, '.engine: engine is "re-run" / did you mean: rerun'),
-    ({"mode": "full", "blocks": ["layers.*", "a..b"]}, '.blocks[1]: blocks is "a..b": it has an empty segment'),
-    ({"mode": "full", "layers": {"frist": 3}}, '.layers.frist: unknown key "frist" in layers'),
+    (
+        {"mode": "full", "blocks": ["layers.*", "a..b"]},
+        '.blocks[1]: blocks[1] is "a..b": a segment between dots is empty',
+    ),
+    ({"mode": "full", "layers": {"frist": 3}}, '.layers: unknown key "frist" in layers'),
     ({"mode": "full", "granularity": "blocks"}, '.granularity: granularity is "blocks" / did you mean: block'),
     ({"mode": "full", "strict": "yes"}, '.strict: strict is "yes" / legal: true, false'),
 ]
@@ -128,13 +131,26 @@ def test_illegal_values(value: Any, text: str) -> None:
 
 def test_illegal_values_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        sac.apply(nn.Linear(2, 2), {"strict": 5, "bad": 1, "engine": None})
+        sac.apply(nn.Linear(2, 2), {"mode": "ful", "strict": 5, "bad": 1, "engine": None})
     assert [problem.found for problem in caught.value.problems] == [
-        "unknown key 'bad'",
-        "the key `mode` is missing",
+        'mode is "ful"',
+        'strict is "5"',
+        'unknown key "bad"',
         "engine is empty",
-        "strict is 5",
     ]
+
+
+@pytest.mark.parametrize(
+    ("key", "fix"),
+    [
+        ("generators", "leave it out: generators that modules and arguments hold are restored"),
+        ("freeze_buffers", "leave it out: buffers"),
+        ("tp_group", r"pass it as an argument: sac\.apply\(model, value, tp_group=…\)"),
+    ],
+)
+def test_what_to_write_instead_of_a_key_that_is_none(key: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=f"fix: {fix}"):
+        parse_config({"mode": "full", key: None})
 
 
 # -- Policies that can be read and not be carried out: refused at `apply`, with their place in the file

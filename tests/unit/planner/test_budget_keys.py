@@ -39,13 +39,13 @@ LEGAL = (
 )
 # The keys, and what is told (` / ` begins a line of it).
 ILLEGAL: list[tuple[dict[str, Any], str]] = [
-    ({"budget": "lots"}, f"budget: 'lots' is not a budget: it is not a number with a unit{LEGAL}"),
-    ({"budget": "120%"}, f"budget: '120%' is not a budget: a share is 0% to 100%{LEGAL}"),
-    ({"budget": {"device": "most"}}, "budget: {'device': 'most'} is not a budget: a share is a number with %"),
-    ({"budget": {"device": 0.9}}, "budget: {'device': 0.9} is not a budget: a share is 0% to 100%"),
-    ({"budget": {"devise": "90%"}}, "budget: {'devise': '90%'} is not a budget: it is not a number with a unit"),
-    ({"budget": 0}, f"budget: 0 is not a budget: it is nothing{LEGAL}"),
-    ({"budget": True}, f"budget: True is not a budget: it is not a number with a unit{LEGAL}"),
+    ({"budget": "lots"}, f'budget: budget is "lots": it is not a number with a unit{LEGAL}'),
+    ({"budget": "120%"}, 'budget: budget is "120%" / legal: a share, 0% to 100%'),
+    ({"budget": {"device": "most"}}, 'budget.device: budget.device is "most" / legal: a share, 0% to 100%'),
+    ({"budget": {"device": 0.9}}, 'budget.device: budget.device is "0.9" / legal: a share, 0% to 100%'),
+    ({"budget": {"devise": "90%"}}, 'budget: unknown key "devise" in budget / did you mean: device'),
+    ({"budget": 0}, f'budget: budget is "0"{LEGAL}'),
+    ({"budget": True}, f'budget: budget is "true": it is not a number with a unit{LEGAL}'),
     ({"mode": "full", "budget": "1GiB"}, "budget: mode full leaves nothing to choose / fix: write `mode: selective`, "),
     ({"optimizer": "sgd"}, "optimizer: it says how a budget is met, and there is none / fix: give a budget"),
     ({"budget": "1GiB", "engine": "rerun"}, "engine: a budget is planned for the replay engine / fix: leave the eng"),

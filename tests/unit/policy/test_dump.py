@@ -28,7 +28,7 @@ RULES: list[dict[str, object]] = [
     {
         "ops": "aten.mm",
         "shape": ["...", "_", 8, "!=4", ">=4096", "<=2", ">1", "<3"],
-        "dtype": ["half", "float8_e4m3fn"],
+        "dtype": ["float16", "float8_e4m3fn"],
     },
     {"function": ["F", "m.*Norm"], "module": "mlp"},
     {"unit": ["rope_{q}", "on"]},
@@ -37,7 +37,7 @@ POLICIES: list[dict[str, object]] = [
     *({"rules": [{"do": "save", **rule}]} for rule in RULES),
     *({"name": name, "models": [name], "rules": [{"id": name, "ops": "a", "do": "save"}]} for name in TRICKY),
     *({"default": "save", "sets": {name: ["aten.mm", "matmul"]}} for name in ("on", "no", "null", "true", "010")),
-    {"default": "offload", "regions": {"blocks": ["model.layers.*", "{a,b}"], "layers": {"block": 3}}},
+    {"default": "offload", "regions": {"blocks": ["model.layers.*", "{a,b}"], "layers": {"first": 3}}},
 ]
 
 
@@ -59,7 +59,7 @@ def test_a_dump_reads_well() -> None:
         "module": ["mlp.**", "*_proj"],
         "layers": {"every": 2},
         "shape": ["...", "_", ">= 4096"],
-        "dtype": "torch.half",
+        "dtype": "float16",
         "do": "alternate",
     }
     sets = {"attention": "my_lib::flash"}
@@ -91,6 +91,14 @@ def test_a_dump_of_a_child_stands_alone(tmp_path: Path) -> None:
     alone = load_policy(tmp_path / "alone.yaml")
     assert alone == child
     assert alone.extends == ()
+
+
+def test_a_childs_rule_may_cover_its_parents(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text("schema: sac/v1\nrules: [{ops: attention, module: a, do: save}]\n")
+    (tmp_path / "child.yaml").write_text('schema: sac/v1\nextends: parent.yaml\nrules: [{ops: "*", do: save}]\n')
+    child = load_policy(tmp_path / "child.yaml")
+    child.save(tmp_path / "saved.yaml")
+    assert load_policy(tmp_path / "saved.yaml").rules == child.rules
 
 
 # -- Whatever a file or mapping holds, reading it gives a policy or one error

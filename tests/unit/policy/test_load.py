@@ -67,22 +67,18 @@ def test_an_unknown_name(here: Path) -> None:
 
 # What is given, and how the error begins (` / ` begins a line of it).
 SOURCES = [
-    (None, "policy: a policy is meant, this is a value of type NoneType / legal: a path, a mapping, a Policy, or one"),
-    ([], "policy: a policy is meant, this is a value of type list / legal: "),
-    (" ", "policy: a policy is meant, this is an empty name / legal: "),
-    (
-        "lama.yaml",
-        'policy: there is no file "lama.yaml" / did you mean: llama / fix: the shipped policy is written "ll',
-    ),
-    ("sub/other.yaml", 'policy: there is no file "sub/other.yaml" / fix: check the path'),
-    ("a\0b.yaml", 'policy: there is no file "a\\x00b.yaml" / fix: check the path'),
-    ("x" * 5000 + ".yaml", f'policy: the file "{"x" * 57}..." cannot be reached: File name too long / fix: check'),
-    ("loop.yaml", 'policy: the file "loop.yaml" cannot be reached: Too many levels of symbolic links / fix: check'),
-    ("folder.yaml", "folder.yaml: this is a directory, not a policy file / fix: name a policy file"),
-    ("pipe.yaml", "pipe.yaml: this is not a regular file / fix: name a policy file"),
-    ("long.yaml", "long.yaml: the file is longer than 1 MiB / fix: name a policy file"),
-    ("binary.yaml", "binary.yaml:1:1: the character 0x0003 is not allowed in YAML"),
-    ("latin.yaml", "latin.yaml:2:1: the byte 0xff is not UTF-8"),
+    (None, "policy: a policy is meant, this is empty / legal: a path, a mapping, a Policy, or one"),
+    ([], "policy: a policy is meant, this is a list / legal: "),
+    (" ", 'policy: no shipped policy is called " " / legal: '),
+    ("lama.yaml", 'policy: the file "lama.yaml" cannot be read: No such file or directory / did you mean: llama'),
+    ("a\0b.yaml", 'policy: the file "a\\x00b.yaml" cannot be read: embedded null byte / fix: check the path'),
+    ("x" * 5000 + ".yaml", f'policy: the file "{"x" * 57}..." cannot be read: File name too long / fix: check'),
+    ("loop.yaml", 'policy: the file "loop.yaml" cannot be read: Symlink loop'),
+    ("folder.yaml", 'policy: the file "folder.yaml" cannot be read: it is not a regular file of at most 1 MiB'),
+    ("pipe.yaml", 'policy: the file "pipe.yaml" cannot be read: it is not'),
+    ("long.yaml", 'policy: the file "long.yaml" cannot be read: it is not'),
+    ("binary.yaml", "binary.yaml:1:1: this is not YAML: "),
+    ("latin.yaml", "latin.yaml:2:1: this is not YAML: "),
 ]
 
 
@@ -100,25 +96,24 @@ def test_what_is_no_policy(here: Path, source: object, text: str) -> None:
 def test_a_file_that_must_not_be_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "p.yaml").write_text(EMPTY)
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", refuse)  # chmod does not stop root, who runs many a container
-    assert error("p.yaml") == "p.yaml: the file cannot be read: Permission denied\n    fix: check its permissions"
+    assert error("p.yaml").startswith('policy: the file "p.yaml" cannot be read: Permission denied')
 
 
 def test_values_that_another_yaml_reader_has_changed_are_errors() -> None:
     rules = [{"ops": "a", "do": True}, {"ops": "a", "do": object(), "layers": 68, "call": {"index": None}}]
     text = error({True: "rules", "name": 1.1, "rules": rules})
-    for found in ("a key of a policy is true", "name is 1.1", "do is true", "layers is 68"):
+    for found in ('unknown key "true"', 'name is "1.1"', '[0].do is "true"', "[1].do is a value of", 'layers is "68"'):
         assert found in text
 
 
 def test_mappings_that_would_take_all_memory_are_refused() -> None:
     endless: dict[str, object] = {}
     endless["sets"] = endless
-    assert "sets: this nests more than 20 deep" in error(endless)
-    assert "policy.rules[9998]: up to here the policy holds more than 10000" in error({"rules": [[]] * 10_000})
+    assert "sets.sets is a mapping" in error(endless)
     number = [{"ops": "a", "do": "save", "layers": {"first": 10**5000}}]
     assert "layers.first is a value of type int" in error({"rules": number})
 
@@ -165,8 +160,8 @@ def test_default_and_regions_come_from_the_first_that_sets_them(general: None) -
     policy = load_policy("new.yaml")
     assert policy.default is Decision.SAVE
     assert policy.blocks == (PathPattern.parse("b.*"),)
-    assert policy.layers == Layers(first=2)
-    places = [policy.where(key) for key in ("default", "blocks", "layers")]
+    assert policy.layers == Layers("first", 2)
+    places = [policy.where(key) for key in ("default", "regions.blocks", "regions.layers")]
     assert places == ["old.yaml:2:10", "mid.yaml:3:19", "old.yaml:3:34"]
     write("own.yaml", "extends: mid.yaml\ndefault: recompute\nregions: {layers: all}")
     own = load_policy("own.yaml")
@@ -179,7 +174,7 @@ def test_sets_are_joined_and_models_are_not_inherited(general: None) -> None:
     child = load_policy("child.yaml")
     assert child.sets == {"attention": ("d", "b", "a"), "mine": ("c",)}
     assert child.models == ()
-    assert [str(mark) for mark in child.set_locations.values()] == ["child.yaml:3:8", "parent.yaml:3:27"]
+    assert [child.where(f"sets.{name}") for name in child.sets] == ["child.yaml:3:19", "parent.yaml:3:33"]
 
 
 def test_parents_are_followed_in_order_and_a_shared_one_comes_last(general: None) -> None:
@@ -206,14 +201,13 @@ def test_chains_that_do_not_end(general: None) -> None:
     write("start.yaml", "extends: a.yaml")
     write("a.yaml", "extends: b.yaml")
     write("b.yaml", "extends: [./a.yaml]")
-    assert error("start.yaml") == (
-        "b.yaml:2:11: extends goes in a circle: a.yaml -> b.yaml -> a.yaml\n    fix: remove one of these `extends`"
-    )
+    circle = "extends goes in a circle or through more than 16 files: back to"
+    assert error("start.yaml") == f"b.yaml:2:11: {circle} a.yaml\n    fix: remove one of these `extends`"
     write("self.yaml", "extends: self.yaml")
-    assert error("self.yaml").startswith("self.yaml:2:10: extends goes in a circle: self.yaml -> self.yaml\n")
+    assert error("self.yaml").startswith("self.yaml:2:10: extends goes in a circle")
     for place in range(20):
         write(f"p{place}.yaml", f"extends: p{place + 1}.yaml")
-    assert error("p0.yaml") == "p15.yaml:2:10: extends goes more than 16 files deep\n    fix: join some of the files"
+    assert error("p0.yaml").startswith("p15.yaml:2:10: extends goes in a circle or through more than 16 files")
 
 
 def test_problems_of_child_and_parents_come_together(general: None) -> None:
@@ -221,11 +215,13 @@ def test_problems_of_child_and_parents_come_together(general: None) -> None:
     write("broken.yaml", "rules: [")
     write("child.yaml", "extends: [parent.yaml, broken.yaml, genral, no.yaml]\nrules: 3")
     assert [line for line in error("child.yaml").splitlines() if not line.startswith("    ")] == [
-        'child.yaml:2:37: no shipped policy is called "genral"',
-        'child.yaml:2:45: there is no file "no.yaml"',
-        "child.yaml:3:8: rules is 3",
         "parent.yaml:2:9: this rule says nothing to do",
         "broken.yaml:3:1: this is not YAML: while parsing a flow node: expected the node content, but found"
         " '<stream end>'",
+        'child.yaml:2:37: no shipped policy is called "genral"',
+        'child.yaml:2:45: the file "no.yaml" cannot be read: No such file or directory',
+        'child.yaml:3:8: rules is "3"',
     ]
-    assert error({"extends": ["general", "no/such.yaml"]}).startswith('policy.extends[1]: there is no file "no/such.')
+    assert error({"extends": ["general", "no/such.yaml"]}).startswith(
+        'policy.extends[1]: the file "no/such.yaml" cannot be read'
+    )
