@@ -143,8 +143,15 @@ class StepBudget:
     def __str__(self) -> str:
         return self.written
 
+    def within(self, least: int, most: int, memory_bytes: int) -> int:
+        """Return it in bytes, for a model whose peak ranges from ``least`` to ``most``, on a device of this memory."""
+        if self.share is not None:
+            return least + int(self.share * max(0, most - least))
+        return int((self.of_device or 0) * memory_bytes) if self.bytes is None else self.bytes
 
-def _read_budget(value: Any, place: str) -> StepBudget:
+
+def read_budget(value: Any, place: str) -> StepBudget:
+    """Return a budget as it is written; raises ``ConfigError``."""
     if isinstance(value, StepBudget):
         return value
     text = str(value).strip()
@@ -191,7 +198,7 @@ _OWN = {  # keys that `Config` holds itself
     "layers": Key(Layers(), _as_in_policies(policies.read_layer_spec)),
     "granularity": _words("block", "submodule"),
     "strict": Key(False, read_flag),
-    "budget": Key(None, _or_none(_read_budget)),
+    "budget": Key(None, _or_none(read_budget)),
     "optimizer": Key(None, _or_none(_as_in_policies(policies.word(*STATES)))),
 }
 _OF_THE_CALL = {  # keys of `CallOptions`, which are arguments of `sac.checkpoint` too

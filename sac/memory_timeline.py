@@ -6,7 +6,6 @@ This module does not know what sac keeps, so it is an independent check of the b
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -89,26 +88,16 @@ class StepMemory:
 
     def __init__(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        self._thread = threading.current_thread()
         self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profiler.__enter__()
         mark(_START)
-
-    def is_here(self) -> bool:
-        """Return whether it was made in this thread."""
-        return threading.current_thread() is self._thread
 
     def mark(self) -> None:
         """Mark the present instant."""
         mark(_HERE)
 
     def stop(self) -> list[tuple[int, int]]:
-        """Return, for each mark, the peak since the one before it and the live bytes, both above the start.
-
-        In another thread, nothing is known, and the list is empty.
-        """
-        if not self.is_here():
-            return []
+        """Return, for each mark, the peak since the one before it and the live bytes, both above the start."""
         mark(_END)
         self._profiler.__exit__(None, None, None)
         found, peak, live = [], 0, 0

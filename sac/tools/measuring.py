@@ -14,7 +14,7 @@ from sac.blocks.applying import refuse_second
 from sac.config import parse_config
 from sac.engine.rng import random_state_kept
 from sac.errors import ConfigError, ModelError, Problem
-from sac.planner.applying import apply
+from sac.planner.controller import apply
 from sac.policy.model import Policy
 from sac.reporting import Trace, trace_of
 from sac.tools.arguments import check_value

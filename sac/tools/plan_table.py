@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sac.config_keys import LEGAL_BUDGET
 from sac.errors import PlanError, Problem
-from sac.planner.budget import LEGAL_BUDGET, optimizer_bytes, read_budget
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.fakes import Build, fake_build, fake_inputs, fake_mode
-from sac.planner.planning import Plan, best_size, make_plan
+from sac.planner.planning import Plan, best_size, budget_of, make_plan
+from sac.planner.rehearsal import optimizer_bytes
 from sac.policy.read import bytes_text
 from sac.tables import Table, screen_width, seconds_text, wrapped_text
 from sac.tools.comparison import loss_of
@@ -93,7 +94,7 @@ def smallest_batch(batch: int | tuple[int, int]) -> int:
 def check_wish(arguments: argparse.Namespace) -> None:
     """Raise ``PlanError`` for what is wrong in the arguments that do not depend on the model."""
     _budget(arguments.budget, _figures(arguments.device))
-    read_budget(arguments.budget or 1)
+    budget_of(arguments.budget or 1)
     optimizer_bytes(arguments.optimizer, ())
     _check_sizes(arguments)
 
@@ -101,7 +102,7 @@ def check_wish(arguments: argparse.Namespace) -> None:
 def _check_sizes(arguments: argparse.Namespace) -> None:
     if arguments.fsdp is not None and arguments.fsdp < 2:
         raise PlanError(Problem("ranks", f"{arguments.fsdp!r} ranks to shard over", "2, 3, 4, …"))
-    if not isinstance(arguments.batch, int) and read_budget(arguments.budget or 1).bytes is None:
+    if not isinstance(arguments.batch, int) and budget_of(arguments.budget or 1).bytes is None:
         found = f'"{arguments.budget}" is a share of a range of peaks, but each size has its own range'
         raise PlanError(Problem("budget", found, 'bytes, such as "72GiB"'))
 
