@@ -79,6 +79,12 @@ class StepBudget:
     def __str__(self) -> str:
         return self.written
 
+    def within(self, least: int, most: int, memory_bytes: int) -> int:
+        """Return it in bytes, for a model whose peak ranges from ``least`` to ``most``, on a device of this memory."""
+        if self.share is not None:
+            return least + int(self.share * max(0, most - least))
+        return int((self.of_device or 0) * memory_bytes) if self.bytes is None else self.bytes
+
 
 def _share(text: str) -> float | None:
     share = float(text.strip().removesuffix("%")) / 100 if text.strip().endswith("%") else -1
@@ -178,3 +184,9 @@ def read_flag(value: Any, place: str) -> bool:
     """Return ``value``, which is true or false; raises ``ConfigError``."""
     where, _, name = place.rpartition(".")
     return bool(read_keys({name: value}, where, {name: Key(False, read_bool)})[name])
+
+
+def read_budget(value: Any, place: str) -> StepBudget:
+    """Return a budget; raises ``ConfigError``."""
+    budget: StepBudget = read_keys({place: value}, "", {place: Key(None, _read_budget)})[place]
+    return budget

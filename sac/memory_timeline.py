@@ -6,7 +6,6 @@ This module does not know what sac keeps, so it is an independent check of the b
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -87,26 +86,18 @@ class StepMemory:
 
     def __init__(self) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes to stderr at start and stop
-        self._thread = threading.current_thread()
         self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profiler.__enter__()
         mark(_START)
-
-    def is_here(self) -> bool:
-        """Return whether it was made in this thread."""
-        return threading.current_thread() is self._thread
 
     def mark(self) -> None:
         """Mark the present instant."""
         mark(_HERE)
 
     def stop(self) -> list[tuple[int, int]]:
-        """Return, for each mark, the peak since the one before it and the live bytes, both above the start.
-
-        In another thread, nothing is known, and the list is empty.
-        """
+        """Return, for each mark, the peak since the one before it and the live bytes, both above the start."""
         levels, peak, live = [], 0, 0
-        for event in self.events(torch.device("cpu")) if self.is_here() else ():
+        for event in self.events(torch.device("cpu")):
             live += event.delta_bytes
             peak = max(peak, live)
             if event.mark == _HERE:

@@ -18,7 +18,7 @@ from sac.blocks.install import regions_of, remove
 from sac.blocks.other_checkpointing import Switch, disable_guards, refuse_existing_checkpointing
 from sac.config import parse_config
 from sac.errors import ConfigError, ModelError, Problem
-from sac.planner.applying import apply
+from sac.planner.controller import apply
 from sac.reporting import report
 
 __all__ = ["SacCallback", "take_over"]

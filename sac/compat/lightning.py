@@ -18,7 +18,7 @@ except ImportError:  # the old name of the package
 from sac.blocks.install import regions_of
 from sac.config import parse_config
 from sac.errors import ConfigError, Problem
-from sac.planner.applying import apply
+from sac.planner.controller import apply
 from sac.reporting import report
 
 __all__ = ["SacCallback"]

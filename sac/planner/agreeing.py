@@ -20,7 +20,7 @@ from sac.planner.profile import RegionProfile
 # Each gathers what the others have observed and takes the largest sizes; everything else must be equal. The search is
 # deterministic, so all ranks find the same plan. Replicas without a mesh (DDP) plan by themselves.
 
-_SIZES = {"bytes", "flops", "moved_bytes", "before", "peak", "after", "static", "extra", "shape", "shapes"}
+_SIZES = {"bytes", "flops", "moved_bytes", "before", "peak", "after", "gradients", "static", "extra", "shape", "shapes"}
 _WHERE = "activation_checkpointing.budget"
 _SMALLEST = {"memory_bytes", "until"}
 
@@ -33,7 +33,6 @@ class Grounds:
     record: StepRecord
     extra: int
     memory_bytes: int
-    shapes: tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def agreed(mine: Grounds, model: nn.Module) -> Grounds:

@@ -1,10 +1,10 @@
-"""`budget:` in the config: in which step regions are observed, when the plan is made, and what a step runs with."""
+"""`sac.apply`; with a budget: in which step regions are observed, when the plan is made, what a step runs with."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,22 +13,25 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from sac.blocks import applying
 from sac.blocks.install import Applied
-from sac.config import Config
+from sac.config import Config, parse_config
 from sac.config_keys import STATES, StepBudget
+from sac.engine.table import resolve_policy
 from sac.errors import ConfigError, ModelError, PlanError, Problem, SacError, warn
 from sac.planner.agreeing import Grounds, agreed, meshes_of
 from sac.planner.devices import Device, device_at_hand, device_named
-from sac.planner.meters import CpuMeter, Meter, meter_of
-from sac.planner.observing import Observation, Observed, Shapes
-from sac.planner.predict import Choice, Prediction, rounded
+from sac.planner.observing import CpuMeter, Meter, Observation, Shapes, StepRecord, bytes_of, meter_of
+from sac.planner.predict import Choice, Prediction
 from sac.planner.profile import RegionProfile
-from sac.planner.regions import FULL, PLANNED, BudgetRegions, PlannedRegions, planned_regions
+from sac.planner.regions import FULL, PLANNED, BudgetRegions
+from sac.planner.rules import PlannedRegion, policy_of
 from sac.planner.tracing import merged
-from sac.policy.model import Policy
+from sac.policy.model import Decision, Policy
 from sac.policy.read import bytes_text
+from sac.reporting import note_memory
 from sac.tables import seconds_text
-from sac.tensors import storage_bytes, tensor_parts
+from sac.tensors import tensor_parts
 from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 
 # Note [A budget]
@@ -122,7 +125,7 @@ class _ForwardHooks:
 
     def undo(self) -> None:
         """Take the hooks off the model, and stop observing."""
-        self.controller.stop()
+        self.controller.close()
         for handle in self.handles:
             handle.remove()
 
@@ -137,8 +140,7 @@ class Controller(BudgetRegions):
         self.fitted: BudgetPlan | None = None
         self.told = ""
         self.shapes: tuple[Shapes, ...] = ()  # of the inputs that the plan was made for
-        self.new: PlannedRegions | None = None  # a plan that begins with the next pass
-        self.device = torch.device("meta")  # known when the first pass begins: trainers move models after sac.apply
+        self.new: tuple[PlannedRegion, ...] = ()  # a plan that begins with the next pass
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -153,20 +155,19 @@ class Controller(BudgetRegions):
         """Have observed nothing."""
         self.observation = None
         self.is_in_forward = False
+        self.device = torch.device("meta")  # known when a step is observed: trainers move models after sac.apply
         self._meter: Meter = CpuMeter()
-        self._observed: Observed | None = None
-        self._profiles: tuple[RegionProfile, ...] = ()
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._hooks: list[Any] = []
-        self._versions: tuple[int, ...] = ()
-        self._first = ""  # the path of the region that begins a pass, if the model's own forward is not called
-        self._has_forward = False
-        self.used = PLANNED if self.fitted is not None else FULL
-        self._is_check = False  # the observed step is one of the plan
+        self._record: StepRecord | None = None  # of a step that is over
+        self._is_check = False  # the observed step is of the plan
         self._checks = 0  # that are still to come
         self._prediction: Prediction | None = None
         self._choice: Choice = ()
-        self._last: tuple[int, ...] = ()  # versions when the last pass began
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._hooks: list[Any] = []
+        self._versions: tuple[int, ...] = ()  # of parameters when the observed step began
+        self._last: tuple[int, ...] = ()  # when the last pass began
+        self._first = ""  # the path of the region that begins a pass, if the model's own forward is not called
+        self._has_forward = False
         self._wants = False  # larger inputs came within a step: the next one is observed, from its begin
         self._plans = 0
 
@@ -175,17 +176,16 @@ class Controller(BudgetRegions):
         applied.restores = (*applied.restores, _ForwardHooks(self))
         self._tell(f"budget {self.budget}: no step has been observed yet")
 
-    def stop(self) -> None:
-        """Observe nothing more; also when the model is gone."""
-        self._is_check = False
-        hooks, self._hooks = self._hooks, []
-        for hook in hooks:
+    def close(self) -> None:
+        """Observe nothing any more; also when the model is gone."""
+        self.stop()
+        for hook in self._hooks:
             hook.remove()
-        super().stop()
+        self._hooks = []
 
     def __del__(self) -> None:
-        if vars(self).get("observation") is not None:
-            self.stop()
+        if vars(self).get("_hooks"):
+            self.close()
 
     # -- The begin of a pass
 
@@ -198,61 +198,49 @@ class Controller(BudgetRegions):
         else:
             self._first = path
         shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-        observation, ends = self.observation, False
-        if observation is not None and observation.has_failed and current_graph_task_id() == NO_TASK:
+        observation, ends = self.observation, self.observation is not None
+        if observation is not None and observation.has_failed:
             self.stop()
-            ends = True
         elif observation is not None and not observation.waits:
-            if not (self._is_check or self._has_trained()):
-                observation.begin_again(self._live(inputs), shapes)
+            has_changed = observation.has_gradients or self._versions_now() != self._versions
+            if not self._is_check and not (observation.is_whole and has_changed):
+                observation.begin_again(self._live(inputs), shapes)  # it was a pass to learn the shapes of results
                 return
-            ends = len(observation.shapes) >= _MOST_FORWARDS or self._step_is_over()
-            if ends:
+            if len(observation.shapes) >= _MOST_FORWARDS or self._step_is_over():
                 self._end_pass()
-        if self._is_check and not self._is_known(shapes):
+        if self.observation is not None and self._is_check and not self._is_known(shapes):
             self.stop()
-            ends = True
-        now = self._versions_now() if self.fitted is not None and self._may_plan() else ()
-        starts, self._last = now != self._last, now
         if self.observation is not None:
             self.observation.shapes.append(shapes)
-        elif self._observed is not None and self._step_is_over():
-            self._make_plan(inputs, shapes)
-        elif self.fitted is not None and self._is_known(shapes) and not (self._wants and starts and not ends):
+            return
+        if self._record is not None and self._step_is_over():
+            self._make_plan(self._record, inputs)
+        now = self._versions_now() if self.fitted is not None else ()
+        starts, self._last = now != self._last, now
+        may_observe = not ends and self._record is None  # see Note [A profiler in steps]
+        if self.fitted is not None and self._is_known(shapes) and not (self._wants and starts and may_observe):
+            if self.new:
+                self.plan(self.new, self.fitted.policy)
+                self.new = ()
             self.use(PLANNED)
-        else:
-            self.use(FULL)
-            if self.fitted is not None and not self.told.endswith(_LARGER):
-                self._tell(f"{self.told}; {_LARGER}")
-            if self.fitted is not None and not starts:
-                self._wants = True
-            elif not ends and self._observed is None and self._may_plan() and (self._wants or self._covers([shapes])):
-                self._observe(inputs, shapes)
-        if self.observation is None and not ends:  # see Note [A profiler in steps]
-            if self._checks and self.used == PLANNED and self._observed is None and self._meter.is_free():
-                self._is_check, self._checks = True, self._checks - 1
-                self._start(inputs, shapes)
-            elif self._hooks and self._observed is None:
-                self.stop()
-
-    def use(self, which: str) -> None:
-        """See ``BudgetRegions.use``; a new plan begins here, so that the report is of the last one until then."""
-        if which == PLANNED and self.new is not None:
-            planned, self.new = self.new, None
-            self.plan(planned)
-        else:
-            super().use(which)
+            if may_observe and self._checks and self._meter.is_free():
+                self._checks -= 1
+                self._start(inputs, shapes, is_check=True)
+            elif may_observe:
+                self.close()
+            return
+        self.use(FULL)
+        if self.fitted is not None and not self.told.endswith(_LARGER):
+            self._tell(f"{self.told}; {_LARGER}")
+        if self.fitted is not None and not starts:
+            self._wants = True
+        elif may_observe and self._may_plan() and (self._wants or self._covers([shapes])):
+            self._observe(inputs, shapes)
 
     def _may_plan(self) -> bool:
         if self.fitted is not None:
             return self._plans < _MOST_PLANS and not meshes_of(self.model)
         return not any(map(is_lazy, self.model.parameters()))  # this pass makes them
-
-    def _has_trained(self) -> bool:
-        """Return whether the pass that is over was one of a training, not one to learn the shapes of results."""
-        assert self.observation is not None
-        has_changed = self.observation.has_gradients or self._versions_now() != self._versions
-        return self.observation.is_whole and has_changed
 
     def _is_known(self, shapes: Shapes) -> bool:
         """Return whether the plan was made for inputs that are at least as large in each dimension."""
@@ -277,10 +265,10 @@ class Controller(BudgetRegions):
         self._find_device()
         if self._meter.is_free():
             self.profile()
-            self._start(inputs, shapes)
+            self._start(inputs, shapes, is_check=False)
 
-    def _start(self, inputs: Any, shapes: Shapes) -> None:
-        self._versions = self._versions_now()
+    def _start(self, inputs: Any, shapes: Shapes, *, is_check: bool) -> None:
+        self._is_check, self._versions = is_check, self._versions_now()
         if not self._hooks:  # some trainers run forward and backward inside of the optimizer's step
             mine = weakref.ref(self)
 
@@ -296,7 +284,8 @@ class Controller(BudgetRegions):
 
     def _lost(self) -> None:
         """The graph of the observed step was freed before its backward was over: its loss or backward has raised."""
-        if self._has_forward and not self.is_in_forward and self._meter.is_here():
+        observation = self.observation
+        if self._has_forward and not self.is_in_forward and observation is not None and observation.is_here:
             self.stop()
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
@@ -304,22 +293,24 @@ class Controller(BudgetRegions):
         if not any(id(one) in mine for group in optimizer.param_groups for one in group["params"]):
             return
         self._optimizers.add(optimizer)
-        is_over = self.observation is not None and not self.observation.waits and current_graph_task_id() == NO_TASK
-        if is_over and self._meter.is_here():  # in another thread, the begin of the next pass ends this one
+        observation = self.observation
+        if observation is None or observation.waits or current_graph_task_id() != NO_TASK:
+            return
+        if observation.is_here:  # in another thread, the begin of the next pass ends this one
             self._end_pass()
 
     def _end_pass(self) -> None:
         assert self.observation is not None
         observation, self.observation = self.observation, None
-        observed = observation.end()
+        record = observation.end()
         if self._is_check:
             self._is_check = False
-            if observed is not None:
-                self._compare(observed)
+            if record is not None:
+                self._compare(record)
             return
+        if record is not None and self._covers(record.shapes) and not all(map(self._is_known, record.shapes)):
+            self._record = record
         self._wants = False
-        if observed is not None and self._covers(observed.shapes) and not all(map(self._is_known, observed.shapes)):
-            self._observed, self._profiles = observed, self.profiles()
         self.use(FULL)
 
     def _step_is_over(self) -> bool:
@@ -335,17 +326,10 @@ class Controller(BudgetRegions):
         return tuple(part._version for parameter in self._trained() for part in tensor_parts(parameter))
 
     def _gradients(self) -> int:
-        return self._bytes_of([parameter.grad for parameter in self._trained() if parameter.grad is not None])
+        return self._bytes_of(parameter.grad for parameter in self._trained())
 
-    def _bytes_of(self, tensors: Sequence[Tensor]) -> int:
-        block = self._meter.block_bytes
-        sizes = {
-            part.untyped_storage()._cdata: storage_bytes(part)
-            for tensor in tensors
-            for part in tensor_parts(tensor)
-            if part.device == self.device
-        }
-        return sum(-(-size // block) * block for size in sizes.values())
+    def _bytes_of(self, tensors: Iterable[Tensor | None]) -> int:
+        return bytes_of(tensors, self.device, self._meter.block_bytes)
 
     def _states(self) -> list[Any]:
         return tree_leaves([[*optimizer.state.values()] for optimizer in self._optimizers])
@@ -366,29 +350,25 @@ class Controller(BudgetRegions):
 
     # -- The plan
 
-    def _make_plan(self, inputs: Any, shapes: Shapes) -> None:
+    def _make_plan(self, record: StepRecord, inputs: Any) -> None:
         """Make the plan at the begin of a step, and have the regions carry it out."""
-        self.stop()
+        observed, self._record = self.profiles(), None
         what = "one step" if self.fitted is None else "a step with larger inputs"
-        _say(f"sac: {what} observed, planning {len(self._profiles)} regions for a budget of {self.budget} …")
-        assert self._observed is not None
-        block, live = self._meter.block_bytes, self._live(inputs)
-        grounds = Grounds(
-            tuple(rounded(one, block) for one in self._profiles),
-            self._observed.rebased(live, self._gradients()),
+        _say(f"sac: {what} observed, planning {len(observed)} regions for a budget of {self.budget} …")
+        mine = Grounds(
+            observed,
+            record.rebased(self._live(inputs), self._gradients()),
             self._unseen_state(),
             self._meter.memory_bytes,
-            self._observed.shapes,
         )
-        grounds = agreed(grounds, self.model)
+        grounds = agreed(mine, self.model)
         self._warn_of_full(grounds.profiles)
-        profiles, policy = merged(grounds.profiles), self.config.policy
+        profiles, policy = merged(grounds.profiles, self._meter.block_bytes), self.config.policy
         prediction = Prediction(
             profiles, grounds.record, _figures_at(self.device), extra=grounds.extra, may_skip=policy is None
         )
         least, most = prediction.least(), prediction.peak_of(prediction.fastest)
-        allowed = _allowed(self.budget, least, most, grounds.memory_bytes)
-        self._observed, self._profiles = None, ()
+        allowed = self.budget.within(least, most, grounds.memory_bytes)
         self._plans += 1
         error: SacError | None = None
         if policy is not None and not any(profile.candidates or profile.reason for profile in profiles):
@@ -402,34 +382,32 @@ class Controller(BudgetRegions):
         if error is not None:
             self._plans = _MOST_PLANS
             warn(f"{error}\n    until then: {_LARGER}")
-            self.use(PLANNED if self._is_known(shapes) else FULL)
             return
-        self.shapes, self._prediction, self._choice = grounds.shapes, prediction, ()
+        self.shapes, self._prediction, self._choice = grounds.record.shapes, prediction, ()
         self._checks = 0 if most <= allowed or meshes_of(self.model) else _MOST_CHECKS
         self._put(prediction, prediction.search(allowed), allowed)
-        self.use(PLANNED if self._is_known(shapes) else FULL)
 
     def _put(self, prediction: Prediction, choice: Choice, allowed: int, *, took: str = "") -> None:
-        """Use a choice from the next pass on. ``took``: what a step with the last one has taken."""
-        planned = planned_regions(prediction, choice, "planned")
+        """Use a choice from the next begin of a pass on. ``took``: what a step with the last one has taken."""
+        planned = prediction.regions(choice)
         self.fitted = BudgetPlan(
-            planned.policy,
+            policy_of(planned, "planned"),
             allowed,
             prediction.peak_of(choice),
             prediction.least(),
             prediction.peak_of(prediction.fastest),
             prediction.time_of(choice),
-            sum(sum(prediction.times[kind]) for kind in prediction.kinds),
+            prediction.forward_s,
             prediction.in_flight,
             prediction.next_faster(choice),
             self.config.policy is not None,
         )
-        if choice != self._choice:
-            self._choice, self.new = choice, planned
-            self._tell(str(self.fitted))
-            _say(f"sac: {took}{', so a faster choice fits: ' if took else ''}{self.fitted}")
-        else:
+        if choice == self._choice:
             self._tell(f"{self.fitted}; {took}")
+            return
+        self._choice, self.new = choice, planned
+        self._tell(str(self.fitted))
+        _say(f"sac: {took}{', so a faster choice fits: ' if took else ''}{self.fitted}")
 
     def _warn_of_full(self, profiles: Sequence[RegionProfile]) -> None:
         """Warn of the regions that cannot be planned, which run under full recomputation."""
@@ -439,22 +417,22 @@ class Controller(BudgetRegions):
             found = f"it{more} recomputed in full, and not planned op by op: {unplanned[0].reason}"
             warn(Problem(unplanned[0].paths[0], found))
 
-    def _compare(self, observed: Observed) -> None:
+    def _compare(self, record: StepRecord) -> None:
         """Report the peak of a step of the plan; use a faster choice if one fits by what the step shows."""
         prediction, fitted = self._prediction, self.fitted
         assert prediction is not None
         assert fitted is not None
-        peak, allowed = observed.record.peak, fitted.allowed
-        text = f"a step with the plan took {bytes_text(peak)}"
+        allowed, over = fitted.allowed, record.peak - fitted.allowed
+        text = f"a step with the plan took {bytes_text(record.peak)}"
         self._tell(f"{fitted}; {text}")
-        if peak > allowed:
-            more = f"{peak - allowed} bytes ({bytes_text(peak - allowed)})"
-            found = f"{text}, {more} more than the budget of {self.budget}; {bytes_text(fitted.peak)} were predicted"
+        if over > 0:
+            more = f"{over} bytes ({bytes_text(over)}) more than the budget of {self.budget}"
             fix = f"{_TOO_MUCH}; or give a budget that is smaller by that much"
+            found = f"{text}, {more}; {bytes_text(fitted.peak)} were predicted"
             warn(Problem("activation_checkpointing.budget", found, fix=fix))
-        if observed.shapes != self.shapes:
+        if record.shapes != self.shapes:
             return
-        prediction.learn(observed.record, self._choice)
+        prediction.learn(record, self._choice)
         choice = prediction.search(allowed, self._choice)
         if prediction.time_of(choice) >= (1 - _WORTH_CHANGING) * prediction.time_of(self._choice):
             choice, self._checks = self._choice, 0
@@ -468,15 +446,6 @@ class Controller(BudgetRegions):
             others = tuple(note for note in one.applied.notes if note != self.told)
             one.applied.notes = (*others, text)
         self.told = text
-
-
-def _allowed(budget: StepBudget, least: int, most: int, memory_bytes: int) -> int:
-    """Return a budget in bytes."""
-    if budget.bytes is not None:
-        return budget.bytes
-    if budget.share is not None:
-        return least + int(budget.share * max(0, most - least))
-    return int((budget.of_device or 0) * memory_bytes)
 
 
 def _figures_at(device: torch.device) -> Device:
@@ -502,3 +471,62 @@ def _say(text: str) -> None:
 
 _LARGER = "inputs larger than it was made for run under full recomputation"
 _TOO_MUCH = "find what takes memory that the observed step, the first one, did not take"
+
+
+# -- `sac.apply`
+
+
+def apply(
+    model: nn.Module,
+    value: Any,
+    *,
+    tp_group: Any = None,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+) -> nn.Module:
+    """Apply activation checkpointing to ``model`` in place and return the model.
+
+    ``value`` is the value under ``activation_checkpointing:`` in a training config; ``sac.config.parse_config``
+    documents its forms. Gradients stay bit-identical. Parameter names, ``state_dict``, classes, ``deepcopy`` and pickle
+    are unaffected. The model's own checkpointing cannot be turned on afterwards; see Note [Both on] in
+    ``sac.blocks.other_checkpointing``.
+    ``tp_group`` and ``get_rng_state_tracker`` are those of ``sac.checkpoint``. The group is used only if the config
+    scatters inputs, so it can be passed with every config.
+
+    With a ``budget``, the first step runs under full recomputation and is observed; from the second step on, the
+    fastest policy within the budget is used. ``PlanError`` is raised when the second step begins if there is none.
+
+    Under ``torch.compile``, regions are part of the graph. Features that a graph cannot contain (inputs kept elsewhere,
+    trackers, generators, state providers, ``use_reentrant``, a budget) run in eager inside the compiled model, with a
+    graph break.
+
+    Raises ``ConfigError`` or ``PolicyError`` for an invalid value, and ``ModelError`` for a model that cannot be
+    checkpointed (no blocks found, sac or the model's own checkpointing is already on, or chunks of layers in a model
+    that calls its layers one by one). The model is then unchanged.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(Problem("sac.apply", f"model is a {type(model).__name__}", expected="a torch.nn.Module"))
+    config = parse_config(value)
+    arguments: dict[str, Any] = {"tp_group": tp_group, "get_rng_state_tracker": get_rng_state_tracker}
+    if config.budget is None or config.mode != "selective":
+        applying.apply(model, config, **arguments)
+    else:
+        if config.policy is not None:
+            _check_policy(config.policy)
+        controller = Controller(model, config)
+        applied = controller.put_on(**arguments)
+        if applied is not None:
+            controller.attach(applied)
+    note_memory(model)
+    return model
+
+
+def _check_policy(policy: Policy) -> None:
+    resolve_policy(policy)
+    if any(rule.matches_module and rule.do != Decision.RECOMPUTE.value for rule in policy.rules):
+        found = "a rule saves whole modules, but a budget chooses among ops"
+        fix = "add `ops` to the rule, or leave the budget out"
+        raise ConfigError(Problem("activation_checkpointing.policy", found, fix=fix))
+    if policy.default is Decision.OFFLOAD or any(rule.kept_as is Decision.OFFLOAD for rule in policy.rules):
+        found = "it offloads, but with a budget sac only chooses between saving on the device and recomputing"
+        fix = "take the rules that offload out of the policy, or leave the budget out"
+        raise ConfigError(Problem("activation_checkpointing.policy", found, fix=fix))

@@ -81,30 +81,22 @@ def attention_flops(name: str, arguments: Sequence[Tensor]) -> int:
 
 def moved_bytes(args: Any, kwargs: Any, out: Any) -> int:
     """Return the bytes of the tensors that one call of an op reads and makes, each moved once."""
-    read = sum(map(_bytes_read, tensors_of([*args, *kwargs.values()])))
-    return read + sum(map(storage_bytes, tensors_of(out)))
-
-
-def _bytes_read(tensor: Tensor) -> int:
-    """Return the bytes that an op reads of a tensor: an expanded tensor has fewer than its elements suggest."""
-    return min(tensor.numel() * tensor.element_size(), storage_bytes(tensor))
+    read = tensors_of([*args, *kwargs.values()])  # an expanded tensor has fewer bytes than its elements suggest
+    size: int = sum(min(tensor.numel() * tensor.element_size(), storage_bytes(tensor)) for tensor in read)
+    return size + sum(map(storage_bytes, tensors_of(out)))
 
 
 def entry_of_call(op: Any, args: Any, kwargs: Any, out: Any) -> Entry:
     """Return an entry with all that the price of a call depends on."""
     traits, made = traits_of(op), tensors_of(out)
     return Entry(
-        number=0,
-        module="",
         op=op_name(op),
-        call=0,
-        reads=(),
-        makes=(),
         is_collective=traits.is_collective,
         is_view=traits.is_view,
         is_causal=is_causal(op, args, kwargs),
         flops=flops_of(op, args, kwargs, out),
-        moved_bytes=moved_bytes(args, kwargs, out),
+        moved_bytes=0 if traits.is_view else moved_bytes(args, kwargs, out),
+        shape=tuple(made[0].shape) if made else (),
         dtype=str(made[0].dtype).removeprefix("torch.") if made else "",
     )
 

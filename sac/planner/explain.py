@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,33 +84,29 @@ class Origins(Ledger):
         self._model, self._level, self._rule_of = model, level, rule_of
         self._alive: dict[int, int] = {}
         self._origins: dict[int, tuple[str, str, str]] = {}  # category, path of the block, op
-        known: list[tuple[str, list[Any]]] = [
-            (PARAMETERS, [*self._model.parameters()]),
-            (INPUTS, [*self._model.buffers(), *(one for one in tree_leaves(inputs) if isinstance(one, Tensor))]),
-        ]
-        for category, tensors in known:
-            for tensor in (part for one in tensors for part in tensor_parts(one)):
-                self._origins[tensor.untyped_storage()._cdata] = category, "", ""
+        self._note(PARAMETERS, model.parameters())
+        self._note(INPUTS, (*model.buffers(), *tree_leaves(inputs)))
+
+    def _note(self, category: str, tensors: Iterable[Any], path: str = "", op: str = "") -> None:
+        parts = (part for one in tensors if isinstance(one, Tensor) for part in tensor_parts(one))
+        self._origins.update((part.untyped_storage()._cdata, (category, path, op)) for part in parts)
 
     def _rise(self, size: int) -> None:
         super()._rise(size)
         if self.live >= self._level and not self._alive:
             self._alive = {key: size for key, (_, size) in self.storages.items()}
+            self._note(GRADIENTS, (parameter.grad for parameter in self._model.parameters()))
             self._known = dict(self._origins)
-            for parameter in self._model.parameters():
-                for part in tensor_parts(parameter.grad) if parameter.grad is not None else ():
-                    self._known[part.untyped_storage()._cdata] = GRADIENTS, "", ""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """See ``Ledger.run``."""
         out = super().run(func, args, kwargs)
         part, path = self.place()
         category = BLOCKS if part == FORWARD else OTHERS if current_graph_task_id() == NO_TASK else BACKWARD
-        for tensor in tensors_of(out):
-            for piece in tensor_parts(tensor):
-                key = piece.untyped_storage()._cdata
-                if key not in self.storages or key not in self._origins:
-                    self._origins[key] = category, path, op_name(func)
+        for piece in (piece for tensor in tensors_of(out) for piece in tensor_parts(tensor)):
+            key = piece.untyped_storage()._cdata
+            if key not in self.storages or key not in self._origins:
+                self._origins[key] = category, path, op_name(func)
         return out
 
     def explanation(self) -> Explanation:
@@ -119,13 +115,12 @@ class Origins(Ledger):
         paths: dict[tuple[str, str, str], set[str]] = {}
         for key, size in self._alive.items():
             category, path, op = self._known.get(key, (GATHERED if self.gathers is not None else OTHERS, "", ""))
-            row = category, op, self._rule_of(path, op) if category == BLOCKS else ""
+            row = category, op, f" ({rule})" if category == BLOCKS and (rule := self._rule_of(path, op)) else ""
             found[row] += size
-            paths.setdefault(row, set()).add(path)
+            paths.setdefault(row, set()).update({path} - {""})
         rows = []
-        for (category, op, rule), size in found.most_common():
-            blocks = paths[category, op, rule] - {""}
-            where = f"{op} in {group_label(sorted(blocks))}" if blocks else op
+        for row, size in found.most_common():
+            where = f"{row[1]} in {group_label(sorted(paths[row]))}" if paths[row] else row[1]
             is_shown = size >= _WORTH_A_ROW * sum(self._alive.values())
-            rows.append((category, (f"{where} ({rule})" if rule else where) if is_shown else "", size))
+            rows.append((row[0], where + row[2] if is_shown else "", size))
         return Explanation(tuple(rows))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -113,12 +114,23 @@ def fake_inputs(inputs: Inputs | Mapping[str, Any], mode: FakeTensorMode) -> Inp
     return tree_map_only(Tensor, faked, inputs)  # type: ignore[no-any-return]
 
 
-def call(model: nn.Module, inputs: Inputs) -> Any:
-    """Call the model; raises ``PlanError`` if it does not run, or needs data that fake tensors do not have."""
+@contextmanager
+def without_data(model: nn.Module) -> Iterator[None]:
+    """Run a part of a step; raises ``PlanError`` that names the op if one needs data that fake tensors do not have."""
     try:
-        return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+        yield
     except _NEEDS_DATA as error:
-        raise needs_data(model, error) from error
+        op = getattr(error, "func", None) or (error.args[0] if error.args else "an op")
+        found = f"{op} needs the data of a tensor, but a plan is made on tensors without data"
+        fix = "give sac.apply a `budget`: then the first step of the training is observed"
+        raise PlanError(Problem(type(model).__name__, found, fix=fix)) from error
+
+
+def call(model: nn.Module, inputs: Inputs) -> Any:
+    """Call the model; raises ``PlanError`` if it does not run."""
+    try:
+        with without_data(model):
+            return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
     except SacError:
         raise
     except Exception as error:
@@ -127,27 +139,6 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
         found = f"its forward does not run on tensors without data{where}: {type(error).__name__}: {error}"
         fix = "see that it runs with these inputs without sac; if so, its kernels need data: give sac.apply a `budget`"
         raise PlanError(Problem(type(model).__name__, found, fix=fix)) from error
-
-
-def run_backward(model: nn.Module, loss: Tensor) -> None:
-    """Run the backward of ``model``'s loss; raises ``PlanError`` if it needs data that fake tensors do not have."""
-    try:
-        loss.backward()
-    except _NEEDS_DATA as error:
-        raise needs_data(model, error) from error
-
-
-def needs_data(model: nn.Module, error: Exception) -> PlanError:
-    """Return the error that names the op that needs data."""
-    op = getattr(error, "func", None) or (error.args[0] if error.args else "an op")
-    found = f"{op} needs the data of a tensor, but a plan is made on tensors without data"
-    fix = "give sac.apply a `budget`: then the first step of the training is observed"
-    return PlanError(Problem(type(model).__name__, found, fix=fix))
-
-
-def is_on_meta(model: nn.Module) -> bool:
-    """Return whether a parameter of the model is on the meta device."""
-    return any(parameter.is_meta and not isinstance(parameter, FakeTensor) for parameter in model.parameters())
 
 
 def mode_of(model: nn.Module) -> FakeTensorMode | None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sac.engine.tracker import BareMode
 from sac.planner.cost import entry_of_call, seconds
@@ -56,8 +55,16 @@ class Ledger(BareMode):
     def __enter__(self) -> Ledger:
         super().__enter__()  # type: ignore[no-untyped-call]
         STORAGE_WATCHERS.append(self._note_unseen)
-        self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._resized  # type: ignore[method-assign,assignment]
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP2 so allocates and frees whole parameters
+            out = resize(storage, size)
+            if (known := self.storages.get(storage._cdata)) is not None:
+                self.storages[storage._cdata] = known[0], self._size(storage)
+                self._rise(self._size(storage) - known[1])
+            return out
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -70,6 +77,11 @@ class Ledger(BareMode):
         if self.device.name == "cpu" or storage.device.type != "cpu":
             self.note_storage(storage)
 
+    def read(self) -> tuple[int, int]:
+        """Return the peak since this was called last, and the live bytes."""
+        peak, self.peak = self.peak, self.live
+        return peak, self.live
+
     def note(self, tensors: Iterable[Any]) -> None:
         """Count the storages of tensors if they are not counted yet."""
         for tensor in tensors:
@@ -79,20 +91,13 @@ class Ledger(BareMode):
                 except (RuntimeError, NotImplementedError):  # sparse layouts have no storage
                     continue
 
-    def note_storage(self, storage: torch.UntypedStorage) -> bool:
-        """Count a storage; returns False if it is counted already."""
+    def note_storage(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage if it is not counted yet."""
         key = storage._cdata
-        if key in self.storages:
-            return False
-        size = self._size(storage)
-        self.storages[key] = weakref.ref(storage, self._freed(key)), size
-        self._rise(size)
-        return True
-
-    def size_of(self, tensors: Iterable[Tensor | None]) -> int:
-        """Return the bytes that count for the storages of ``tensors``."""
-        parts = [part for tensor in tensors if tensor is not None for part in tensor_parts(tensor)]
-        return sum(self.storages[key][1] for key in {part.untyped_storage()._cdata for part in parts})
+        if key not in self.storages:
+            size = self._size(storage)
+            self.storages[key] = weakref.ref(storage, self._freed(key)), size
+            self._rise(size)
 
     def _size(self, storage: torch.UntypedStorage) -> int:
         return -(-storage.nbytes() // self.block_bytes) * self.block_bytes
@@ -100,21 +105,6 @@ class Ledger(BareMode):
     def _rise(self, size: int) -> None:
         self.live += size
         self.peak = max(self.peak, self.live)
-
-    @property
-    def _resized(self) -> Callable[[torch.UntypedStorage, int], Any]:
-        """Return the replacement of the method by which FSDP2 allocates and frees the memory of whole parameters."""
-        ledger, resize = self, self._resize
-
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            out = resize(storage, size)
-            known = ledger.storages.get(storage._cdata)
-            if known is not None:
-                ledger.storages[storage._cdata] = known[0], ledger._size(storage)
-                ledger._rise(ledger._size(storage) - known[1])
-            return out
-
-        return resized
 
     def _freed(self, key: int) -> Callable[[Any], None]:
         mine = weakref.ref(self)

@@ -1,20 +1,26 @@
-"""One observed step: its phases at the borders of regions, in forward and backward, with live bytes and peaks."""
+"""One observed step: its phases at the borders of regions, with live bytes and peaks as an allocator counts them."""
 
 from __future__ import annotations
 
+import os
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from sac.planner.meters import Meter
+from sac.memory_timeline import StepMemory
+from sac.planner.ledger import CUDA_BLOCK
+from sac.tensors import storage_bytes, tensor_parts
 from sac.torch_private import (
     NO_TASK,
     current_graph_task_id,
     graph_is_retained,
+    profiler_is_on,
     tree_leaves,
     when_backward_ends,
 )
@@ -29,10 +35,90 @@ from sac.torch_private import (
 # computed) is there in the next one.
 #
 # A backward that retains its graph may be the first part of one that a schedule divides: for the inputs, and later for
-# the weights, which no hook sees begin. What the region keeps is there until the frame of its call has gone.
+# the weights, which no hook sees begin. What the region keeps counts until the end of the step.
 #
 # The hooks belong to the graph, and hold the token of the step: when the graph is freed without a backward, the token
 # goes, and with it the step.
+
+
+class Meter:
+    """Measures one step: ``start``, ``mark`` at each instant (in any thread of autograd), ``stop`` outside of backward.
+
+    ``read``: returns the peak since it was called last, and the live bytes. ``block_bytes``: the allocator rounds sizes
+    up to a multiple of this. ``memory_bytes``: of the device.
+    """
+
+    def __init__(self, read: Callable[[], tuple[int, int]], block_bytes: int = 1, memory_bytes: int = 0) -> None:
+        self._read, self.block_bytes, self.memory_bytes = read, block_bytes, memory_bytes
+        self._levels: list[tuple[int, int]] = []
+
+    def live(self, known: Iterable[Tensor]) -> int:
+        """Return the bytes that are live now; ``known``: the tensors that count where the allocator cannot be asked."""
+        return self._read()[1]
+
+    def is_free(self) -> bool:
+        """Return whether a step can be measured now."""
+        return True
+
+    def start(self, live: int) -> None:
+        """Begin a step, with ``live`` bytes."""
+        self._read()
+        self._levels = []
+
+    def mark(self) -> None:
+        """Mark the present instant."""
+        self._levels.append(self._read())
+
+    def stop(self) -> list[tuple[int, int]]:
+        """End the step; return for each mark the peak since the mark before it, and the live bytes."""
+        return self._levels
+
+
+def bytes_of(tensors: Iterable[Tensor | None], device: torch.device, block_bytes: int = 1) -> int:
+    """Return the bytes of the storages of tensors on a device, each counted once, as its allocator rounds them."""
+    parts = (part for tensor in tensors if tensor is not None for part in tensor_parts(tensor) if part.device == device)
+    sizes = {part.untyped_storage()._cdata: storage_bytes(part) for part in parts}
+    return sum(-(-size // block_bytes) * block_bytes for size in sizes.values())
+
+
+class CpuMeter(Meter):
+    """Has torch's profiler record each allocation. Memory that is not of a known tensor at the start does not count."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: (0, 0), 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+    def live(self, known: Iterable[Tensor]) -> int:
+        """See ``Meter``."""
+        return bytes_of(known, torch.device("cpu"))
+
+    def is_free(self) -> bool:
+        """See ``Meter``. A thread has one profiler at most."""
+        return not profiler_is_on()
+
+    def start(self, live: int) -> None:
+        """See ``Meter``."""
+        self._live, self._memory = live, StepMemory()
+
+    def mark(self) -> None:
+        """See ``Meter``."""
+        self._memory.mark()
+
+    def stop(self) -> list[tuple[int, int]]:
+        """See ``Meter``."""
+        return [(self._live + peak, self._live + live) for peak, live in self._memory.stop()]
+
+
+def meter_of(device: torch.device) -> Meter | None:
+    """Return the meter of a device, or None if there is none for its type."""
+    if device.type != "cuda":
+        return CpuMeter() if device.type == "cpu" else None
+
+    def read() -> tuple[int, int]:
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak, torch.cuda.memory_allocated(device)
+
+    return Meter(read, CUDA_BLOCK, int(torch.cuda.get_device_properties(device).total_memory))
 
 
 FORWARD, BACKWARD, BETWEEN = "forward", "backward", "between"
@@ -44,81 +130,75 @@ class StepPhase:
     """A phase of a step: the forward or backward of the region at ``position``, or the time between two regions.
 
     Positions count the calls of regions in forward order. Between regions, ``position`` is the number of regions whose
-    forward is over and whose backward has not ended. ``before``, ``peak`` and ``after`` are live bytes.
+    forward is over and whose backward has not ended. ``before``, ``peak`` and ``after`` are live bytes, ``gradients``
+    the bytes of gradients of parameters at its start.
 
     ``rises``: of a forward that was observed op by op, for each entry of its tape the peak since the entry before it,
     in bytes above ``before``; the last one, of entry -1, is that after all entries.
-    ``ended``: the positions whose values backward needs no longer, from this phase on.
     """
 
     part: str
     position: int
+    gradients: int
     before: int
     peak: int
     after: int
     rises: tuple[tuple[int, int], ...] = ()
-    ended: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The memory of one step in bytes; ``static``: when it begins. ``paths``: the region at each position."""
+    """The memory of one step in bytes; ``static``: when it begins. ``paths``: the region at each position.
+
+    ``retained``: the positions whose backward has retained its graph. ``shapes``: those of the inputs of each forward.
+    """
 
     paths: tuple[str, ...]
     phases: tuple[StepPhase, ...]
     static: int
-    peak: int
+    retained: frozenset[int] = frozenset()
+    shapes: tuple[Shapes, ...] = ()
 
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """A step that was observed. ``live`` and ``gradients``: bytes when it began.
-
-    ``shapes``: those of the inputs of each forward. ``made``: for each phase, the bytes of gradients of parameters at
-    its start.
-    """
-
-    record: StepRecord
-    live: int
-    gradients: int
-    made: tuple[int, ...]
-    shapes: tuple[Shapes, ...]
+    @property
+    def peak(self) -> int:
+        """The most bytes."""
+        return max(phase.peak for phase in self.phases)
 
     def rebased(self, live: int, gradients: int) -> StepRecord:
         """Return the record of such a step that begins with these bytes, or one that needs more.
 
         If gradients are there from the start only now, backward finds those that it would have made.
         """
-        others = max(0, (live - gradients) - (self.live - self.gradients))
-        more = max(0, gradients - self.gradients)
-        phases = []
+        more = max(0, gradients - self.phases[0].gradients)
+        others = max(0, (live - gradients) - (self.static - self.phases[0].gradients))
+        phases: list[StepPhase] = []
         in_backward = False
-        for phase, made in zip(self.record.phases, self.made, strict=True):
+        for phase in self.phases:
             in_backward = in_backward or phase.part == BACKWARD
-            shift = others + (max(0, more - made) if in_backward else more)
-            phases.append(
-                replace(phase, before=phase.before + shift, peak=phase.peak + shift, after=phase.after + shift)
-            )
-        return replace(self.record, phases=tuple(phases), static=live, peak=max(phase.peak for phase in phases))
+            shift = others + (max(0, more - phase.gradients) if in_backward else more)
+            sizes = {name: getattr(phase, name) + shift for name in ("before", "peak", "after")}
+            phases.append(replace(phase, **sizes))
+        return replace(self, phases=tuple(phases), static=live)
 
 
 class _Token:
     """Held by the hooks of a step's graph."""
 
 
-@dataclass(slots=True)
-class _Cut:
+class _Cut(NamedTuple):
     """The phase that begins at a mark, or goes on ``after`` an entry of a tape, and the bytes of gradients there."""
 
     part: str
     position: int
-    made: int
-    ended: tuple[int, ...] = ()
+    gradients: int
     after: int | None = None
 
 
 class Observation:
-    """Observes a step that begins now; see Note [An observed step]."""
+    """Observes a step that begins now, with ``live`` bytes; see Note [An observed step].
+
+    ``gradients``: returns the bytes of gradients. ``lost``: called when the graph is freed before its backward is over.
+    """
 
     def __init__(
         self,
@@ -128,9 +208,8 @@ class Observation:
         shapes: Shapes,
         lost: Callable[[], None] = lambda: None,
     ) -> None:
-        self._meter = meter
-        self._on_lost = lost  # called when the graph is freed before its backward is over
-        self._gradients = gradients
+        self._meter, self._gradients, self._on_lost = meter, gradients, lost
+        self._thread = threading.get_ident()
         self._cuts = [_Cut(BETWEEN, 0, gradients())]
         self._tasks: set[int] = set()  # backwards that are running
         self._begin(live, shapes)
@@ -138,15 +217,12 @@ class Observation:
 
     def _begin(self, live: int, shapes: Shapes) -> None:
         """The step begins with the last cut."""
-        self._from = len(self._cuts) - 1
-        self._live, self._started_with = live, self._cuts[-1].made
+        self._first, self._live = len(self._cuts) - 1, live
         self.shapes = [shapes]  # of each forward
         self._paths: list[str] = []
         self._token: Any = None
         self._waiting: list[int] = []  # positions whose backward has not begun
-        self._frames: dict[int, Any] = {}  # weak references to those of calls, by position
-        self._retained: set[int] = set()  # positions whose backward has begun, and whose graph stays
-        self._is_divided = False  # backwards may have come after those that were seen to begin
+        self._retained: set[int] = set()
         self._ended = False
 
     def begin_again(self, live: int, shapes: Shapes) -> None:
@@ -167,7 +243,17 @@ class Observation:
     @property
     def has_gradients(self) -> bool:
         """Whether parameters have had gradients: trainers also run a model to learn the shapes of its results."""
-        return any(cut.made for cut in self._cuts[self._from :])
+        return any(cut.gradients for cut in self._cuts[self._first :])
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it was begun in this thread, the only one in which it can be ended."""
+        return threading.get_ident() == self._thread
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a backward has begun that will not end."""
+        return bool(self._tasks) and current_graph_task_id() == NO_TASK
 
     def enter(self, path: str, args: Any, kwargs: Any) -> None:
         """The forward of a region begins."""
@@ -183,27 +269,23 @@ class Observation:
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(partial(self._end_backward, token, position))
                 break
-        self._cut(FORWARD, position, self._cuts[-1].made)
+        self._cut(FORWARD, position, self._cuts[-1].gradients)
 
     def after_op(self, entry: int) -> None:
         """The op of an entry of the tape of the region that was entered last has run."""
         self._meter.mark()
-        self._cuts.append(replace(self._cuts[-1], ended=(), after=entry))
+        self._cuts.append(self._cuts[-1]._replace(after=entry))
 
-    def leave(self, output: Any, frame: Any = None) -> None:
-        """The forward of the region that was entered last is over; ``frame``: a weak reference to that of its call."""
+    def leave(self, output: Any) -> None:
+        """The forward of the region that was entered last is over."""
         position = len(self._paths) - 1
-        if frame is not None:
-            self._frames[position] = frame
         token, self._new = self._new, None
-        has_graph = False
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                tensor.register_hook(partial(self._begin_backward, token, position))
-                has_graph = True
-        if has_graph:
+        tensors = [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.grad_fn is not None]
+        for tensor in tensors:
+            tensor.register_hook(partial(self._begin_backward, token, position))
+        if tensors:
             self._waiting.append(position)
-        self._cut(BETWEEN, position + 1, self._cuts[-1].made)
+        self._cut(BETWEEN, position + 1, self._cuts[-1].gradients)
 
     def place(self) -> tuple[str, str]:
         """Return the part of the step that runs, and the path of its region; empty between two."""
@@ -214,17 +296,9 @@ class Observation:
         if token is self._token and not self._ended and current_graph_task_id() == NO_TASK:
             self._on_lost()
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether a backward has begun that will not end; to be asked outside of backwards."""
-        return bool(self._tasks)
-
-    def _cut(self, part: str, position: int, made: int | None = None, ended: tuple[int, ...] = ()) -> None:
+    def _cut(self, part: str, position: int, gradients: int | None = None) -> None:
         self._meter.mark()
-        gone = {one for one in self._retained if self._frames[one]() is None}
-        self._retained -= gone
-        made = self._gradients() if made is None else made
-        self._cuts.append(_Cut(part, position, made, (*ended, *sorted(gone))))
+        self._cuts.append(_Cut(part, position, self._gradients() if gradients is None else gradients))
 
     def _begin_backward(self, token: _Token, position: int, gradient: Tensor) -> None:
         is_current = self._token is not None and self._token() is token
@@ -235,12 +309,9 @@ class Observation:
         if task != NO_TASK and task not in self._tasks:
             self._tasks.add(task)
             when_backward_ends(partial(self._end_task, task))
-        if position in self._frames and task != NO_TASK and graph_is_retained():
+        if task != NO_TASK and graph_is_retained():
             self._retained.add(position)
-            self._is_divided = True
-            self._cut(BACKWARD, position)
-        else:
-            self._cut(BACKWARD, position, ended=(position,))
+        self._cut(BACKWARD, position)
 
     def _end_backward(self, token: _Token, position: int, gradient: Tensor) -> None:
         if (self._cuts[-1].part, self._cuts[-1].position) == (BACKWARD, position):
@@ -252,29 +323,24 @@ class Observation:
             self._ended = not self._waiting
             self._cut(BETWEEN, len(self._waiting))
 
-    def end(self) -> Observed | None:
+    def end(self) -> StepRecord | None:
         """Stop measuring; return what was observed, or None if no backward has run through all regions."""
+        if not self.is_here:
+            return None
         self._meter.mark()
         levels = self._meter.stop()
         if not self.is_whole or len(levels) != len(self._cuts):
             return None
-        phases, before = [], levels[self._from - 1].live if self._from else self._live
-        cuts = self._cuts[self._from :]
-        afters = [*(cut.after for cut in cuts[1:]), None]
-        measured = [*zip(cuts, afters, levels[self._from :], strict=True)]
-        if not self._is_divided:
-            del measured[-1]  # what came after backward
+        phases: list[StepPhase] = []
+        before = levels[self._first - 1][1] if self._first else self._live
         rises: list[tuple[int, int]] = []
-        for cut, after, level in measured:
-            if cut.after is None:
-                rises, begin = [], cut
-            rises.append((-1 if after is None else after, level.peak - before))
-            if after is None:
-                peak = before + max(rise for _, rise in rises)
-                several = tuple(rises) if len(rises) > 1 else ()
-                phases.append(StepPhase(begin.part, begin.position, before, peak, level.live, several, begin.ended))
-                before = level.live
-        peak = max(phase.peak for phase in phases)
-        record = StepRecord(tuple(self._paths), tuple(phases), self._live, peak)
-        made = tuple(cut.made for cut, _, _ in measured if cut.after is None)
-        return Observed(record, self._live, self._started_with, made, tuple(self.shapes))
+        ends = [cut.after for cut in self._cuts[1:]]
+        for cut, end, (peak, live) in [*zip(self._cuts, [*ends, None], levels, strict=True)][self._first :]:
+            rises.append((-1 if end is None else end, peak - before))
+            if end is None:
+                most, several = before + max(rise for _, rise in rises), tuple(rises) if len(rises) > 1 else ()
+                phases.append(StepPhase(cut.part, cut.position, cut.gradients, before, most, live, several))
+                rises, before = [], live
+        if not self._retained:
+            del phases[-1]  # what came after backward
+        return StepRecord(tuple(self._paths), tuple(phases), self._live, frozenset(self._retained), tuple(self.shapes))

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sac.errors import PlanError, Problem, listing
-from sac.planner.budget import read_budget
+from sac.config_keys import StepBudget, read_budget
+from sac.errors import ConfigError, PlanError, Problem, listing
 from sac.planner.cost import MEMORY, PRIORS
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.explain import Explanation
-from sac.planner.fakes import Inputs, is_on_meta
+from sac.planner.fakes import Inputs
 from sac.planner.gpu_ops import lowered_to
-from sac.planner.predict import Choice, TooSmallError
-from sac.planner.regions import planned_regions
+from sac.planner.predict import TooSmallError
 from sac.planner.rehearsal import Rehearsal, refuse_unfit
+from sac.planner.rules import policy_of
 from sac.planner.sharding import fake_ranks, fsdp_over
 from sac.policy.model import Policy, dump_policy
 from sac.policy.read import bytes_text
@@ -116,6 +116,14 @@ class Plan:
 NEEDS_NONE = "no checkpointing is needed"
 
 
+def budget_of(value: Any) -> StepBudget:
+    """Return the parsed budget; raises ``PlanError`` if ``value`` is not a budget."""
+    try:
+        return read_budget(value, "budget")
+    except ConfigError as error:
+        raise PlanError(error.problems) from None
+
+
 def make_plan(
     model: nn.Module,
     inputs: Any,
@@ -134,9 +142,8 @@ def make_plan(
         found = f"a {type(inputs).__name__} is not what a model is called with"
         raise PlanError(Problem("inputs", found, "a tuple or a dict of arguments", fix="write (x,) for one argument"))
     arguments: Inputs = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)  # pytrees look into dicts only
-    _refuse_other_devices(model)
     figures = figures_of(model, device)
-    wanted = read_budget(budget)
+    wanted = budget_of(budget)
 
     is_there = "cuda" in {parameter.device.type for parameter in model.parameters()}
     shards = parallelize if fsdp is None else fsdp_over(fsdp)
@@ -146,64 +153,57 @@ def make_plan(
         scopes.enter_context(fake_ranks(fsdp) if fsdp is not None else nullcontext())
         steps = Rehearsal(model, arguments, figures, loss_fn=loss_fn, optimizer=optimizer, parallelize=shards)
         scopes.callback(steps.close)
-        prediction = steps.prediction
-        least, most = prediction.least(), prediction.peak_of(prediction.fastest)
-        if wanted.bytes is None:
-            most = max(least, steps.run(prediction.fastest).peak + steps.extra)
-        return _planned(steps, wanted.within(least, most), most, explains=explains)
+        return _planned(steps, wanted, explains=explains)
 
 
-def _planned(steps: Rehearsal, allowed: int, most: int, *, explains: bool) -> Plan:
-    prediction, model = steps.prediction, steps.model
-    chosen = steps.choose(allowed)
+def _planned(steps: Rehearsal, budget: StepBudget, *, explains: bool) -> Plan:
+    prediction, device = steps.prediction, steps.device
+    least, most = prediction.least(), prediction.peak_of(prediction.fastest)
+    if budget.share is not None:
+        most = max(least, steps.run(prediction.fastest).peak + steps.extra)
+    allowed = budget.within(least, most, device.memory_bytes)
+    chosen, peak = steps.choose(allowed)
     notes = [f"{path} is recomputed in full: {reason}" for path, reason in steps.unplanned.items()]
-    notes += [NEEDS_NONE] if chosen.choice == prediction.fastest else []
-
-    def row(label: str, choice: Choice, peak: int | None = None) -> Row:
-        options = [prediction.options[kind][one] for kind, one in zip(prediction.kinds, choice, strict=True)]
-        shown = prediction.peak_of(choice) if peak is None else peak
-        return Row(label, shown, sum(one.flops for one in options), prediction.time_of(choice), peak is not None)
-
-    rows = [row("plan", chosen.choice, chosen.peak), row("none", prediction.fastest), row("full", prediction.full)]
-    rows.append(row("selective", prediction.shipped))
-    trained = (part for one in model.parameters() if one.requires_grad for part in tensor_parts(one))
+    choices = {"plan": chosen, "none": prediction.fastest, "full": prediction.full, "selective": prediction.shipped}
+    rows = []
+    for label, choice in choices.items():
+        flops = sum(region.option.flops for region in prediction.regions(choice))
+        shown = peak if label == "plan" else prediction.peak_of(choice)
+        rows.append(Row(label, shown, flops, prediction.time_of(choice), label == "plan"))
+    trained = (part for one in steps.model.parameters() if one.requires_grad for part in tensor_parts(one))
     moved = 3 * sum(part.numel() * part.element_size() for part in trained) + 2 * steps.extra
     return Plan(
-        planned_regions(prediction, chosen.choice, "planned").policy,
+        policy_of(prediction.regions(chosen), "planned"),
         tuple(rows),
-        steps.device,
+        device,
         allowed,
         prediction.least(),
         most,
         prediction.record.static,
         steps.extra,
-        sum(sum(prediction.times[kind]) for kind in prediction.kinds),
-        steps.step_s + moved / (steps.device.bytes_per_s * PRIORS[MEMORY]),
-        tuple(notes),
-        steps.explain(chosen) if explains else None,
+        prediction.forward_s,
+        steps.step_s + moved / (device.bytes_per_s * PRIORS[MEMORY]),
+        (*notes, NEEDS_NONE) if chosen == prediction.fastest else tuple(notes),
+        steps.explain(chosen, peak) if explains else None,
     )
 
 
 def figures_of(model: nn.Module, device: str | torch.device | None) -> Device:
     """Return the figures of the named device, or by default of the device of the parameters."""
+    types = sorted({parameter.device.type for parameter in model.parameters()})
+    if others := [name for name in types if name not in ("cpu", "cuda", "meta")]:
+        found = f"its parameters are on {listing(others)}"
+        fix = 'plan it on the CPU or on the meta device and name the GPU: device="h100"'
+        raise PlanError(Problem(type(model).__name__, found, "cpu, cuda, meta", fix=fix))
     if isinstance(device, str) and device.partition(":")[0] not in ("cpu", "cuda"):
         return device_named(device)
     if not isinstance(device, str | torch.device | None):
         raise PlanError(Problem("device", f"{device!r} names no device", "a name such as h100, or a torch.device"))
-    if device is None and is_on_meta(model):
+    if device is None and "meta" in types:
         raise PlanError(Problem("device", "the model is on the meta device", fix='name the device: device="h100"'))
     if device is None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return device_at_hand(torch.device(device))
-
-
-def _refuse_other_devices(model: nn.Module) -> None:
-    """Raise ``PlanError`` if parameters are on a device that plans do not support."""
-    types = sorted({parameter.device.type for parameter in model.parameters()} - {"cpu", "cuda", "meta"})
-    if types:
-        found = f"its parameters are on {listing(types)}"
-        fix = 'plan it on the CPU or on the meta device and name the GPU: device="h100"'
-        raise PlanError(Problem(type(model).__name__, found, "cpu, cuda, meta", fix=fix))
 
 
 def plan(
@@ -221,7 +221,8 @@ def plan(
     ``inputs``: the arguments of the model, as a tuple or a dict.
     ``budget``: the peak of allocated bytes over forward and backward of one step, including parameters, gradients, and
     the state of ``optimizer`` (a name or an optimizer) if one is given. It is an int (bytes), a text such as
-    ``"40GiB"``, or a share of the way from the least peak to the peak without checkpointing, such as ``"50%"``.
+    ``"40GiB"``, a share of the way from the least peak to the peak without checkpointing, such as ``"50%"``, or one
+    of the device's memory: ``"auto"`` or ``{"device": "90%"}``.
     ``loss_fn``: the loss is ``loss_fn(output)``, else ``output.loss``, else a scalar output.
     ``device``: the device whose figures price the ops (``"h100"``, …; default: the device of the parameters). For a
     model on the CPU or on the meta device, the ops that this device would run are planned; until then, no other thread

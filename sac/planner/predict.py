@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
-from typing import Any
+from dataclasses import dataclass
+from itertools import accumulate
 
 from sac.errors import PlanError, Problem
 from sac.planner.cost import seconds
@@ -14,6 +13,7 @@ from sac.planner.devices import Device
 from sac.planner.observing import BACKWARD, BETWEEN, FORWARD, StepPhase, StepRecord
 from sac.planner.options import Option, options_of
 from sac.planner.profile import RegionProfile
+from sac.planner.rules import PlannedRegion
 from sac.policy.read import bytes_text
 
 # Note [From an observed step to every other]
@@ -63,8 +63,8 @@ def _places(record: StepRecord, numbers: Mapping[str, int]) -> Iterator[_Place]:
     alive = [0] * len(numbers)
     for phase in record.phases:
         own = None if phase.part == BETWEEN else regions[phase.position]
-        for position in phase.ended:
-            alive[regions[position]] -= 1
+        if own is not None and phase.part == BACKWARD and phase.position not in record.retained:
+            alive[own] -= 1
         yield _Place(tuple(alive), own, phase.part)
         if own is not None and phase.part == FORWARD and phase.position in with_backward:
             alive[own] += 1
@@ -98,98 +98,82 @@ class Prediction:
             options_of(profile, times, device, [more] if more else [], may_skip=may_skip)
             for profile, times, more in zip(profiles, self.times, self.by_hand, strict=True)
         ]
+        self.forward_s = sum(sum(self.times[kind]) for kind in self.kinds)
         self.seconds = [tuple(option.seconds for option in self.options[kind]) for kind in self.kinds]
-        self._predict(record)
+        held = dict.fromkeys(self.kinds, 0)
+        for phase in record.phases:
+            if phase.part == FORWARD:
+                kind = self.kinds[self._numbers[record.paths[phase.position]]]
+                held[kind] = max(held[kind], phase.after - phase.before)
+        self._more: dict[int, list[int]] = {}  # what each option of a kind holds, above full recomputation
+        replays: dict[int, list[int]] = {}  # what a backward takes besides
+        forwards: dict[int, list[list[int]]] = {}  # what a forward takes at each entry
+        for kind, size in held.items():
+            profile, (full, *others) = self.profiles[kind], self.options[kind]
+            inputs = max(0, size - full.bytes)
+            self._more[kind] = [0, *(max(0, option.bytes - full.bytes) for option in others)]
+            replays[kind] = [0, *(_replay_bytes(profile, option, inputs) for option in others)]
+            forwards[kind] = [_forward_bytes(profile, option) for option in self.options[kind]]
         phases: dict[_Place, list[StepPhase]] = {}
         for place, phase in zip(_places(record, self._numbers), record.phases, strict=True):
             phases.setdefault(place, []).append(phase)
-        self._places = [*phases]
-        self._bases = [max(phase.peak for phase in alike) + extra for alike in phases.values()]
-        self._forwards: dict[Any, tuple[int, ...]] = {}  # known results of ``_in_forward``
-        self._own = [
-            self._own_of(place, alike, base - extra)
-            for (place, alike), base in zip(phases.items(), self._bases, strict=True)
-        ]
-        self.in_flight = max(count for place in self._places for count in place.alive)
+        self._bases = {place: max(phase.peak for phase in alike) + extra for place, alike in phases.items()}
+        self._own: dict[_Place, list[int]] = {}  # what an option of the region of a place takes there besides
+        for place, alike in phases.items():
+            if place.own is not None and place.part == BACKWARD:
+                self._own[place] = [*replays[self.kinds[place.own]]]
+            elif place.own is not None:
+                rises = [*_rises(self.profiles[self.kinds[place.own]], alike, self._bases[place] - extra)]
+                each = forwards[self.kinds[place.own]]
+                self._own[place] = [max(rise + more[entry] for entry, rise in rises) for more in each]
+        self.in_flight = max(count for place in self._bases for count in place.alive)
 
     @property
     def _numbers(self) -> dict[str, int]:
         return {path: number for number, path in enumerate(self.paths)}
 
-    def _predict(self, record: StepRecord) -> None:
-        """Find for each kind and option what it holds and what its backward takes, above full recomputation."""
-        self._held = _held_by(record, self.kinds, self._numbers)
-        self._more, self._replay = {}, {}
-        for kind, held in self._held.items():
-            profile, (full, *others) = self.profiles[kind], self.options[kind]
-            inputs = max(0, held - full.bytes)
-            self._more[kind] = [0, *(max(0, option.bytes - full.bytes) for option in others)]
-            self._replay[kind] = [0, *(_replay_bytes(profile, option, inputs) for option in others)]
-
-    def _own_of(self, place: _Place, phases: Sequence[StepPhase], peak: int) -> list[int] | None:
-        """Return what each option of the region of a place adds to its peak there, besides what regions hold."""
-        if place.own is None:
-            return None
-        if place.part == BACKWARD:
-            return self._replay[self.kinds[place.own]]
-        more = [*zip(*{self._in_forward(self.kinds[place.own], phase, peak) for phase in phases}, strict=True)]
-        return [*map(max, more)]
-
-    def _in_forward(self, kind: int, phase: StepPhase, peak: int) -> tuple[int, ...]:
-        """Return by how much a forward of a region exceeds ``peak`` under each of its options."""
-        profile = self.profiles[kind]
-        # Not observed op by op, or calls differ: all that an option adds may be there at the peak.
-        seen = phase.rises if phase.rises and profile.until else ((-1, phase.peak - phase.before),)
-        rises = tuple((entry, phase.before + rise - peak) for entry, rise in seen)
-        if (kind, rises) not in self._forwards:
-            each = [_forward_bytes(profile, option) for option in self.options[kind][1:]]
-            found = (max(rise + more[entry] for entry, rise in rises) for more in each)
-            self._forwards[kind, rises] = phase.peak - peak, *found
-        return self._forwards[kind, rises]
-
     def learn(self, record: StepRecord, choice: Choice) -> None:
         """Take over what a step that was run with ``choice`` shows of the options in it."""
         if record.paths != self.record.paths:
             return
-        used = {(self.kinds[at], option) for at, option in enumerate(choice) if option}
         measured: dict[tuple[int, int], int] = {}
         numbers, full = self._numbers, _left_by(self.record)
         for position, left in _left_by(record).items():
             at = numbers[record.paths[position]]
             key = self.kinds[at], choice[at]
             measured[key] = max(measured.get(key, 0), left - full[position])
-        for kind, option in used:
-            self._more[kind][option] = max(0, measured[kind, option])
+        for (kind, option), size in measured.items():
+            self._more[kind][option] = max(0, size) if option else 0
+        above = self.extra + max(0, self.record.static - record.static)  # this step may have begun with fewer bytes
+        places = zip(_places(record, numbers), record.phases, strict=True)
+        seen = [(place, phase.peak + above) for place, phase in places if place in self._bases]
         rises: dict[tuple[str, int, int], int] = {}  # by part, kind and option
-        below = max(0, self.record.phases[0].before - record.phases[0].before)  # this step began with fewer bytes
-        for place, phase in zip(_places(record, numbers), record.phases, strict=True):
-            if place.own is not None and choice[place.own] and place in self._places:
-                index = self._places.index(place)
-                others = sum(n * self._more[k][c] for n, k, c in zip(place.alive, self.kinds, choice, strict=True) if n)
+        for place, peak in seen:
+            if place.own is not None and choice[place.own]:
                 mine = place.part, self.kinds[place.own], choice[place.own]
-                rise = phase.peak + below - (self._bases[index] - self.extra) - others
-                rises[mine] = max(rises.get(mine, -(2**62)), rise)
-        for place, own in zip(self._places, self._own, strict=True):
+                rise = peak - self._bases[place] - self._held_at(place, choice)
+                rises[mine] = max(rises.get(mine, rise), rise)
+        for place, own in self._own.items():
             for (part, kind, option), rise in rises.items():
-                if place.own is not None and own is not None and (part, kind) == (place.part, self.kinds[place.own]):
+                if place.own is not None and (part, kind) == (place.part, self.kinds[place.own]):
                     own[option] = rise
-        live = self.live(choice)
-        for place, phase in zip(_places(record, numbers), record.phases, strict=True):
-            if place in self._places:
-                index = self._places.index(place)
-                self._bases[index] += max(0, phase.peak + below + self.extra - live[index])
+        live = dict(zip(self._bases, self.live(choice), strict=True))
+        for place, peak in seen:
+            self._bases[place] += max(0, peak - live[place])
 
     # -- The peak of a choice
 
     def live(self, choice: Sequence[int]) -> list[int]:
         """Return the predicted peak at each place of the step."""
-        more = [self._more[kind][option] for kind, option in zip(self.kinds, choice, strict=True)]
         return [
-            base
-            + sum(count * size for count, size in zip(place.alive, more, strict=True) if count)
-            + (own[choice[place.own]] if own is not None and place.own is not None else 0)
-            for base, place, own in zip(self._bases, self._places, self._own, strict=True)
+            base + self._held_at(place, choice) + (0 if place.own is None else self._own[place][choice[place.own]])
+            for place, base in self._bases.items()
         ]
+
+    def _held_at(self, place: _Place, choice: Sequence[int]) -> int:
+        """Return the bytes that regions hold at a place with a choice, above full recomputation."""
+        numbers = zip(place.alive, self.kinds, choice, strict=True)
+        return sum(count * self._more[kind][option] for count, kind, option in numbers if count)
 
     def peak_of(self, choice: Sequence[int]) -> int:
         """Return the predicted peak of a choice, in bytes."""
@@ -219,6 +203,11 @@ class Prediction:
         """Return the seconds that a choice recomputes, and checkpointing itself takes."""
         return math.fsum(times[option] for times, option in zip(self.seconds, choice, strict=True))
 
+    def regions(self, choice: Choice) -> tuple[PlannedRegion, ...]:
+        """Return what each region is to do for a choice."""
+        rows = zip(self.paths, self.kinds, choice, strict=True)
+        return tuple(PlannedRegion(path, self.profiles[kind], self.options[kind][one]) for path, kind, one in rows)
+
     # -- The search
 
     def search(self, allowed: int, *known: Choice) -> Choice:
@@ -227,58 +216,46 @@ class Prediction:
         It is no slower than the choices ``known`` that fit. See Note [The search over layers]. Full recomputation fits,
         or is returned.
         """
-        starts = [self._raised(self.full, allowed)]
-        starts += [one for one in (self.fastest, self.shipped, *known) if self.peak_of(one) <= allowed]
-        return min((self._filled(one, allowed) for one in starts), key=self.time_of)
-
-    def _changer(self, choice: Sequence[int], allowed: int) -> tuple[list[int], Callable[[int, int], bool]]:
-        """Return a choice to change, and a function that sets a region's option if the peak then fits."""
-        chosen, live = [*choice], self.live(choice)
-        touched: list[list[tuple[int, int]]] = [[] for _ in self.paths]
-        owned: list[list[tuple[int, list[int]]]] = [[] for _ in self.paths]
-        for index, (place, own) in enumerate(zip(self._places, self._own, strict=True)):
-            for at, count in enumerate(place.alive):
-                if count:
-                    touched[at].append((index, count))
-            if place.own is not None and own is not None:
-                owned[place.own].append((index, own))
-
-        def change(at: int, option: int) -> bool:
-            more, old = self._more[self.kinds[at]], chosen[at]
-            added: dict[int, int] = {index: count * (more[option] - more[old]) for index, count in touched[at]}
-            for index, own in owned[at]:
-                added[index] = added.get(index, 0) + own[option] - own[old]
-            if any(size > 0 and live[index] + size > allowed for index, size in added.items()):
-                return False
-            for index, size in added.items():
-                live[index] += size
-            chosen[at] = option
-            return True
-
-        return chosen, change
-
-    def _raised(self, choice: Choice, allowed: int) -> Choice:
-        chosen, change = self._changer(choice, allowed)
-        hulls = [_hull(self._more[kind], self.options[kind]) for kind in range(len(self.profiles))]
-        raises = [
-            (rate, at, number) for at, kind in enumerate(self.kinds) for number, (_, rate) in enumerate(hulls[kind])
-        ]
-        blocked: set[int] = set()
-        for _, at, number in sorted(raises, key=lambda one: (-one[0], -one[1], one[2])):
-            if at not in blocked and not change(at, hulls[self.kinds[at]][number][0]):
-                blocked.add(at)
-        return tuple(chosen)
+        starts = [one for one in (self.fastest, self.shipped, *known) if self.peak_of(one) <= allowed]
+        return min((self._filled(one, allowed) for one in (self.full, *starts)), key=self.time_of)
 
     def _filled(self, choice: Choice, allowed: int) -> Choice:
-        chosen, change = self._changer(choice, allowed)
+        """Return a choice no slower than ``choice``, none of whose regions can get a faster option that fits."""
+        chosen, live = [*choice], self.live(choice)
+        touched: list[list[tuple[int, int, Sequence[int]]]] = [[] for _ in self.paths]  # place, calls alive, own
+        for index, place in enumerate(self._bases):
+            for at, count in enumerate(place.alive):
+                own = self._own[place] if place.own == at else ()
+                if count or own:
+                    touched[at].append((index, count, own))
+        raises = [
+            (rate, at, option)
+            for at, kind in enumerate(self.kinds if choice == self.full else ())
+            for rate, option in _hull(self._more[kind], self.seconds[at])
+        ]
+        moves = [(at, option) for _, at, option in sorted(raises, key=lambda one: (-one[0], -one[1]))]
         fast = [sorted(range(len(times)), key=times.__getitem__) for times in self.seconds]
+        singles = [(at, option) for at in reversed(range(len(chosen))) for option in fast[at]]
+        blocked: set[int] = set()  # regions whose next raise has not fitted
         while True:
             before = [*chosen]
-            for at in reversed(range(len(chosen))):
-                now = self.seconds[at][chosen[at]]
-                any(change(at, option) for option in fast[at] if self.seconds[at][option] < now)
-            if chosen == before:
+            for at, option in moves:
+                old, more = chosen[at], self._more[self.kinds[at]]
+                if at in blocked or self.seconds[at][option] >= self.seconds[at][old]:
+                    continue
+                added = [
+                    (index, count * (more[option] - more[old]) + (own[option] - own[old] if own else 0))
+                    for index, count, own in touched[at]
+                ]
+                if all(size <= 0 or live[index] + size <= allowed for index, size in added):
+                    chosen[at] = option
+                    for index, size in added:
+                        live[index] += size
+                elif moves is not singles:
+                    blocked.add(at)
+            if chosen == before and moves is singles:
                 return tuple(chosen)
+            moves, blocked = singles, set()
 
     def next_faster(self, choice: Choice) -> tuple[int, str] | None:
         """Return the least peak of a choice in which one more region gets a faster option, and the region's path."""
@@ -293,12 +270,14 @@ class Prediction:
 
     # -- What the least peak is made of
 
-    def refuse(self, where: str, written: str, allowed: int) -> PlanError:
+    def refuse(self, where: str, written: str, allowed: int) -> TooSmallError:
         """Return the error for a budget below the least peak: the peak, and its largest parts."""
         least = self.least()
         found = f"{written} ({allowed} bytes) is below the least peak of a step of this model on these inputs: "
         expected = f"{least} bytes ({bytes_text(least)}) or more"
-        return TooSmallError(Problem(where, found + self.parts_of_least(), expected, fix=_FIX), least)
+        error = TooSmallError(Problem(where, found + self.parts_of_least(), expected, fix=_FIX))
+        error.least = least
+        return error
 
     def parts_of_least(self) -> str:
         """Return what the least peak is made of, largest part first."""
@@ -320,25 +299,27 @@ class Prediction:
 class TooSmallError(PlanError):
     """The budget is below the least peak, ``least`` bytes."""
 
-    def __init__(self, problems: Any, least: int = 0) -> None:
-        super().__init__(problems)
-        self.least = least
-
-    def __reduce__(self) -> Any:
-        return type(self), (self.problems, self.least)
+    least = 0
 
 
 _FIX = "give more, or shrink the batch, the sequence, or what checkpointing cannot: shard parameters, chunk the loss"
 
 
-def rounded(profile: RegionProfile, block_bytes: int) -> RegionProfile:
-    """Return a profile with sizes as an allocator counts that rounds up to ``block_bytes``."""
-    return replace(profile, bytes=tuple(-(-size // block_bytes) * block_bytes for size in profile.bytes))
+def _hull(more: Sequence[int], times: Sequence[float]) -> Iterator[tuple[float, int]]:
+    """Yield the options on the lower convex hull of bytes and seconds, after the first, with seconds per byte."""
+    now = 0
+    while faster := [option for option, time in enumerate(times) if time < times[now]]:
+        rates = {one: (times[now] - times[one]) / max(1, more[one] - more[now]) for one in faster}
+        rate, now = max(((rate, one) for one, rate in rates.items()), key=lambda one: (one[0], more[one[1]], -one[1]))
+        yield rate, now
 
 
-def _forwards_of(record: StepRecord) -> dict[int, int]:
-    """Return the bytes that the forward at each position leaves behind."""
-    return {phase.position: phase.after - phase.before for phase in record.phases if phase.part == FORWARD}
+def _rises(profile: RegionProfile, phases: Sequence[StepPhase], peak: int) -> Iterator[tuple[int, int]]:
+    """Yield for forwards of a region by how much each entry exceeds ``peak``; entry -1 is the time after all."""
+    for phase in phases:
+        # Not observed op by op, or calls differ: all that an option adds may be there at the peak.
+        seen = phase.rises if phase.rises and profile.until else ((-1, phase.peak - phase.before),)
+        yield from ((entry, phase.before + rise - peak) for entry, rise in seen)
 
 
 def _left_by(record: StepRecord) -> dict[int, int]:
@@ -354,30 +335,6 @@ def _left_by(record: StepRecord) -> dict[int, int]:
         elif phase.part == BACKWARD:
             last = None
     return found
-
-
-def _held_by(record: StepRecord, kinds: Sequence[int], numbers: Mapping[str, int]) -> dict[int, int]:
-    held = dict.fromkeys(kinds, 0)
-    for position, size in _forwards_of(record).items():
-        kind = kinds[numbers[record.paths[position]]]
-        held[kind] = max(held[kind], size)
-    return held
-
-
-def _hull(more: Sequence[int], options: Sequence[Option]) -> list[tuple[int, float]]:
-    """Return the options on the lower convex hull of bytes and seconds, after the first, with seconds per byte."""
-    hull = [0]
-    for number in sorted(range(1, len(options)), key=lambda one: (more[one], options[one].seconds)):
-        if options[number].seconds >= options[hull[-1]].seconds:
-            continue
-        while len(hull) > 1 and _rate(more, options, hull[-2], hull[-1]) <= _rate(more, options, hull[-1], number):
-            hull.pop()
-        hull.append(number)
-    return [(second, _rate(more, options, first, second)) for first, second in pairwise(hull)]
-
-
-def _rate(more: Sequence[int], options: Sequence[Option], low: int, high: int) -> float:
-    return (options[low].seconds - options[high].seconds) / max(1, more[high] - more[low])
 
 
 def _forward_bytes(profile: RegionProfile, option: Option) -> list[int]:

@@ -7,7 +7,10 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from sac.engine.schedule import schedule_replay
+from sac.engine.tape import Tape
 
 # Note [Profiles]
 #
@@ -27,12 +30,12 @@ class Entry:
     size of the storages that it reads and makes, a lower bound of what its kernel moves.
     """
 
-    number: int
-    module: str
-    op: str
-    call: int
-    reads: tuple[int, ...]
-    makes: tuple[int, ...]
+    number: int = 0
+    module: str = ""
+    op: str = ""
+    call: int = 0
+    reads: tuple[int, ...] = ()
+    makes: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     savable: bool = False  # a policy may save it, and saving it would hold memory
     is_declined: bool = False  # a policy could save it, but the user's does not
@@ -63,38 +66,22 @@ class Recompute:
     bytes: int
 
 
-class BareTape:
-    """A tape without tensors: all that a schedule depends on, under the names of ``Tape``."""
-
-    def __init__(self, entries: Sequence[Entry], roots: Sequence[int], maker: Mapping[int, int]) -> None:
-        self.entries, self.roots = entries, roots
-        self.reads = [entry.reads for entry in entries]
-        self.makers = [maker.get(value, -1) for value in range(len(roots))]
-        self.writers: dict[int, list[int]] = {}
-        for entry in entries:
-            for root in entry.writes:
-                self.writers.setdefault(root, []).append(entry.number)
-        self.collectives = [entry.number for entry in entries if entry.is_collective]
-        self.stored: dict[int, Any] = {}
-        self.waits = {entry.number for entry in entries if entry.is_collective and entry.is_view}
-        self.unit_of: dict[int, int] = {}
-        self.chained: dict[int, int] = {}
-        self.sites, self.ends_early = entries, True
-        self.kept: Collection[int] = ()
-        self.before = range(len(roots))  # roots with a copy from before the first write, if they are leaves: all
-
-    def results(self, entry: int) -> tuple[int, ...]:
-        """Return the values that ``entry`` makes."""
-        return self.entries[entry].makes
-
-    def last_write(self, value: int) -> int:
-        """Return the last entry that writes to the storage of ``value`` and is not a wait, -1 if there is none."""
-        writers = self.writers.get(self.roots[value], ())
-        return next((entry for entry in reversed(writers) if entry not in self.waits), -1)
-
-    def writes_of(self, entry: int) -> tuple[int, ...]:
-        """Return the roots that ``entry`` writes to."""
-        return self.entries[entry].writes
+def _tape_of(entries: Sequence[Entry], roots: Sequence[int], maker: Mapping[int, int]) -> Tape:
+    """Return a tape without tensors that has all that a schedule depends on."""
+    without_table: Any = None
+    tape = Tape(without_table, ())
+    tape.sites, tape.roots = [*entries], [*roots]
+    tape.reads = [[*entry.reads] for entry in entries]
+    tape.firsts = [min(entry.makes, default=0) for entry in entries]
+    tape.counts = {entry.number: len(entry.makes) for entry in entries}
+    tape.makers = [maker.get(value, -1) for value in range(len(roots))]
+    for entry in entries:
+        for root in entry.writes:
+            tape.writers.setdefault(root, []).append(entry.number)
+    tape.collectives = [entry.number for entry in entries if entry.is_collective]
+    tape.waits = {entry.number for entry in entries if entry.is_collective and entry.is_view}
+    tape.before = dict.fromkeys(range(len(roots)), (torch.empty(0), None))  # each leaf has a copy
+    return tape
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +105,12 @@ class RegionProfile:
     until: tuple[int, ...] = field(default=(), compare=False)
     reason: str = ""
     maker: dict[int, int] = field(init=False, compare=False, repr=False)
-    tape: BareTape = field(init=False, compare=False, repr=False)
+    tape: Tape = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         maker = {value: entry.number for entry in self.entries for value in entry.makes}
         object.__setattr__(self, "maker", maker)
-        object.__setattr__(self, "tape", BareTape(self.entries, self.roots, maker))
+        object.__setattr__(self, "tape", _tape_of(self.entries, self.roots, maker))
 
     @property
     def candidates(self) -> tuple[Entry, ...]:
@@ -179,7 +166,7 @@ class RegionProfile:
     def _schedule(self, kept: Collection[int], needs: Sequence[Need]) -> tuple[list[int], list[int]]:
         """Return the entries that run again, and the kept values that they start from."""
         wanted = [(handle, need.value, need.time) for handle, need in enumerate(needs)]
-        tape: Any = copy(self.tape)
-        tape.kept = kept
+        tape = copy(self.tape)
+        tape.kept = dict.fromkeys(kept)
         schedule = schedule_replay(tape, wanted)
         return [step[0] for step in schedule.steps], schedule.kept

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,50 +19,13 @@ from sac.engine.region import Region, RegionGroup
 from sac.engine.settings import REPLAY
 from sac.engine.table import resolve_policy
 from sac.planner.observing import Observation
-from sac.planner.predict import Choice, Prediction
 from sac.planner.profile import RegionProfile
-from sac.planner.rules import is_named, policy_of
+from sac.planner.rules import PlannedRegion
 from sac.planner.tracing import ProfiledRegion
 from sac.policy.model import Decision, Policy, Rule
 
 _EVERYTHING = Policy("everything", (Rule("everything", Decision.SAVE.value, ("*",)),))
 FULL, PROFILED, PLANNED = "full", "profiled", "planned"
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRegions:
-    """What a plan says of each of ``paths``: the policy, whether it is one, and the bytes that it holds.
-
-    ``plain``: the paths without checkpointing. ``full``: those that are recomputed in full whatever a policy says.
-    """
-
-    policy: Policy
-    plain: frozenset[str]
-    full: frozenset[str]
-    held: dict[str, int]
-    blocks: dict[str, tuple[int, int]]  # layer and size of the stack, by path
-
-    def rule_of(self, path: str, op: str) -> str:
-        """Return what the plan says of an op in the block at ``path``, if it names the op."""
-        if path in self.plain:
-            return "no checkpointing"
-        rules = (one for one in self.policy.rules if one.ops and one.matches_region(path, *self.blocks[path]))
-        return next((f"rule {one.id}" for one in rules if is_named(one.ops, op)), "")
-
-
-def planned_regions(prediction: Prediction, choice: Choice, name: str) -> PlannedRegions:
-    """Return what the regions are to do for a choice."""
-    rows = [
-        (path, prediction.profiles[kind], prediction.options[kind][option])
-        for path, kind, option in zip(prediction.paths, prediction.kinds, choice, strict=True)
-    ]
-    return PlannedRegions(
-        policy_of([(path, profile, option.saved) for path, profile, option in rows], name),
-        frozenset(path for path, _, option in rows if option.saved is None),
-        frozenset(path for path, profile, _ in rows if profile.reason),
-        {path: option.bytes for path, _, option in rows},
-        {path: (one.layers[one.paths.index(path)], one.stack_size) for path, one, _ in rows},
-    )
 
 
 class BudgetForward(RegionForward):
@@ -72,7 +36,7 @@ class BudgetForward(RegionForward):
         self.block = block
         self.full = self.region
         self.planned: Region | None = None
-        self.profiled: RegionGroup | None = None  # of the profile
+        self.profiled: ProfiledRegion | None = None
         self.is_plain = False  # whether the plan is no checkpointing
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,18 +59,12 @@ class BudgetForward(RegionForward):
         if observation is None:
             return call(*args, **kwargs)
         observation.enter(self.block.path, args, kwargs)
-        profiled = self.region if isinstance(self.region, ProfiledRegion) else None
-        if profiled is not None:
-            profiled.after_op = observation.after_op
         try:
             output = call(*args, **kwargs)
         except BaseException:
             regions.stop()
             raise
-        finally:
-            if profiled is not None:
-                profiled.after_op = None
-        observation.leave(output, profiled.last_frame if profiled is not None else None)
+        observation.leave(output)
         return output
 
 
@@ -140,6 +98,11 @@ class BudgetRegions:
         if observation is not None:
             observation.end()
 
+    def after_op(self, entry: int) -> None:
+        """The op of an entry of the tape of a region that is profiled has run."""
+        if self.observation is not None:
+            self.observation.after_op(entry)
+
     @property
     def forwards(self) -> list[BudgetForward]:
         """The forwards on the model, in module order."""
@@ -152,13 +115,15 @@ class BudgetRegions:
         forwards = {one.block.path: one for one in self.forwards}
         resolved = resolve_policy(self.config.policy or _EVERYTHING)
         for block, group in groups_of(resolved, [one.block for one in forwards.values()], "selective"):
-            forwards[block.path].region, forwards[block.path].profiled = ProfiledRegion(block, group), group
+            forwards[block.path].region = forwards[block.path].profiled = ProfiledRegion(block, group, self.after_op)
 
     def profiles(self) -> tuple[RegionProfile, ...]:
-        """Return the profiles that the calls have made."""
-        regions = [one.region for one in self.forwards]
-        profiles = [region.profile for region in regions if isinstance(region, ProfiledRegion)]
-        return tuple(profile for profile in profiles if profile is not None)
+        """Take the profiles that the calls have made."""
+        regions = [one.profiled for one in self.forwards if one.profiled is not None]
+        profiles = tuple(region.profile for region in regions if region.profile is not None)
+        for region in regions:
+            region.profile = None
+        return profiles
 
     def use(self, which: str) -> None:
         """Have the next calls run as regions that are recomputed in full, or as those of the plan."""
@@ -170,22 +135,23 @@ class BudgetRegions:
                 one.region = one.planned if which == PLANNED and one.planned is not None else one.full
                 one.regions = (one.region,)
 
-    def plan(self, planned: PlannedRegions) -> None:
-        """Have the next calls run as ``planned``."""
+    def plan(self, planned: Sequence[PlannedRegion], policy: Policy) -> None:
+        """Have the next calls run as ``planned``; ``policy``: that of the plan."""
         forwards = {one.block.path: one for one in self.forwards}
-        resolved = resolve_policy(planned.policy)
+        of_path = {one.path: one for one in planned}
+        resolved = resolve_policy(policy)
         for block, group in groups_of(resolved, [one.block for one in forwards.values()], "selective"):
-            forward, region = forwards[block.path], Region(group, block.path)
+            forward, region, mine = forwards[block.path], Region(group, block.path), of_path.get(block.path)
             forward.planned = region
             if (profiled := forward.profiled) is not None:  # a planned call keeps nothing to verify units anew
-                group.functions.update(profiled.functions)
-                group.verified = group.verified or profiled.verified
-            if block.path in planned.full:
+                group.functions.update(profiled.group.functions)
+                group.verified = group.verified or profiled.group.verified
+            if mine is not None and mine.profile.reason:
                 forward.planned = forward.full
                 forward.full.group.give_up("it is not planned", block.path)
-            forward.is_plain = block.path in planned.plain
-            if forward.is_plain:
-                size = planned.held[block.path]
+            forward.is_plain = mine is not None and mine.option.saved is None
+            if mine is not None and forward.is_plain:
+                size = mine.option.bytes
                 rule = next(one.index for one in group.table.rules if one.rule.matches_module)  # saves the whole block
                 region.stats = RegionStats(1, SavedFigures(size, 0, {rule: size}, {rule: 1}))
         self.used = ""

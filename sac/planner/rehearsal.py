@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,22 +21,22 @@ from sac.blocks.install import remove
 from sac.blocks.kv_cache import turn_off_cache
 from sac.blocks.other_checkpointing import refuse_existing_checkpointing
 from sac.config import Config, family_policy
+from sac.config_keys import STATES
 from sac.engine.settings import NEVER
-from sac.errors import ModelError, PlanError, Problem, SacWarning
-from sac.planner.budget import optimizer_bytes
+from sac.errors import ModelError, PlanError, Problem, SacWarning, listing, nearest
 from sac.planner.devices import Device
 from sac.planner.explain import Explanation, Origins
-from sac.planner.fakes import Inputs, call, fake_copy, fake_inputs, fake_mode, mode_of, run_backward
+from sac.planner.fakes import Inputs, call, fake_copy, fake_inputs, fake_mode, mode_of, without_data
 from sac.planner.ledger import Ledger
-from sac.planner.meters import LedgerMeter
-from sac.planner.observing import Observation, StepRecord
-from sac.planner.predict import Choice, Prediction, rounded
-from sac.planner.regions import BudgetRegions, planned_regions
-from sac.planner.rules import saved_by
+from sac.planner.observing import Meter, Observation, StepRecord, bytes_of
+from sac.planner.predict import Choice, Prediction
+from sac.planner.regions import BudgetRegions
+from sac.planner.rules import policy_of, saved_by
 from sac.planner.sharding import QuickChunks, refuse_senders
 from sac.planner.tracing import merged
 from sac.policy.read import bytes_text
-from sac.torch_private import tree_leaves
+from sac.tensors import tensor_parts
+from sac.torch_private import DataDependentOutputException, tree_leaves
 
 _CHECKS = 5  # steps with a choice, the first one included
 _WORTH_A_STEP = 0.01  # of the room between the least peak and the budget
@@ -41,29 +44,68 @@ _WORTH_A_STEP = 0.01  # of the room between the least peak and the budget
 
 def scalar_loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
     """Return ``loss_fn(output)``, else ``output.loss``, else a scalar output; raises ``PlanError`` if there is none."""
+    loss: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss_fn is not None:
-        loss: Any = loss_fn(output)
-        found = "loss_fn returns"
-    else:
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        loss = output if loss is None else loss
-        found = "the model returns"
+        loss = loss_fn(output)
+    elif loss is None:
+        loss = output
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss
     what = f"a tensor of shape {[*loss.shape]}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
     if isinstance(loss, Tensor) and loss.numel() == 1:
         what = "a scalar that needs no gradient"
+    found = "the model returns" if loss_fn is None else "loss_fn returns"
     fix = "pass loss_fn=, which takes what the model returns" if loss_fn is None else ""
     raise PlanError(Problem("loss", f"{found} {what}", "a scalar tensor that needs a gradient", fix=fix))
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """A choice within a budget of ``allowed`` bytes, and the peak of a step that was run with it."""
+def optimizer_bytes(optimizer: Any, parameters: Iterable[nn.Parameter]) -> int:
+    """Return the bytes of the optimizer's state on this rank for the trained ones of ``parameters``.
 
-    choice: Choice
-    allowed: int
-    peak: int
+    ``optimizer``: None (no state), a name (sgd, momentum, adam, adamw: states with the shape of each parameter), or an
+    optimizer, which is run on a parameter without data of each shape; if its groups differ, with the options of the
+    group that holds the most. Counters, one number per parameter, are ignored. Raises ``PlanError`` otherwise.
+    """
+    parts = [part for one in parameters if one.requires_grad for part in tensor_parts(one.detach())]
+    if optimizer is None:
+        return 0
+    if isinstance(optimizer, str):
+        word = optimizer.strip().lower()
+        if word not in STATES:
+            found, fix = f"'{optimizer}' is not known", "pass the optimizer itself"
+            raise PlanError(Problem("optimizer", found, listing([*STATES]), nearest(word, STATES), fix=fix))
+        return STATES[word] * sum(part.numel() * part.element_size() for part in parts)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        found = f"a {type(optimizer).__name__} is not an optimizer"
+        raise PlanError(Problem("optimizer", found, f"{listing([*STATES])}, or a torch.optim.Optimizer"))
+    alike = Counter((tuple(part.shape), part.dtype) for part in parts)
+    return sum(
+        count * max(_state_bytes(optimizer, group, *part) for group in optimizer.param_groups)
+        for part, count in alike.items()
+    )
+
+
+def _state_bytes(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype
+) -> int:
+    """Return the bytes of state that such an optimizer holds for one parameter with the options of ``group``."""
+    with fake_mode():
+        parameter = nn.Parameter(torch.empty(shape, dtype=dtype))
+        parameter.grad = torch.empty_like(parameter)
+    same: Any = type(optimizer)
+    accepted = inspect.signature(same).parameters  # a group also holds options that the class has added itself
+    options = {name: value for name, value in group.items() if name in accepted and name != "params"}
+    options |= {name: False for name in ("foreach", "fused") if name in options}  # other kernels, same state
+    try:
+        tried = same([parameter], **options)
+        with contextlib.suppress(DataDependentOutputException):  # for example of a norm; by then the state exists
+            tried.step()
+    except Exception as error:
+        found = f"a step of {same.__name__} cannot be tried without data: {type(error).__name__}: {error}"
+        fix = f"name one that has as many states ({listing([*STATES])}), or give none and leave room"
+        raise PlanError(Problem("optimizer", found, fix=fix)) from error
+    states = (one for one in tried.state[parameter].values() if isinstance(one, torch.Tensor) and one.dim())
+    return sum(one.numel() * one.element_size() for one in states)
 
 
 class Rehearsal:
@@ -83,7 +125,6 @@ class Rehearsal:
         optimizer: Any = None,
         parallelize: Callable[[nn.Module], Any] | None = None,
     ) -> None:
-        refuse_unfit(model)
         if loss_fn is not None and not callable(loss_fn):
             raise PlanError(Problem("loss_fn", f"a {type(loss_fn).__name__} cannot be called", "a function"))
         if parallelize is not None:
@@ -111,7 +152,7 @@ class Rehearsal:
             raise ModelError(Problem(type(model).__name__, found))
         self.unplanned = {one.paths[0]: one.reason for one in profiles if one.reason}
         self.prediction = Prediction(
-            merged([rounded(one, self._ledger.block_bytes) for one in profiles]),
+            merged(profiles, self._ledger.block_bytes),
             record,
             device,
             extra=self.extra,
@@ -126,8 +167,9 @@ class Rehearsal:
     def run(self, choice: Choice, explains: int | None = None) -> StepRecord:
         """Run a step with a choice. ``explains``: the level of live bytes at which to note what is alive."""
         with _quiet():
-            self._planned = planned_regions(self.prediction, choice, "planned")
-            self._regions.plan(self._planned)
+            self._planned = self.prediction.regions(choice)
+            self._policy = policy_of(self._planned, "planned")
+            self._regions.plan(self._planned, self._policy)
             return self._step(explains)
 
     def _step(self, explains: int | None = None) -> StepRecord:
@@ -135,43 +177,52 @@ class Rehearsal:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         ledger = Ledger(self.device, self._gathers)
         if explains is not None:
-            ledger = Origins(self.device, self._gathers, model, inputs, explains, self._planned.rule_of)
+            planned, policy = {one.path: one for one in self._planned}, self._policy
+            rule_of: Callable[[str, str], str] = lambda path, op: planned[path].rule_of(policy, op)  # noqa: E731
+            ledger = Origins(self.device, self._gathers, model, inputs, explains, rule_of)
         self._ledger = ledger
-        state = torch.get_rng_state()
-        with _collector_paused(), ledger:
+        state, collects = torch.get_rng_state(), gc.isenabled()
+        gc.disable()  # it would repeatedly scan the many objects of a step's graph
+        with ledger:
             try:
                 ledger.note(one for one in [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
                             if isinstance(one, Tensor))  # fmt: skip
-                meter = LedgerMeter(ledger)
-                gradients: Callable[[], int] = lambda: ledger.size_of(one.grad for one in trained)  # noqa: E731
+                meter, device = Meter(ledger.read, ledger.block_bytes), next(model.parameters()).device
+                gradients = lambda: bytes_of((one.grad for one in trained), device, ledger.block_bytes)  # noqa: E731
                 observation = regions.observation = Observation(meter, ledger.live, gradients, ())
                 if isinstance(ledger, Origins):
                     ledger.place = observation.place
                 with torch.enable_grad():
                     loss = scalar_loss(call(model, inputs), self._loss_fn)
-                run_backward(model, loss)
+                with without_data(model):
+                    loss.backward()
                 regions.observation = None
-                observed = observation.end()
+                record = observation.end()
                 del loss
             finally:
                 regions.observation = None
                 torch.set_rng_state(state)
+                if collects:
+                    gc.enable()
                 for tensor in tree_leaves(inputs):
                     if isinstance(tensor, Tensor):
                         tensor.grad = None
                 model.zero_grad(set_to_none=True)
-        if observed is None:
+        if record is None:
             found = "no backward runs through its blocks: there is nothing to plan"
             raise ModelError(Problem(type(model).__name__, found))
-        return observed.record
+        return record
 
-    def choose(self, allowed: int) -> Chosen:
-        """Return the fastest choice whose step was run within ``allowed`` bytes; raises ``TooSmallError``."""
+    def choose(self, allowed: int) -> tuple[Choice, int]:
+        """Return the fastest choice whose step was run within ``allowed`` bytes, and the peak of that step.
+
+        Raises ``TooSmallError`` for less than the least peak.
+        """
         prediction = self.prediction
         if prediction.least() > allowed:
             raise prediction.refuse("budget", bytes_text(allowed), allowed)
         room = allowed - prediction.least()
-        best, aim, tried = Chosen(prediction.full, allowed, prediction.least()), allowed, set[Choice]()
+        best, aim, tried = (prediction.full, prediction.least()), allowed, set[Choice]()
         for _ in range(_CHECKS):
             choice = prediction.search(aim)
             if choice in tried or choice == prediction.full:
@@ -179,17 +230,17 @@ class Rehearsal:
             tried.add(choice)
             record = self.run(choice)
             peak = record.peak + self.extra
-            if peak <= allowed and prediction.time_of(choice) < prediction.time_of(best.choice):
-                best = Chosen(choice, allowed, peak)
+            if peak <= allowed and prediction.time_of(choice) < prediction.time_of(best[0]):
+                best = choice, peak
             if 0 <= allowed - peak <= _WORTH_A_STEP * room or choice == prediction.fastest:
                 break
             prediction.learn(record, choice)
             aim = allowed if peak > allowed else aim + (prediction.peak_of(choice) - peak)
         return best
 
-    def explain(self, chosen: Chosen) -> Explanation:
+    def explain(self, choice: Choice, peak: int) -> Explanation:
         """Return what is alive at the peak of a choice."""
-        self.run(chosen.choice, explains=chosen.peak - self.extra)
+        self.run(choice, explains=peak - self.extra)
         assert isinstance(self._ledger, Origins)
         return replace(self._ledger.explanation(), optimizer=self.extra)
 
@@ -212,15 +263,3 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SacWarning)
         yield
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Run without the garbage collector, which would repeatedly scan the many objects of a step's graph."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

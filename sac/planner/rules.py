@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import combinations, pairwise
+from itertools import combinations, groupby, pairwise
 from typing import Any
 
 from sac.ops.names import resolve_ops
 from sac.ops.registry import find_op
 from sac.ops.save_sets import SAVE_SETS
+from sac.planner.options import Option
 from sac.planner.profile import Entry, RegionProfile
 from sac.policy.model import Decision, Layers, Policy, Rule
 from sac.policy.patterns import PathPattern
@@ -29,12 +30,25 @@ _SETS = tuple(name for name, one in SAVE_SETS.items() if not any(entry.condition
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedLayer:
-    """A layer of a stack: its profile, and the entries that it saves; None if it runs without checkpointing."""
+class PlannedRegion:
+    """What a plan says of the region at ``path``, a layer of a stack: its option; see ``RegionProfile`` for its ops."""
 
-    number: int
+    path: str
     profile: RegionProfile
-    saved: frozenset[int] | None
+    option: Option
+
+    @property
+    def layer(self) -> int:
+        """Its number in the stack."""
+        return self.profile.layers[self.profile.paths.index(self.path)]
+
+    def rule_of(self, policy: Policy, op: str) -> str:
+        """Return what the policy of the plan says of an op in the region, if it names the op."""
+        if self.option.saved is None:
+            return "no checkpointing"
+        place = self.path, self.layer, self.profile.stack_size
+        rules = (one for one in policy.rules if one.ops and one.matches_region(*place))
+        return next((f"rule {one.id}" for one in rules if is_named(one.ops, op)), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +84,17 @@ class _Product:
         return _Product(names, modules, calls, self.layers | other.layers)
 
 
-def policy_of(rows: Sequence[tuple[str, RegionProfile, frozenset[int] | None]], name: str) -> Policy:
-    """Return the policy by which the region at each path saves these entries, or is not checkpointed (None)."""
-    stacks: dict[PathPattern, list[PlannedLayer]] = {}
-    sizes: dict[PathPattern, int] = {}
-    for path, profile, saved in rows:
-        if not profile.reason:
-            pattern = stack_pattern(profile)
-            layer = dict(zip(profile.paths, profile.layers, strict=True))[path]
-            stacks.setdefault(pattern, []).append(PlannedLayer(layer, profile, saved))
-            sizes[pattern] = profile.stack_size
+def policy_of(regions: Sequence[PlannedRegion], name: str) -> Policy:
+    """Return the policy by which regions save what the plan says."""
+    stacks: dict[PathPattern, list[PlannedRegion]] = {}
+    for region in regions:
+        if not region.profile.reason:
+            stacks.setdefault(stack_pattern(region.profile), []).append(region)
     several = len(stacks) > 1
     rules: list[Rule] = []
     for number, (pattern, layers) in enumerate(stacks.items()):
         prefix = f"{chr(97 + number) if number < 26 else number}-" if several else ""
-        rules += rules_of(layers, sizes[pattern], (pattern,) if several else (), prefix)
+        rules += rules_of(layers, (pattern,) if several else (), prefix)
     return Policy(name, tuple(rules))
 
 
@@ -106,15 +116,13 @@ def saved_by(policy: Policy, profile: RegionProfile) -> frozenset[int]:
     return frozenset(saved)
 
 
-def rules_of(
-    layers: Sequence[PlannedLayer], stack_size: int, blocks: tuple[PathPattern, ...], prefix: str
-) -> list[Rule]:
+def rules_of(layers: Sequence[PlannedRegion], blocks: tuple[PathPattern, ...], prefix: str) -> list[Rule]:
     """Return the rules for the planned layers of one stack; see Note [The rules of a plan].
 
     ``blocks`` matches the regions of the stack, if there are others. ``prefix`` begins the names of the rules.
     """
-    plain = frozenset(layer.number for layer in layers if layer.saved is None)
-    everywhere = frozenset(layer.number for layer in layers)
+    plain = frozenset(one.layer for one in layers if one.option.saved is None)
+    everywhere = frozenset(one.layer for one in layers)
     found: list[Rule] = []
     taken: Counter[str] = Counter()
 
@@ -122,12 +130,12 @@ def rules_of(
         taken[word] += 1
         name = prefix + (word if taken[word] == 1 else f"{word}-{taken[word]}")
         ranges = _filled(chosen, everywhere - chosen - frozenset(barred))
-        limit = None if len(ranges) == stack_size else layers_of(ranges)
+        limit = None if len(ranges) == layers[0].profile.stack_size else layers_of(ranges)
         found.append(Rule(name, Decision.SAVE.value, layers=limit, blocks=blocks, **matchers))  # type: ignore[arg-type]
 
     if plain:
         add("none", plain, everywhere - plain, module=PathPattern.parse(""))
-    sites = _sites([layer for layer in layers if layer.saved is not None])
+    sites = _sites(layers)
     for product in _products(sites):
         barred = frozenset[int]().union(*(site.recomputed for site in sites if product.matches(site)))
         modules = [
@@ -164,17 +172,15 @@ def is_named(names: tuple[str, ...], op: str) -> bool:
     return op in names or (found is not None and matcher.matches(found) and not matcher.conditional(found))
 
 
-def _sites(layers: Iterable[PlannedLayer]) -> tuple[_Site, ...]:
+def _sites(layers: Iterable[PlannedRegion]) -> tuple[_Site, ...]:
     """Return the calls that layers save; "recomputed" is what the rules may not match."""
     saved: dict[tuple[str, str, int], set[int]] = {}
     recomputed: dict[tuple[str, str, int], set[int]] = {}
-    for layer in layers:
-        assert layer.saved is not None
-        for entry in layer.profile.entries:
-            if entry.must_save or not (entry.savable or entry.is_declined):
-                continue
-            into = saved if entry.number in layer.saved else recomputed
-            into.setdefault((entry.op, entry.module, entry.call), set()).add(layer.number)
+    for one in layers:
+        for entry in one.profile.entries if one.option.saved is not None else ():
+            if not entry.must_save and (entry.savable or entry.is_declined):
+                into = saved if entry.number in (one.option.saved or ()) else recomputed
+                into.setdefault((entry.op, entry.module, entry.call), set()).add(one.layer)
     return tuple(
         _Site(*key, frozenset(saved.get(key, ())), frozenset(recomputed.get(key, ())))
         for key in dict.fromkeys((*saved, *recomputed))
@@ -231,11 +237,9 @@ def _filled(chosen: frozenset[int], free: frozenset[int]) -> frozenset[int]:
 def layers_of(numbers: Iterable[int]) -> Layers:
     """Return layer numbers as ``Layers`` with ranges."""
     ranges: list[tuple[int, int]] = []
-    for number in sorted(numbers):
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1] = ranges[-1][0], number
-        else:
-            ranges.append((number, number))
+    for _, group in groupby(enumerate(sorted(numbers)), key=lambda one: one[1] - one[0]):
+        consecutive = [number for _, number in group]
+        ranges.append((consecutive[0], consecutive[-1]))
     return Layers("numbers", tuple(ranges))
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +19,13 @@ from sac.engine.settings import REPLAY, Settings
 from sac.engine.table import CallSite, DecisionTable, ResolvedRule, decide
 from sac.engine.tape import Tape
 from sac.engine.taped import TapedFrame
-from sac.ops.registry import op_name
+from sac.errors import PlanError
 from sac.outer_hooks import PackHooks
-from sac.planner.cost import attention_flops, is_causal, moved_bytes
+from sac.planner.agreeing import largest
+from sac.planner.cost import attention_flops, entry_of_call, moved_bytes
 from sac.planner.profile import Entry, Need, RegionProfile
 from sac.policy.model import Decision
-from sac.tensors import storage_bytes, tensors_of
+from sac.tensors import storage_bytes
 
 # Note [How a profile comes about]
 #
@@ -51,54 +51,43 @@ class _SizedTape(Tape):
 class _ProfileTrace(OpTraceRecorder):
     """Records the sizes of each entry of a tape, in addition to its row of the op trace."""
 
-    def __init__(self, tape: Tape, after_op: Callable[[int], None] | None) -> None:
+    def __init__(self, tape: Tape, after_op: Callable[[int], None]) -> None:
         super().__init__()
         self._tape, self._after_op = tape, after_op
-        self.sizes: dict[int, dict[str, Any]] = {}  # what is known only while an op runs, as fields of ``Entry``
+        self.entries: dict[int, Entry] = {}  # with what is known while an op runs
         self.until: dict[int, int] = {}  # root -> the last entry after which it was alive
-        self._alive: dict[int, weakref.ref[Tensor]] = {}
+        self._alive: list[int] = []  # values
+        self._seen = 0
 
     def add(self, site: CallSite, rule: Any, decision: Decision, args: Any, kwargs: Any, out: Any) -> None:
         """Append the op that just ran, which is the last entry of the tape unless the tape skips it."""
         super().add(site, rule, decision, args, kwargs, out)
         entry = len(self._tape.sites) - 1
-        if entry < 0 or entry in self.sizes or self._tape.sites[entry] is not site:
+        if entry < 0 or entry in self.entries or self._tape.sites[entry] is not site:
             return
-        row = self.rows[-1]
-        moved = 0 if site.is_view else moved_bytes(args, kwargs, out)
-        self.sizes[entry] = {
-            **{"call": row.call, "flops": row.flops, "moved_bytes": moved, "shape": row.shape, "dtype": row.dtype},
-            "is_causal": is_causal(site.op, args, kwargs),
-        }
-        if self._after_op is not None:
-            self._after_op(entry)
-            self._look(entry, out)
+        call = entry_of_call(site.op, args, kwargs, out)
+        self.entries[entry] = replace(call, module=site.path, call=self.rows[-1].call)
+        self._after_op(entry)
+        self._alive += range(self._seen, len(self._tape.refs))
+        self._seen = len(self._tape.refs)
+        tensors = ((value, self._tape.refs[value]()) for value in self._alive)
+        self._alive = [value for value, tensor in tensors if tensor is not None and storage_bytes(tensor)]
+        self.until.update((self._tape.roots[value], entry) for value in self._alive)
 
     def add_unit(self, site: Any, rule: Any, decision: Decision, arguments: Any, returned: Any, first: int) -> None:
         """Append a unit, the last entry of the tape; it runs the ops inside again."""
         super().add_unit(site, rule, decision, arguments, returned, first)
         entry, row = len(self._tape.sites) - 1, self.rows[-1]
-        inside = [self.sizes[number] for number in range(first, entry) if number in self.sizes]
-        flops, moved = (sum(one[key] for one in inside) for key in ("flops", "moved_bytes"))
-        self.sizes[entry] = {
-            **{"call": row.call, "shape": row.shape, "dtype": row.dtype},
-            "flops": flops or attention_flops(site.rule_name, arguments),
-            "moved_bytes": max(moved, moved_bytes(arguments, {}, returned)),
-        }
-
-    def _look(self, entry: int, out: Any) -> None:
-        """Note which values are alive now that an op has returned ``out``."""
-        tape, alive = self._tape, self._alive
-        for tensor in tensors_of(out):
-            value = tape.known(tensor)
-            if value is not None:
-                alive[value] = weakref.ref(tensor)
-        for value, reference in [*alive.items()]:
-            tensor = reference()
-            if tensor is not None and storage_bytes(tensor):
-                self.until[tape.roots[value]] = entry
-            else:
-                del alive[value]
+        inside = [self.entries[number] for number in range(first, entry) if number in self.entries]
+        self.entries[entry] = Entry(
+            module=site.path,
+            op=site.rule_name,
+            call=row.call,
+            flops=sum(one.flops for one in inside) or attention_flops(site.rule_name, arguments),
+            moved_bytes=max(sum(one.moved_bytes for one in inside), moved_bytes(arguments, {}, returned)),
+            shape=row.shape,
+            dtype=row.dtype,
+        )
 
 
 class _ProfilingMode(TapeMode):
@@ -136,7 +125,7 @@ class _ProfilingFrame(TapedFrame):
 
     tape: _SizedTape
 
-    def __init__(self, *args: Any, block: Block, after_op: Callable[[int], None] | None) -> None:
+    def __init__(self, *args: Any, block: Block, after_op: Callable[[int], None]) -> None:
         self._block, self._after_op = block, after_op
         self.profile: RegionProfile | None = None
         super().__init__(*args, trace=None, replays=True)
@@ -164,7 +153,7 @@ class _ProfilingFrame(TapedFrame):
         return RegionProfile(
             paths=(block.path,),
             layers=(block.layer,),
-            entries=tuple(self._entry(number, saved, trace.sizes) for number in range(len(tape.sites))),
+            entries=tuple(self._entry(number, saved, trace.entries) for number in range(len(tape.sites))),
             roots=tuple(tape.roots),
             bytes=tuple(tape.value_bytes),
             needs=needs,
@@ -173,29 +162,22 @@ class _ProfilingFrame(TapedFrame):
             until=tuple(trace.until.get(value, -1) for value in range(len(tape.roots))),
         )
 
-    def _entry(self, number: int, saved: set[int], sizes: dict[int, dict[str, Any]]) -> Entry:
+    def _entry(self, number: int, saved: set[int], entries: dict[int, Entry]) -> Entry:
         tape, mode, site = self.tape, self.mode, self.tape.sites[number]
         assert isinstance(mode, _ProfilingMode)
         results, is_op, is_unit = tape.results(number), type(site) is CallSite, number in tape.units
         is_kept = is_unit and any(value in tape.kept for value in results)  # it communicates
-        if is_unit:
-            can_save, would_save = True, site in mode.units
-        else:
-            can_save = is_op and not (site.traits.unsavable_reason or site.must_save)
-            would_save = is_op and all(one in saved for one in results)
-        return Entry(
+        can_save = is_unit or (is_op and not (site.traits.unsavable_reason or site.must_save))
+        would_save = site in mode.units if is_unit else is_op and all(one in saved for one in results)
+        return replace(
+            entries.get(number, Entry()),
             number=number,
-            module=site.path if is_op or is_unit else "",
-            op=op_name(site.op) if is_op else site.rule_name if is_unit else "",
-            **{"call": 0, **sizes.get(number, {})},
             reads=tuple(tape.reads[number]),
             makes=tuple(results),
             writes=tuple(dict.fromkeys(tape.writes_of(number))),
             savable=bool(results) and would_save,
             is_declined=bool(results) and can_save and not would_save,
             must_save=is_kept or (is_op and site.must_save and any(value in saved for value in results)),
-            is_collective=is_op and site.is_collective,
-            is_view=is_op and site.is_view,
         )
 
 
@@ -203,36 +185,23 @@ class ProfiledRegion(Region):
     """A region that is recomputed in full, and profiled: ``profile`` is what its policy may save, or why it cannot.
 
     If its calls differ in size, the profile has the largest sizes. ``after_op`` is called with the number of each entry
-    of a call's tape whose op has run. ``last_frame``: that of the last call.
+    of a call's tape whose op has run.
     """
 
-    after_op: Callable[[int], None] | None = None
-    last_frame: weakref.ref[TapedFrame] | None = None
-
-    def __init__(self, block: Block, group: RegionGroup) -> None:
+    def __init__(self, block: Block, group: RegionGroup, after_op: Callable[[int], None]) -> None:
         super().__init__(group, block.path)
+        self.after_op = after_op
         self.profile: RegionProfile | None = None
         self._block = block
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "last_frame"}
-
-    def run(
-        self,
-        function: Callable[..., Any],
-        owners: tuple[nn.Module, ...],
-        settings: Settings,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         """See ``Region.run``."""
         self.stats = RegionStats()  # a policy that saves everything has only the first call recorded
         self._frame: _ProfilingFrame | None = None
         try:
-            output = super().run(function, owners, settings, args, kwargs)
+            output = super().run(*args, **kwargs)
         finally:
             frame, self._frame = self._frame, None
-            self.last_frame = None if frame is None else weakref.ref(frame)
         reason = self.group.not_replayable or "it does not run under the replay engine"
         profile = frame.profile if frame is not None else None
         if profile is None:
@@ -243,13 +212,7 @@ class ProfiledRegion(Region):
         )
         return output
 
-    def frame(
-        self,
-        function: Callable[..., Any],
-        owners: tuple[nn.Module, ...],
-        settings: Settings,
-        outer: PackHooks | None,
-    ) -> Frame:
+    def frame(self, function: Any, owners: Any, settings: Settings, outer: PackHooks | None) -> Frame:
         """See ``Region.frame``."""
         if (outer is not None and settings.engine != REPLAY) or keeps_fp8_state(owners):
             return super().frame(function, owners, settings, outer)
@@ -260,23 +223,19 @@ class ProfiledRegion(Region):
 
 
 def _larger(one: RegionProfile, other: RegionProfile) -> RegionProfile:
-    """Return the profile with the largest size of each value of both, or the larger one if their ops differ."""
-    larger = max(one, other, key=lambda profile: sum(profile.bytes))
-    parts = [
-        (profile.roots, profile.needs, [(e.op, e.reads, e.makes) for e in profile.entries]) for profile in (one, other)
-    ]
-    if parts[0] != parts[1]:
-        return replace(larger, until=())
-    return replace(larger, bytes=tuple(map(max, one.bytes, other.bytes)), until=earliest((one, other)))
+    """Return the profile with the largest sizes of both, or the larger one if their ops differ."""
+    try:
+        both: RegionProfile = largest((one, other))
+    except PlanError:
+        return replace(max(one, other, key=lambda profile: sum(profile.bytes)), until=())
+    return both
 
 
-def earliest(profiles: Iterable[RegionProfile]) -> tuple[int, ...]:
-    """Return the ``until`` that holds for several profiles with the same ops; nothing if one of them has none."""
-    return tuple(map(min, zip(*(one.until for one in profiles), strict=False)))
+def merged(profiles: Sequence[RegionProfile], block_bytes: int) -> tuple[RegionProfile, ...]:
+    """Return one profile for all regions of a stack that run the same ops on the same sizes.
 
-
-def merged(profiles: Sequence[RegionProfile]) -> tuple[RegionProfile, ...]:
-    """Return one profile for all regions of a stack that run the same ops on the same sizes."""
+    The sizes are those that an allocator counts that rounds up to ``block_bytes``.
+    """
     kinds: dict[Any, list[RegionProfile]] = {}
     for one in profiles:
         rest = one.paths[0].removeprefix(one.stack).lstrip(".").partition(".")[2]
@@ -287,7 +246,8 @@ def merged(profiles: Sequence[RegionProfile]) -> tuple[RegionProfile, ...]:
             alike[0],
             paths=tuple(path for one in alike for path in one.paths),
             layers=tuple(layer for one in alike for layer in one.layers),
-            until=earliest(alike),
+            bytes=tuple(-(-size // block_bytes) * block_bytes for size in alike[0].bytes),
+            until=tuple(map(min, zip(*(one.until for one in alike), strict=False))),  # none if one has none
         )
         for alike in kinds.values()
     )

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sac.errors import ConfigError, Problem, SacError, nearest
 from sac.memory_timeline import MemoryTimeline, mark, measure_memory
 from sac.ops.flops import ADDED_FORMULAS
-from sac.planner.applying import apply
+from sac.planner.controller import apply
 from sac.planner.fakes import Inputs
 from sac.policy.read import bytes_text
 from sac.reporting import Report, report

@@ -15,7 +15,7 @@ from sac.config import parse_config
 from sac.engine.rng import random_state_kept
 from sac.engine.table import resolve_policy
 from sac.errors import ConfigError, ModelError, Problem, SacError
-from sac.planner.applying import apply
+from sac.planner.controller import apply
 from sac.planner.fakes import Inputs
 from sac.policy.model import Policy
 from sac.reporting import Trace, decisions_of

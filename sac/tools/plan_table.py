@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sac.config_keys import LEGAL_BUDGET
 from sac.errors import PlanError, Problem
-from sac.planner.budget import LEGAL_BUDGET, optimizer_bytes, read_budget
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.fakes import Build, Inputs, fake_build, fake_inputs, fake_mode
-from sac.planner.planning import Plan, best_size, make_plan
+from sac.planner.planning import Plan, best_size, budget_of, make_plan
+from sac.planner.rehearsal import optimizer_bytes
 from sac.policy.read import bytes_text
 from sac.tables import Table, screen_width, seconds_text, wrapped_text
 from sac.tensors import describe
@@ -88,7 +89,7 @@ def check_wish(arguments: argparse.Namespace) -> str | int:
     device = _figures(arguments.device)
     if arguments.budget is None and device.name == "cpu":
         raise PlanError(Problem("--budget", "it is missing, and the memory of a CPU is not known", LEGAL_BUDGET))
-    is_share = read_budget(arguments.budget or 1).bytes is None
+    is_share = budget_of(arguments.budget or 1).bytes is None
     optimizer_bytes(arguments.optimizer, ())
     if arguments.fsdp is not None and arguments.fsdp < 2:
         raise PlanError(Problem("ranks", f"{arguments.fsdp!r} ranks to shard over", "2, 3, 4, …"))

@@ -53,8 +53,8 @@ def profile(size: int, op: str = "aten.mm.default") -> RegionProfile:
 
 
 def grounds(size: int, op: str = "aten.mm.default", path: str = "layers.0") -> Grounds:
-    record = StepRecord((path,), (StepPhase(FORWARD, 0, size, size + 7, size + 1),), size, size + 7)
-    return Grounds((profile(size, op),), record, size, 100 - size, (((4, size),),))
+    record = StepRecord((path,), (StepPhase(FORWARD, 0, 0, size, size + 7, size + 1),), size, shapes=(((4, size),),))
+    return Grounds((profile(size, op),), record, size, 100 - size)
 
 
 def test_largest_numbers() -> None:

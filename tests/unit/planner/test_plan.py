@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import sac
+from sac.config_keys import LEGAL_BUDGET
 from sac.errors import ModelError, PlanError
 from sac.memory_timeline import measure_memory
-from sac.planner.budget import LEGAL_BUDGET
 from sac.planner.planning import best_size, make_plan
 from sac.planner.sharding import fake_ranks, fsdp_over
 from sac.policy.load import load_policy
