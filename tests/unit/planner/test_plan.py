@@ -136,7 +136,7 @@ class _Odd(Block):
     ("arguments", "message"),
     [
         ({"budget": "lots"}, LEGAL_BUDGET),
-        ({"budget": "120%"}, "a share is 0% to 100%"),
+        ({"budget": "120%"}, "a share, 0% to 100%"),
         ({"device": "h1000"}, "no figures for 'h1000'"),
         ({"device": 3}, "names no device"),
         ({"inputs": X}, "write \\(x,\\) for one argument"),
