@@ -10,8 +10,9 @@ from sac.errors import ConfigError, listing, nearest
 from sac.policy import read
 from sac.policy.load import load_policy
 from sac.policy.model import ALL
-from sac.policy.read import LEGAL_BYTES, Reader, parse_bytes, read_as, read_bool, word, word_of
+from sac.policy.read import Reader, read_as, read_bool, word, word_of
 from sac.policy.syntax import Node, all_problems, node_of
+from sac.tables import LEGAL_BYTES, parse_bytes
 
 
 @runtime_checkable

@@ -15,10 +15,9 @@ from sac.blocks.paths import group_label as group_label
 from sac.engine.op_trace import NO_RULE, OpTraceRow, RegionStats, TracedCalls, compiled_calls
 from sac.engine.region import Region, RegionGroup
 from sac.ops.registry import short_name
-from sac.policy.read import bytes_text
 from sac.stores.offload import OffloadUse
 from sac.stores.store import InputStoring
-from sac.tables import Table, count_text, flops_text, screen_width, wrapped_text
+from sac.tables import Table, bytes_text, count_text, flops_text, screen_width, wrapped_text
 
 # -- The decision for each op
 

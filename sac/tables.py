@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import textwrap
@@ -10,6 +11,9 @@ from dataclasses import dataclass
 
 # -- Numbers in human-readable units
 
+LEGAL_BYTES = 'a whole number of bytes, or text such as "64KiB", "1MiB", "1.5GB"'
+_SIZE = re.compile(r"([0-9]+\.?[0-9]*(?:e[0-9]{1,2})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+
 
 def in_units(count: float, units: Sequence[str], step: int) -> str:
     """Return ``count`` in the largest of ``units`` that it reaches; each is ``step`` times the one before."""
@@ -17,6 +21,26 @@ def in_units(count: float, units: Sequence[str], step: int) -> str:
     while abs(size) >= step and at < len(units) - 1:
         size, at = size / step, at + 1
     return f"{size:.1f} {units[at]}" if at else f"{count} {units[0]}"
+
+
+def parse_bytes(text: str) -> int:
+    """Return ``text`` as bytes: a number, followed by nothing, ``B``, ``kB`` … ``TB`` or ``KiB`` … ``TiB``.
+
+    Units are case-insensitive, and fractions of a byte are dropped. Raises ``ValueError`` with the reason.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if not found:
+        raise ValueError("it is not a number with a unit")
+    number, prefix, binary = found.groups()
+    size = float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " ")
+    if size >= 2**63:
+        raise ValueError("it is more than 2**63 - 1 bytes")
+    return int(size)
+
+
+def bytes_text(count: int) -> str:
+    """Return a byte count in binary units: ``1.5 MiB``."""
+    return in_units(count, ("B", "KiB", "MiB", "GiB", "TiB"), 1024)
 
 
 def flops_text(count: float) -> str:

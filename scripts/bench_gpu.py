@@ -35,7 +35,7 @@ import torch
 from bench_overhead import BASELINE, TORCH_FULL, Case, Runner
 
 from sac.memory_timeline import mark, measure_memory
-from sac.policy.read import bytes_text
+from sac.tables import bytes_text
 
 MODES = tuple(mode for mode in bench.WAYS if mode != "sac.context_fn")
 DTYPE = torch.bfloat16

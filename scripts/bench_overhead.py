@@ -43,8 +43,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import sac
 from sac.memory_timeline import measure_memory
-from sac.policy.read import bytes_text
-from sac.tables import Table, screen_width
+from sac.tables import Table, bytes_text, screen_width
 from sac.tools.commands import progress_lines
 from tests.dangers.test_11_published_kernels import RMSNorm
 from tests.support.blocks import (

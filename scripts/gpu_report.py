@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from bench_overhead import cpu_model
 
-from sac.policy.read import bytes_text
+from sac.tables import bytes_text
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_DEVICE = 3  # as scripts/test -m gpu

@@ -28,9 +28,8 @@ from sac.planner.regions import FULL, PLANNED, BudgetRegions
 from sac.planner.rules import PlannedRegion, policy_of
 from sac.planner.tracing import merged
 from sac.policy.model import Decision, Policy
-from sac.policy.read import bytes_text
 from sac.reporting import note_memory
-from sac.tables import seconds_text
+from sac.tables import bytes_text, seconds_text
 from sac.tensors import tensor_parts
 from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 

@@ -13,7 +13,7 @@ from sac.blocks.paths import group_label
 from sac.ops.registry import op_name
 from sac.planner.ledger import Ledger
 from sac.planner.observing import BETWEEN, FORWARD
-from sac.policy.read import bytes_text
+from sac.tables import bytes_text
 from sac.tensors import tensor_parts, tensors_of
 from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 

@@ -23,8 +23,7 @@ from sac.planner.rehearsal import Rehearsal, refuse_unfit
 from sac.planner.rules import policy_of
 from sac.planner.sharding import fake_ranks, fsdp_over
 from sac.policy.model import Policy, dump_policy
-from sac.policy.read import bytes_text
-from sac.tables import Table, flops_text, seconds_text
+from sac.tables import Table, bytes_text, flops_text, seconds_text
 from sac.tensors import tensor_parts
 
 # -- A plan and its figures

@@ -14,7 +14,7 @@ from sac.planner.observing import BACKWARD, BETWEEN, FORWARD, StepPhase, StepRec
 from sac.planner.options import Option, options_of
 from sac.planner.profile import RegionProfile
 from sac.planner.rules import PlannedRegion
-from sac.policy.read import bytes_text
+from sac.tables import bytes_text
 
 # Note [From an observed step to every other]
 #

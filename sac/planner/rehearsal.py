@@ -34,7 +34,7 @@ from sac.planner.regions import BudgetRegions
 from sac.planner.rules import policy_of, saved_by
 from sac.planner.sharding import QuickChunks, refuse_senders
 from sac.planner.tracing import merged
-from sac.policy.read import bytes_text
+from sac.tables import bytes_text
 from sac.tensors import tensor_parts
 from sac.torch_private import DataDependentOutputException, tree_leaves
 

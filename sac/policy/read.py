@@ -11,33 +11,6 @@ from sac.errors import PolicyError, Problem, listing, nearest
 from sac.policy.model import ALL, ALTERNATE, NAMING, SCHEMA, Decision, Layers, Policy, Rule
 from sac.policy.patterns import PathPattern
 from sac.policy.syntax import Node, all_problems
-from sac.tables import in_units
-
-# -- Sizes in bytes as readable text
-
-LEGAL_BYTES = 'a whole number of bytes, or text such as "64KiB", "1MiB", "1.5GB"'
-_SIZE = re.compile(r"([0-9]+\.?[0-9]*(?:e[0-9]{1,2})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
-
-
-def parse_bytes(text: str) -> int:
-    """Return ``text`` as bytes: a number, followed by nothing, ``B``, ``kB`` … ``TB`` or ``KiB`` … ``TiB``.
-
-    Units are case-insensitive, and fractions of a byte are dropped. Raises ``ValueError`` with the reason.
-    """
-    found = _SIZE.fullmatch(text.strip())
-    if not found:
-        raise ValueError("it is not a number with a unit")
-    number, prefix, binary = found.groups()
-    size = float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " ")
-    if size >= 2**63:
-        raise ValueError("it is more than 2**63 - 1 bytes")
-    return int(size)
-
-
-def bytes_text(count: int) -> str:
-    """Return a byte count in binary units: ``1.5 MiB``."""
-    return in_units(count, ("B", "KiB", "MiB", "GiB", "TiB"), 1024)
-
 
 # -- Readers: each returns the value of a node, or raises a ``SacError`` with all of its problems
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from sac.errors import Problem, RegionError, warn
-from sac.policy.read import bytes_text
 from sac.stores.backward_order import CallNode
+from sac.tables import bytes_text
 from sac.torch_private import NO_TASK, current_graph_task_id, when_backward_ends
 
 # Note [Transfers]

@@ -22,9 +22,17 @@ from sac.memory_timeline import MemoryTimeline, mark, measure_memory
 from sac.ops.flops import ADDED_FORMULAS
 from sac.planner.controller import apply
 from sac.planner.fakes import Inputs
-from sac.policy.read import bytes_text
 from sac.reporting import Report, report
-from sac.tables import Table, flops_text, parameters_text, percent_text, screen_width, seconds_text, wrapped_text
+from sac.tables import (
+    Table,
+    bytes_text,
+    flops_text,
+    parameters_text,
+    percent_text,
+    screen_width,
+    seconds_text,
+    wrapped_text,
+)
 from sac.tools.models import BuiltModel
 from sac.torch_private import tree_map_only
 

@@ -6,7 +6,7 @@ from itertools import cycle
 from pathlib import Path
 
 from sac.extras import import_extra
-from sac.policy.read import bytes_text
+from sac.tables import bytes_text
 from sac.tools.comparison import Comparison
 
 # Okabe and Ito's colours, which remain distinct for colour-blind readers and in grey; black is first, for `none`.

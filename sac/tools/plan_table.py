@@ -16,8 +16,7 @@ from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.fakes import Build, Inputs, fake_build, fake_inputs, fake_mode
 from sac.planner.planning import Plan, best_size, budget_of, make_plan
 from sac.planner.rehearsal import optimizer_bytes
-from sac.policy.read import bytes_text
-from sac.tables import Table, screen_width, seconds_text, wrapped_text
+from sac.tables import Table, bytes_text, screen_width, seconds_text, wrapped_text
 from sac.tensors import describe
 from sac.tools.comparison import loss_of
 from sac.tools.models import BuiltModel

@@ -8,8 +8,7 @@ import torch
 
 from sac.policy.load import load_policy
 from sac.policy.model import limits_of
-from sac.policy.read import bytes_text
-from sac.tables import flops_text, parameters_text, seconds_text
+from sac.tables import bytes_text, flops_text, parameters_text, seconds_text
 from sac.tools.cli import main
 
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import sac
 from sac.errors import ConfigError, ModelError, PlanError, SacWarning
-from sac.policy.read import bytes_text
 from sac.reporting import decisions_of
+from sac.tables import bytes_text
 from sac.torch_private import profiler_is_on
 from tests.support.blocks import llama_stack
 from tests.unit.planner.small_training import (

@@ -12,7 +12,7 @@ import sac.policy
 from sac.policy.load import load_policy
 from sac.policy.model import Decision, Layers, Policy, Rule
 from sac.policy.patterns import PathPattern
-from sac.policy.read import parse_bytes
+from sac.tables import parse_bytes
 
 Load = Callable[[str], Policy]
 
