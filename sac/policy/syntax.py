@@ -57,7 +57,8 @@ class Node:
 
     def __str__(self) -> str:
         names = {"list": "a list", "map": "a mapping", "empty": "empty", "object": self.text}
-        return names.get(self.kind, f'"{shown(self.text)}"')
+        text = shown(self.text)
+        return names.get(self.kind, f'"{text}"' if isinstance(self.value, str) else text)
 
 
 def shown(text: str) -> str:

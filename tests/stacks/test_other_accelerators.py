@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 SAID = """\
 device: 'sim:0' cannot be measured
-    legal: cpu, cuda
+    legal: cpu, cuda, cuda:0, …
 Stack: its parameters are on sim
     legal: cpu, cuda, meta
     fix: plan it on the CPU or on the meta device and name the GPU: device="h100"\

@@ -73,7 +73,7 @@ def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
     elif isinstance(values, Tensor):
         for part in SPARSE_PARTS.get(values.layout, (lambda dense: dense,)):
             yield part(values).untyped_storage()
-    elif values and type(values) not in (int, float, bool, str):
+    elif type(values) not in (int, float, bool, str, type(None)):
         yield from _storages([leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)])
 
 
