@@ -24,7 +24,7 @@ from tests.support.ways import WAYS
 FREED = [program for program in programs() if program.name != "workspace_overwritten_first" and not program.around]
 
 
-@on_every_way(FREED)
+@on_every_way(FREED, quick=("full", "auto"))
 def test_nothing_lives_after_backward(program: Program, way: str, policy: str) -> None:
     """Even while the caller still holds the output and the loss; and nothing of a graph that is dropped."""
     model = built_model(program, WAYS[way], policy)
@@ -104,7 +104,7 @@ def test_nothing_lives_after_an_error_in_recompute(way: str) -> None:
     assert recorder.live_bytes() == 0
 
 
-@on_every_way([CATALOGUE[name] for name in ("llama_block", "two_dropouts")])
+@on_every_way([CATALOGUE[name] for name in ("llama_block", "two_dropouts")], quick=("full", "auto"))
 def test_steps_do_not_grow(program: Program, way: str, policy: str) -> None:
     model = built_model(program, WAYS[way], policy)
     live: list[int] = []

@@ -108,13 +108,17 @@ def assert_same_results(
         assert_same(reference, run(built_model(program, WAYS[way], policy, **options)))
 
 
-def on_every_way(chosen: Sequence[Program], *ways: str) -> pytest.MarkDecorator:
-    """Parametrize ``(program, way, policy)``: every program in every way; the policies of a way take turns."""
+def on_every_way(chosen: Sequence[Program], *ways: str, quick: Sequence[str] = tuple(WAYS)) -> pytest.MarkDecorator:
+    """Parametrize ``(program, way, policy)``: every program in every way; the policies of a way take turns.
+
+    ``quick``: the ways that the quick suite runs.
+    """
     params = []
     for place, each in enumerate(chosen):
         for name in ways or WAYS:
             names = [*POLICIES] if WAYS[name].policies else ["nothing"]
             if name not in each.not_under:
                 policy = names[(place + len(params)) % len(names)]
-                params.append(pytest.param(each, name, policy, id=f"{each}-{name}-{policy}"))
+                marks = () if name in quick else pytest.mark.slow
+                params.append(pytest.param(each, name, policy, id=f"{each}-{name}-{policy}", marks=marks))
     return pytest.mark.parametrize(("program", "way", "policy"), params)

@@ -102,12 +102,12 @@ ILLEGAL: list[tuple[Any, str]] = [
     ({"mode": None}, ".mode: mode is empty / legal: none, full, selective"),
     ({"mode": "ful"}, '.mode: mode is "ful" / did you mean: full'),
     ({"mode": "full", "stric": True}, ': unknown key "stric" / did you mean: strict'),
-    ({"mode": "full", 3: 4}, ': unknown key 3'),
+    ({"mode": "full", 3: 4}, ": unknown key 3"),
     ({"mode": "full", "generators": []}, ': unknown key "generators" / legal: mode, policy'),
     ({"mode": "full", "tp_group": None}, ': unknown key "tp_group" / legal: mode, policy'),
     ({"mode": "full", "policy": "llama"}, ".policy: mode full takes no policy"),
     ({"mode": "selective", "policy": "lama"}, '.policy: no shipped policy is called "lama" / did you mean: llama'),
-    ({"mode": "selective", "policy": 3}, '.policy: a policy is meant, this is 3'),
+    ({"mode": "selective", "policy": 3}, ".policy: a policy is meant, this is 3"),
     ({"mode": "full", "verify": "frist"}, '.verify: verify is "frist" / did you mean: first'),
     ({"mode": "full", "engine": "re-run"}, '.engine: engine is "re-run" / did you mean: rerun'),
     (
@@ -134,7 +134,7 @@ def test_illegal_values_are_reported_at_once() -> None:
         sac.apply(nn.Linear(2, 2), {"mode": "ful", "strict": 5, "bad": 1, "engine": None})
     assert [problem.found for problem in caught.value.problems] == [
         'mode is "ful"',
-        'strict is 5',
+        "strict is 5",
         'unknown key "bad"',
         "engine is empty",
     ]

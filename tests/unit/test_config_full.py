@@ -41,18 +41,18 @@ COUNT = " / legal: a whole number, 1 or more"
 # What is given, and how the text goes on after the place (` / ` begins a line of it).
 ILLEGAL: list[tuple[dict[str, Any], str]] = [
     ({"keep": "frist"}, 'keep: keep is "frist" / did you mean: first / legal: first, all, or a pred'),
-    ({"keep": True}, f'keep: keep is true{KEEP}'),
+    ({"keep": True}, f"keep: keep is true{KEEP}"),
     ({"keep": None}, f"keep: keep is empty{KEEP}"),
     ({"store": "scatered"}, 'store: store is "scatered" / did you mean: scattered / legal: whole, scattered'),
     ({"store": "scattered+hots"}, 'store: store is "scattered+hots" / did you mean: host / legal: whole, scattered'),
-    ({"store": False}, f'store: store is false{STORE}'),
+    ({"store": False}, f"store: store is false{STORE}"),
     ({"store": ""}, f'store: store is ""{STORE}'),
     ({"store": ["scattered", "Host"]}, f"store: store is a list{STORE}"),
     ({"store": "scattered, host"}, 'store: store is "scattered, host" / did you mean: scattered'),
     ({"store": "host+host"}, f'store: store is "host+host"{STORE}'),
     ({"store": "whole+host"}, f'store: store is "whole+host"{STORE}'),
-    ({"store": "contiguous", "num_checkpoints": 4.5}, f'num_checkpoints: num_checkpoints is 4.5{COUNT}'),
-    ({"store": "contiguous", "num_checkpoints": 0}, f'num_checkpoints: num_checkpoints is 0{COUNT}'),
+    ({"store": "contiguous", "num_checkpoints": 4.5}, f"num_checkpoints: num_checkpoints is 4.5{COUNT}"),
+    ({"store": "contiguous", "num_checkpoints": 0}, f"num_checkpoints: num_checkpoints is 0{COUNT}"),
     ({"store": "contiguous"}, "num_checkpoints: a contiguous store needs to know how many checkpoints it is to hold"),
     ({"store": "host", "num_checkpoints": 4}, "num_checkpoints: it counts the slots of a contiguous store, but"),
     ({"host_memory": "much"}, 'host_memory: host_memory is "much": it is not a number with a unit'),
@@ -81,7 +81,7 @@ def test_illegal_values(given: dict[str, Any], text: str) -> None:
         ("use_reentrant", "no", f'use_reentrant is "no"{FLAG}'),
         ("distribute_saved_activations", "tp", f'distribute_saved_activations is "tp"{FLAG}'),
         ("preserve_rng_state", None, f"preserve_rng_state is empty{FLAG}"),
-        ("early_stop", 0, f'early_stop is 0{FLAG}'),
+        ("early_stop", 0, f"early_stop is 0{FLAG}"),
     ],
 )
 def test_illegal_switches(key: str, value: Any, text: str) -> None:

@@ -186,13 +186,13 @@ def test_policies_take_fractions_and_blocks() -> None:
 ILLEGAL: dict[str, tuple[Any, str]] = {
     # name: (the layers, what is told of them and the fix)
     "sqrt misspelled": ("sqr", 'layers is "sqr"\n.*did you mean: sqrt'),
-    "a bare fraction": (0.25, r'layers is 0\.25'),
+    "a bare fraction": (0.25, r"layers is 0\.25"),
     "sqrt as a key": ({"sqrt": True}, 'unknown key "sqrt" in layers'),
     "uniform misspelled": ({"unifrom": 2}, 'unknown key "unifrom" in layers\n.*did you mean: uniform'),
     "two forms": ({"uniform": 2, "first": 3}, "layers has uniform and first"),
     "an offset of chunks": ({"uniform": 2, "offset": 1}, "layers has uniform and offset"),
-    "half a layer in a chunk": ({"uniform": 2.5}, r'layers\.uniform is 2\.5\n.*a whole number, 1 or more'),
-    "nothing": ({"fraction": 0}, r'layers\.fraction is 0\n.*above 0, at most 1'),
+    "half a layer in a chunk": ({"uniform": 2.5}, r"layers\.uniform is 2\.5\n.*a whole number, 1 or more"),
+    "nothing": ({"fraction": 0}, r"layers\.fraction is 0\n.*above 0, at most 1"),
 }
 
 

@@ -106,7 +106,7 @@ def test_a_file_that_must_not_be_read(here: Path, monkeypatch: pytest.MonkeyPatc
 def test_values_that_another_yaml_reader_has_changed_are_errors() -> None:
     rules = [{"ops": "a", "do": True}, {"ops": "a", "do": object(), "layers": 68, "call": {"index": None}}]
     text = error({True: "rules", "name": 1.1, "rules": rules})
-    for found in ('unknown key true', 'name is 1.1', '[0].do is true', "[1].do is a value of", 'layers is 68'):
+    for found in ("unknown key true", "name is 1.1", "[0].do is true", "[1].do is a value of", "layers is 68"):
         assert found in text
 
 
