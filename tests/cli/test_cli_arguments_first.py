@@ -78,7 +78,7 @@ compare       | --optimizer adam | --optimizer: unknown optimizer 'adam' / did y
 compare       | --picture */mine.yaml/c.svg | */mine.yaml/c.svg: the file cannot be written: Not a directory
 compare       | --picture */c.foo | */c.foo: the picture cannot be saved: Format 'foo' is not supported
 plan          | --device h1000 | device: the planner has no figures for 'h1000' / did you mean: h100
-plan          | --budget lots | budget: 'lots' is not a budget: it is not a number with a unit
+plan          | --budget lots | budget: budget is "lots": it is not a number with a unit
 plan          | --optimizer adamm | optimizer: 'adamm' is not known / did you mean: adam
 plan          | --fsdp 1 | ranks: 1 ranks to shard over / legal: 2, 3, 4, …
 plan          | --out nowhere/p.yaml | nowhere/p.yaml: the file cannot be written: No such file or directory
