@@ -102,14 +102,9 @@ EACH = [order for step in STEPS for order in ((APPLY, step), (step, APPLY))]
 EACH += [(APPLY, "DDP", "compile"), ("compile blocks", APPLY, "FSDP2")]
 SEVERAL = [
     ("PEFT", APPLY, "compile"),
-    ("compile blocks", APPLY, "PEFT"),
     (APPLY, "compile", "deepcopy"),
-    ("bfloat16", "wrap compiled blocks", APPLY),
     ("PEFT", "FSDP2", APPLY),
-    (APPLY, "PEFT", "FSDP1"),
-    (APPLY, "bfloat16", "FSDP2"),
     ("load", APPLY, "DDP"),
-    ("DDP", "compile", APPLY),
     ("FSDP2", APPLY, "compile"),
 ]
 
