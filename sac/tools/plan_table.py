@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sac.config_keys import LEGAL_BUDGET
+from sac.config_keys import LEGAL_BUDGET, USABLE
 from sac.errors import PlanError, Problem
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.fakes import Build, Inputs, fake_build, fake_inputs, fake_mode
@@ -20,8 +20,6 @@ from sac.tables import Table, bytes_text, screen_width, seconds_text, wrapped_te
 from sac.tensors import describe
 from sac.tools.comparison import loss_of
 from sac.tools.models import BuiltModel
-
-_USABLE = 0.9  # of a device's memory: the context, the allocator's fragments and libraries take the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ def check_wish(arguments: argparse.Namespace) -> str | int:
     if not isinstance(arguments.batch, int) and is_share:
         found = f'"{arguments.budget}" is a share of a range of peaks, but each size has its own range'
         raise PlanError(Problem("budget", found, 'bytes, such as "72GiB"'))
-    return int(device.memory_bytes * _USABLE) if arguments.budget is None else arguments.budget
+    return int(device.memory_bytes * USABLE) if arguments.budget is None else arguments.budget
 
 
 def _figures(name: str) -> Device:
