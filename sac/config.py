@@ -30,7 +30,7 @@ from sac.policy.patterns import PathPattern
 from sac.policy.read import word_of
 from sac.policy.syntax import all_problems, shown
 from sac.stores.contiguous import ContiguousBuffer
-from sac.stores.scatter import Compared, FirstCalls, Scattered, group_problem
+from sac.stores.scatter import Compared, FirstCalls, Scattered, check_group
 from sac.stores.store import InputStore, InputStoring, OnDevice, OnHost
 from sac.stores.transfers import TransfersByDevice
 
@@ -161,7 +161,7 @@ def settings_of(
         with all_problems(ConfigError) as attempt:
             checked = attempt(read_keys, unusual, where, CALL_ARGUMENTS)
             if scatters:
-                attempt(_check_group, options.tp_group, where)
+                attempt(check_group, options.tp_group, where)
     return Settings(
         input_storing=_keeping(config, options.tp_group if scatters else None, compared),
         trackers=(options.get_rng_state_tracker,) if options.get_rng_state_tracker is not None else (),
@@ -172,11 +172,6 @@ def settings_of(
         use_reentrant=options.use_reentrant,
         transfers=config.transfers,
     )
-
-
-def _check_group(group: Any, where: str) -> None:
-    if problems := group_problem(group, where):
-        raise ConfigError(problems)
 
 
 def _keeping(config: FullConfig, group: Any, compared: Compared) -> InputStoring | None:

@@ -96,7 +96,8 @@ _read_share = read_as(_share, "a share, 0% to 100%")
 _read_bytes = read_as(lambda text: parse_bytes(text) or None, LEGAL_BUDGET, ("auto",))
 
 
-def _read_budget(node: Node) -> StepBudget:
+def read_budget(node: Node) -> StepBudget:
+    """Return the budget in a node."""
     text = node.text.strip()
     if isinstance(node.value, StepBudget):
         return node.value
@@ -140,7 +141,7 @@ _OWN = {  # keys that `Config` holds itself
     "layers": Key(ALL, read.read_layer_spec),
     "granularity": _words("block", "submodule"),
     "strict": Key(False, read_bool),
-    "budget": _or_none(_read_budget),
+    "budget": _or_none(read_budget),
     "optimizer": _or_none(word(*STATES)),
 }
 _OF_THE_CALL = {  # keys of `CallOptions`, which are arguments of `sac.checkpoint` too
@@ -184,10 +185,6 @@ def read_keys(given: Mapping[str, Any], where: str, keys: Mapping[str, Key] = CO
 def read_flag(value: Any, place: str) -> bool:
     """Return ``value``, which is true or false; raises ``ConfigError``."""
     where, _, name = place.rpartition(".")
-    return bool(read_keys({name: value}, where, {name: Key(False, read_bool)})[name])
-
-
-def read_budget(value: Any, place: str) -> StepBudget:
-    """Return a budget; raises ``ConfigError``."""
-    budget: StepBudget = read_keys({place: value}, "", {place: Key(None, _read_budget)})[place]
-    return budget
+    with all_problems(ConfigError) as attempt:
+        flag: bool = attempt(read_bool, node_of(value, where, name))
+    return flag

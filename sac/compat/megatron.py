@@ -32,7 +32,7 @@ from sac.engine.fp8 import check_fp8
 from sac.errors import ConfigError, Problem, RegionError, warn
 from sac.full import RngTracker, seed_model_parallel
 from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, fetch, pack_with_outer_hooks
-from sac.stores.scatter import group_problem, process_group
+from sac.stores.scatter import check_group, process_group
 from sac.tensors import Place, place_of, plain_address, version_of, version_watch
 from sac.torch_private import SAVED_TENSOR_PREFIX, SHOWS_SAVED_TENSORS, tree_leaves
 
@@ -55,9 +55,8 @@ def set_tensor_model_parallel_group(group: Any) -> None:
 
     Raises ``ConfigError`` if this rank is not in it.
     """
-    problems = [] if group is None else group_problem(group, "megatron.set_tensor_model_parallel_group")
-    if problems:
-        raise ConfigError(problems)
+    if group is not None:
+        check_group(group, "megatron.set_tensor_model_parallel_group")
     _job.group = group
 
 

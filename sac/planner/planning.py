@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sac.config_keys import StepBudget, read_budget
-from sac.errors import ConfigError, PlanError, Problem, listing
+from sac.errors import PlanError, Problem, listing
 from sac.planner.cost import MEMORY, PRIORS
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.explain import Explanation
@@ -23,6 +23,7 @@ from sac.planner.rehearsal import Rehearsal, refuse_unfit
 from sac.planner.rules import policy_of
 from sac.planner.sharding import fake_ranks, fsdp_over
 from sac.policy.model import Policy, dump_policy
+from sac.policy.syntax import all_problems, node_of
 from sac.tables import Table, bytes_text, flops_text, seconds_text
 from sac.tensors import tensor_parts
 
@@ -117,10 +118,9 @@ NEEDS_NONE = "no checkpointing is needed"
 
 def budget_of(value: Any) -> StepBudget:
     """Return the parsed budget; raises ``PlanError`` if ``value`` is not a budget."""
-    try:
-        return read_budget(value, "budget")
-    except ConfigError as error:
-        raise PlanError(error.problems) from None
+    with all_problems(PlanError) as attempt:
+        budget: StepBudget = attempt(read_budget, node_of(value, "", "budget"))
+    return budget
 
 
 def make_plan(

@@ -90,6 +90,7 @@ class Prediction:
     ) -> None:
         self.profiles, self.record, self.extra, self.device = tuple(profiles), record, extra, device
         self.paths = tuple(dict.fromkeys(record.paths))
+        self._numbers = {path: number for number, path in enumerate(self.paths)}
         of_path = {path: kind for kind, profile in enumerate(profiles) for path in profile.paths}
         self.kinds = tuple(of_path[path] for path in self.paths)
         self.times = [[seconds(entry, device) for entry in profile.entries] for profile in profiles]
@@ -127,10 +128,6 @@ class Prediction:
                 each = forwards[self.kinds[place.own]]
                 self._own[place] = [max(rise + more[entry] for entry, rise in rises) for more in each]
         self.in_flight = max(count for place in self._bases for count in place.alive)
-
-    @property
-    def _numbers(self) -> dict[str, int]:
-        return {path: number for number, path in enumerate(self.paths)}
 
     def learn(self, record: StepRecord, choice: Choice) -> None:
         """Take over what a step that was run with ``choice`` shows of the options in it."""

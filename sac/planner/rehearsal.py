@@ -196,7 +196,6 @@ class Rehearsal:
                     loss = scalar_loss(call(model, inputs), self._loss_fn)
                 with without_data(model):
                     loss.backward()
-                regions.observation = None
                 record = observation.end()
                 del loss
             finally:

@@ -146,8 +146,7 @@ _FORMS: dict[str, Reader] = {
 }
 _OTHER_FORMS = {
     "block": "write {first: n}",  # Megatron's word for it
-    "uniform": "write chunks of layers in the config value, with `mode: full`",
-    "sqrt": "write chunks of layers in the config value, with `mode: full`",
+    **dict.fromkeys(("uniform", "sqrt"), "write chunks of layers in the config value, with `mode: full`"),
 }
 
 

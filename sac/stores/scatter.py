@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sac.checksums import checksum
-from sac.errors import Problem, RegionError
+from sac.errors import ConfigError, Problem, RegionError
 from sac.policy.syntax import shown
 from sac.stores.layout import is_dtensor
 from sac.stores.store import ArgumentInfo, InputStore, OnDevice, StoredTensor
@@ -23,8 +23,8 @@ from sac.torch_private import gather_into, named_process_group
 # -- The process group
 
 
-def group_problem(group: Any, where: str) -> list[Problem]:
-    """Return what is wrong with ``group`` as the tensor-parallel group of this rank; ``where`` names the call."""
+def check_group(group: Any, where: str) -> None:
+    """Raise ``ConfigError`` if ``group`` cannot be the tensor-parallel group of this rank; ``where`` names the call."""
     if group is None:
         found = "inputs are to be scattered, but there is no group to scatter them over"
         fix = "pass tp_group=, the group whose ranks all have this input"
@@ -39,9 +39,9 @@ def group_problem(group: Any, where: str) -> list[Problem]:
         found = f"rank {dist.get_rank()} is not in the group, or the group has been destroyed"
         fix = "pass each rank the tensor-parallel group that it is in"
     else:
-        return []
+        return
     legal = "a process group that holds this rank, or a mesh of one dimension"
-    return [Problem(f"{where}.tp_group", found, legal, fix=fix)]
+    raise ConfigError(Problem(f"{where}.tp_group", found, legal, fix=fix))
 
 
 _NO_MEMBER: Any = getattr(getattr(dist, "GroupMember", None), "NON_GROUP_MEMBER", None)
@@ -62,7 +62,7 @@ def _is_mesh(group: Any) -> bool:
 
 
 def process_group(group: Any) -> Any:
-    """Return the process group of ``group``, for which ``group_problem`` has found no problem."""
+    """Return the process group of ``group``, for which ``check_group`` has found no problem."""
     return group.get_group() if _is_mesh(group) else group
 
 
@@ -146,7 +146,7 @@ class Scattered(InputStore):
     def over(cls, group: Any, inner: InputStore, compared: Compared) -> InputStore | None:
         """Return the store over ``group``, whose shares ``inner`` keeps; None for a group of one rank.
 
-        ``group`` is a process group or a mesh of one dimension for which ``group_problem`` has found no problem.
+        ``group`` is a process group or a mesh of one dimension for which ``check_group`` has found no problem.
         """
         over = process_group(group)
         return None if over.size() == 1 else cls(over, inner, compared)

@@ -100,7 +100,12 @@ def check_value(value: Any, where: str) -> None:
 
 
 def _located(error: SacError, old: str, new: str) -> ConfigError:
-    return ConfigError([replace(each, where=each.where.replace(old, new, 1)) for each in error.problems])
+    """Return the error with another begin of its paths of keys; places in files, which have a colon, stay."""
+
+    def place(where: str) -> str:
+        return new + where.removeprefix(old) if where.startswith(old) and ":" not in where else where
+
+    return ConfigError([replace(each, where=place(each.where)) for each in error.problems])
 
 
 def _labelled(modes: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:

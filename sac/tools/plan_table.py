@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sac.config_keys import LEGAL_BUDGET, USABLE
+from sac.config_keys import LEGAL_BUDGET
 from sac.errors import PlanError, Problem
 from sac.planner.devices import Device, device_at_hand, device_named
 from sac.planner.fakes import Build, Inputs, fake_build, fake_inputs, fake_mode
@@ -75,25 +75,25 @@ def plan_model(arguments: argparse.Namespace, load: Callable[[Build], BuiltModel
     if not isinstance(batch, int):
         best, sizes = best_size(range(batch[0], batch[1] + 1), plan_of)
         batch = best or batch[0]
-    plan = sizes[batch][0] if batch in sizes else None
-    plan = plan or plan_of(batch)  # of a range that does not fit, this raises what the least peak is
+    plan = sizes.get(batch, (None, 0))[0] or plan_of(batch)  # if no size fits, this raises what the least peak is
     inputs = inputs_text(built[batch].inputs_of_step(0))
     return Planned(plan, {"model": built[batch].name, "inputs": inputs, "made_by": arguments.typed}, batch, sizes)
 
 
-def check_wish(arguments: argparse.Namespace) -> str | int:
+def check_wish(arguments: argparse.Namespace) -> str:
     """Return the budget; raise ``PlanError`` for what is wrong in the arguments that do not depend on the model."""
     device = _figures(arguments.device)
     if arguments.budget is None and device.name == "cpu":
         raise PlanError(Problem("--budget", "it is missing, and the memory of a CPU is not known", LEGAL_BUDGET))
-    is_share = budget_of(arguments.budget or 1).bytes is None
+    budget: str = "auto" if arguments.budget is None else arguments.budget
+    is_share = budget_of(budget).share is not None
     optimizer_bytes(arguments.optimizer, ())
     if arguments.fsdp is not None and arguments.fsdp < 2:
         raise PlanError(Problem("ranks", f"{arguments.fsdp!r} ranks to shard over", "2, 3, 4, …"))
     if not isinstance(arguments.batch, int) and is_share:
         found = f'"{arguments.budget}" is a share of a range of peaks, but each size has its own range'
         raise PlanError(Problem("budget", found, 'bytes, such as "72GiB"'))
-    return int(device.memory_bytes * USABLE) if arguments.budget is None else arguments.budget
+    return budget
 
 
 def _figures(name: str) -> Device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import sac
 from sac.errors import ConfigError, ModelError
 from sac.policy.model import Policy
+from sac.tools.measuring import check_value
 from tests.support.blocks import llama_stack, policy, save, selective, tokens
 from tests.support.training import built
 
@@ -104,3 +106,13 @@ def test_names_are_found_when_they_are_used() -> None:
     assert sac.full.FullConfig is not None
     with pytest.raises(AttributeError, match="module 'sac' has no attribute 'aply'"):
         sac.aply  # noqa: B018
+
+
+def test_a_place_in_a_file_stays_as_it_is(tmp_path: Path) -> None:
+    """Also if the name of the config key is in the path of the file."""
+    file = tmp_path / "activation_checkpointing" / "p.yaml"
+    file.parent.mkdir()
+    file.write_text("schema: sac/v1\nrules: 3\n")
+    with pytest.raises(ConfigError) as raised:
+        check_value(str(file), "--modes")
+    assert str(file) in str(raised.value)
