@@ -112,13 +112,6 @@ def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
         return torch.equal(left, right)
 
 
-def same_bytes(left: torch.UntypedStorage, right: torch.UntypedStorage) -> bool:
-    """Return whether two storages have the same contents, bit for bit; unseen by modes."""
-    with UnseenByModes():
-        flat = [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in (left, right)]
-        return torch.equal(*flat)
-
-
 def overwrite(storage: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
     """Copy the bytes of ``source`` into ``storage``, unseen by modes and version counters."""
     with UnseenByModes():

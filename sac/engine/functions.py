@@ -377,7 +377,6 @@ class UnitCall:
                 out = [one.tensor for one in self.results if one.is_returned]
                 mode.op_trace.add_unit(self.site, rule, self.decision, self.arguments, out, self.first_row)
         tape.fresh.difference_update([root for root in tape.fresh if root >= self.first_value])
-        tape.constants = {root: entry for root, entry in tape.constants.items() if root < self.first_value}
         for value in range(self.first_value, last):  # tensors that live on and that nothing can give again
             tensor = tape.refs[value]()
             if tensor is not None and roots[value] in scope.bad and tape.known(tensor) == value:

@@ -19,11 +19,10 @@ from sac.engine.rng import GeneratorStates, advanced, default_generators
 from sac.engine.table import NO_RULE, CallSite, DecisionTable, ResolvedRule, decide, gathers, run_op
 from sac.engine.tape import HOLE, Tape, as_refs
 from sac.engine.tracker import RegionMode
-from sac.engine.verify import sums_of_arguments
 from sac.engine.wrappers import is_in_flight, same_memory
-from sac.ops.facts import FILLING, FILLING_PARTS
+from sac.ops.facts import FILLING
 from sac.policy.model import Decision
-from sac.tensors import copy_of, detached, equal, is_wrapper, layout_key, same_bytes, storage_address, tensors_of
+from sac.tensors import detached, equal, is_wrapper, layout_key, storage_address, tensors_of
 from sac.torch_private import HigherOrderOperator
 
 _NO_REPLAY = frozenset({"fsdp", "streams"})  # namespaces of ops whose effect depends on more than tensors
@@ -47,7 +46,6 @@ class TapeMode(RegionMode):
         self.hits: dict[int, int] = {}
         self.keeps_units = False  # until they are verified
         self.verifies = False  # whether checksums of what is kept are taken
-        self.compares_arguments = False  # whether those of the arguments of calls whose results are kept are taken too
         self.facts: dict[Any, Any] = {}  # (path, autograd function) -> what its calls have shown
         self.last_draw: tuple[int, GeneratorStates] = -1, []  # its entry, the states after it
         self.sums: dict[int, Any] | None = None  # of what will be replayed
@@ -97,8 +95,8 @@ class TapeMode(RegionMode):
             template, keywords = as_refs(args, find, reads), as_refs(kwargs, find, reads)
         if not site.is_ordinary or site.is_collective:
             return self._run_special(site, func, args, kwargs, template, keywords, reads)
-        if tape.fresh or tape.constants:  # `baddbmm(torch.empty(…), …, beta=0)` does not read its first argument
-            self._check_contents(site, args, reads[kwargs.get("beta", 1) == 0 :], ())
+        if tape.fresh:  # `baddbmm(torch.empty(…), …, beta=0)` does not read its first argument
+            self._check_fresh(site, reads[kwargs.get("beta", 1) == 0 :], ())
         out = site.run(*args, **kwargs)
         entry = tape.append(site, template, reads, keywords)
         if isinstance(out, Tensor):
@@ -118,8 +116,8 @@ class TapeMode(RegionMode):
         tape = self.tape
         if site.reads_value:  # another call may branch to other ops
             tape.is_careful = True
-            if tape.fresh or tape.constants:
-                self._check_contents(site, args, [tape.find(tensor, site) for tensor in tensors_of(args)], ())
+            if tape.fresh:
+                self._check_fresh(site, [tape.find(tensor, site) for tensor in tensors_of(args)], ())
         return run_op(site, args, kwargs)
 
     def _run_special(
@@ -137,8 +135,8 @@ class TapeMode(RegionMode):
         if site.is_inplace_view:
             return self._run_inplace_view(site, args, kwargs, template, keywords, reads)
         written = self._will_write(site, args, kwargs, reads)
-        if tape.fresh or tape.constants:
-            self._check_contents(site, args, reads, written)
+        if tape.fresh:
+            self._check_fresh(site, reads, written)
         states = self._states_before(args, kwargs) if site.draws else []
         out = run_op(site, args, kwargs)
         entry = tape.append(site, template, reads, keywords)
@@ -154,8 +152,6 @@ class TapeMode(RegionMode):
             tape.wrote(value, entry)
         if site.traits.is_uninitialised and any(tensor.numel() for tensor in tensors_of(out)):
             tape.fresh.update(tape.roots[value] for value in tape.results(entry))
-        elif site.traits.is_factory:
-            tape.constants.update((value, entry) for value in tape.results(entry) if tape.roots[value] == value)
         if moved := advanced(states):
             self._note_draw(entry, moved)
         if site.has_decision:
@@ -203,42 +199,14 @@ class TapeMode(RegionMode):
         if len(new) != 1:
             tape.counts[entry] = len(new)
 
-    def _check_contents(self, site: CallSite, args: Any, reads: Iterable[int], written: Iterable[int]) -> None:
-        """Fail if an op reads a constant or fresh memory to which a kernel that the dispatcher does not see wrote."""
+    def _check_fresh(self, site: CallSite, reads: Iterable[int], written: Iterable[int]) -> None:
+        """Fail if an op reads fresh memory to which only a kernel that the dispatcher does not see can have written."""
         tape = self.tape
         if site.is_view or site.traits.is_factory or tape.scope is not None:
             return
-        is_filled = {tape.roots[value] for value in written} if site.writes and _fills(site) else ()
-        is_begun = {tape.roots[value] for value in written} if site.writes and _fills_parts(site) else is_filled
-        for value in reads:
-            root = tape.roots[value]
-            if root in tape.fresh and root not in is_begun:
-                tape.fail(f"{site.op} reads memory that no op has written to")
-            elif root in tape.constants and root not in is_filled and not self._is_constant(root):
-                tape.fail(f"{site.op} reads a constant to which something has written that is no op")
-
-    def _is_constant(self, root: int) -> bool:
-        """Return whether the memory of a factory op has what the op left there.
-
-        On a device this is looked up after the first call of a region group, since a comparison waits for the device.
-        """
-        tape = self.tape
-        entry = tape.constants.pop(root)
-        if entry < 0:
-            leaf = tape.before[root][0]
-            tape.before[root] = leaf, copy_of(leaf.untyped_storage())
-            return True
-        alive = (t for v, r in enumerate(tape.roots) if r == root and (t := tape.refs[v]()) is not None)
-        tensor = next(alive, None)
-        if tensor is None or type(tensor) is not Tensor or tensor.is_meta or tensor._is_zerotensor():  # without memory
-            return True
-        site, key = tape.sites[entry], (tape.sites[entry], entry)
-        known: bool | None = None if tensor.is_cpu else self.facts.get(key)
-        if known is None:
-            args = [tensor if argument is HOLE else argument for argument in tape.args[entry]]
-            again = site.run(*args, **tape.kwargs.get(entry, {})) if site.is_flat else None
-            known = self.facts[key] = again is None or same_bytes(again.untyped_storage(), tensor.untyped_storage())
-        return known
+        filled = {tape.roots[value] for value in written} if site.writes and _fills(site) else ()
+        if any(tape.roots[value] in tape.fresh and tape.roots[value] not in filled for value in reads):
+            tape.fail(f"{site.op} reads memory that no op has written to")
 
     def _states_before(self, args: Any, kwargs: Any) -> GeneratorStates:
         own = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, torch.Generator)]
@@ -277,10 +245,6 @@ class TapeMode(RegionMode):
                 tape.returned[entry] = [HOLE if isinstance(one, Tensor) else one for one in out]
             if self.verifies and type(out) is Tensor and not site.is_collective:
                 tape.sums[entry] = sums_of(out)
-            if self.compares_arguments and not (site.is_collective or site.must_save):
-                roots = [tape.roots[value] for value in tape.reads[entry]]
-                is_parameter = [root in tape.leaves and tape.leaves[root].is_parameter for root in roots]
-                tape.argument_sums[entry] = sums_of_arguments(args, is_parameter)
             tape.is_careful = tape.is_careful or site.must_save
             if entry in tape.states:
                 tape.after[entry] = self.last_draw[1]
@@ -357,14 +321,9 @@ def _is_wait(site: CallSite) -> bool:
 
 
 def _fills(site: CallSite) -> bool:
-    """Return whether an op, as far as can be known, overwrites all that it writes to, without reading it."""
+    """Return whether an op, as far as can be known, fills what it writes to, or parts of it, without reading it."""
     namespace, name = site.op._schema.name.split("::")
     return namespace != "aten" or name in FILLING or site.op._schema.overload_name.endswith("out")
-
-
-def _fills_parts(site: CallSite) -> bool:
-    """Return whether an op may be one of several that fill fresh memory part by part."""
-    return _fills(site) or site.op._schema.name.split("::")[1] in FILLING_PARTS
 
 
 def metadata_of(args: Any) -> Sequence[Any]:

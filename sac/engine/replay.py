@@ -15,7 +15,7 @@ from sac.engine.rng import set_states, states_of
 from sac.engine.schedule import Schedule, UnobtainableError, schedule_replay
 from sac.engine.tape import HOLE, CannotReplayError, DiffersError, Tape, from_refs
 from sac.outer_hooks import fetch, is_written
-from sac.tensors import copy_of, is_wrapper, placed_on, same_bytes, tensors_of, version_of
+from sac.tensors import copy_of, is_wrapper, placed_on, tensors_of, version_of
 from sac.torch_private import BelowAutograd, WithoutAutocast
 
 
@@ -130,21 +130,13 @@ def _start(tape: Tape, schedule: Schedule) -> dict[int, Any]:
             raise CannotReplayError(
                 "the data of a parameter that an op read has moved"
             )  # FSDP1 and ZeRO-3 gather it into other memory
-        if value in schedule.copied or (tape.is_small(value) and _is_changed(tape, value, tensor)):
+        if value in schedule.copied or (tape.is_small(value) and version_of(tensor) != leaf.version):
             root = tape.roots[value]
             if root not in copies:
                 copies[root] = copy_of(tape.before[root][1])
             tensor = placed_on(copies[root], tensor.detach())
         values[value] = tensor
     return values
-
-
-def _is_changed(tape: Tape, value: int, tensor: Tensor) -> bool:
-    """Return whether a small leaf has other contents than in forward; the CPU's may have been written to unseen."""
-    if version_of(tensor) != tape.leaves[value].version:
-        return True
-    contents = tape.before[tape.roots[value]][1]
-    return contents.device.type == "cpu" and not same_bytes(tensor.untyped_storage(), contents)
 
 
 def is_there(tensor: Tensor) -> bool:

@@ -23,7 +23,6 @@ from sac.tensors import (
     inner_tensors,
     is_plain,
     is_wrapper,
-    same_bytes,
     storage_address,
     storage_bytes,
     version_of,
@@ -94,10 +93,7 @@ class Tape:
         self.autocast: dict[int, Any] = {}  # entry of a custom op -> whether its body runs under autocast
         self.sums: dict[int, Any] = {}  # kept entry -> checksum of its results, if the call is verified
         self.metadata: dict[int, Any] = {}  # kept entry -> shapes and dtypes of its arguments
-        self.argument_sums: dict[int, Any] = {}  # kept entry -> their checksums, if the call is verified
         self.fresh: set[int] = set()  # roots of uninitialised memory that no entry has written to
-        # Roots that a factory filled -> its entry (small leaves: -1), until an op reads it
-        self.constants: dict[int, int] = {}
         self.why_not = ""  # why this call cannot be replayed
         self.has_collectives = False  # other ranks take part in a recomputation
         self.collectives: list[int] = []  # entries
@@ -140,8 +136,8 @@ class Tape:
             self.parts.update((id(part), (weakref.ref(part), value, path)) for part, path in parts_of(tensor))
         return value
 
-    def add_leaf(self, tensor: Tensor, reader: Any = None) -> int:
-        """Add a tensor from outside of the region; ``reader``: the site of the op that reads it."""
+    def add_leaf(self, tensor: Tensor) -> int:
+        """Add a tensor from outside of the region."""
         address = storage_address(tensor)
         value = self.add_value(tensor, self.leaf_roots.get(address, -1), -1)
         self.leaf_roots.setdefault(address, self.roots[value])
@@ -150,8 +146,6 @@ class Tape:
         is_small = is_plain(tensor) and storage_bytes(tensor) <= _COPIED and not tensor._is_zerotensor()
         if is_small and not is_parameter and self.roots[value] == value:
             self.before[value] = detached(tensor), copy_of(tensor.untyped_storage())
-            if reader is not None and reader.is_view:  # NumPy may write through the view before an op reads it
-                self.constants[value] = -1
         return value
 
     def find_input(self, tensor: Tensor) -> int:
@@ -203,7 +197,7 @@ class Tape:
         if value is not None:
             return value
         if type(tensor) is Parameter or (tensor.requires_grad and tensor.is_leaf) or self._is_reachable(tensor):
-            return self.add_leaf(tensor, reader)
+            return self.add_leaf(tensor)
         if (parameter := cast_of(tensor)) is not None:  # autocast had it in its cache
             cast = {"dtype": tensor.dtype}
             return self._add_entry(torch.ops.aten._to_copy.default, self.find(parameter), (), cast, tensor)
@@ -337,15 +331,6 @@ class Tape:
         """Return whether there is a copy of a leaf that the region does not write to: it is small."""
         return self.roots[value] in self.before and self.roots[value] not in self.writers
 
-    def check_small(self) -> None:
-        """Fail if something that is no op has written to a small leaf, as NumPy can do, during the forward."""
-        for root, (tensor, contents) in self.before.items():
-            if root in self.writers or contents.device.type != "cpu":
-                continue
-            if not same_bytes(tensor.untyped_storage(), contents):
-                self.is_careful = True
-                self.fail("something that is no op writes to a tensor from outside")
-
     def is_written(self, value: int) -> bool:
         """Return whether an op writes to the storage of ``value``, other than a collective that ends late."""
         return any(entry not in self.waits for entry in self.writers.get(self.roots[value], ()))
@@ -360,7 +345,6 @@ class Tape:
         if root in self.joined and entry not in self.waits:
             self.fail(f"{self.sites[entry].op} writes to a wrapper that the region made, or to a tensor in one")
         self.fresh.discard(root)
-        self.constants.pop(root, None)
         writers = self.writers.setdefault(root, [])
         if not writers or writers[-1] != entry:
             writers.append(entry)

@@ -74,7 +74,6 @@ class TapedFrame(Frame):
         self.mode.spans = None if self._replays else self._spans
         self.mode.keeps_units = self.settings.engine == REPLAY and is_new
         self._sums: dict[int, Any] = {}  # checksums of what autograd saved, by handle
-        self.mode.compares_arguments = is_new
         if is_new or verify == ALWAYS:
             self.mode.sums = self._sums
         self._schedule: Schedule | None = None
@@ -144,7 +143,6 @@ class TapedFrame(Frame):
             self.state.python, tape.is_careful = self._python, True
         group.learn(seen, is_careful=tape.is_careful)
         group.communicates = group.communicates or tape.has_collectives
-        tape.check_small()
         if tape.why_not and self._replays:
             group.give_up(tape.why_not, self.where)
         self._replays = self._replays and not tape.why_not
@@ -377,7 +375,7 @@ class TapedFrame(Frame):
                 self.group.give_up(str(reason), self.where)
             for handle in waiting.values():
                 handle.value = None
-        self._rerun(waiting, Served(self.tape, self.where, self._tell))
+        self._rerun(waiting, Served(self.tape, self.where))
         compares = self.settings.verify == ALWAYS or not self.group.verified
         if self._sums and compares and self.settings.preserve_rng_state:
             self._verify_rerun(waiting)
@@ -466,14 +464,6 @@ class TapedFrame(Frame):
             of = f", of {site_name(site)} in {module_name(site.path)}{self._depends(maker)}"
         found = f"saved tensor {handle.index} ({describe(handle.value)}{of}) has other values in "
         self._tell_of(f"{found}recomputation than in forward: {OTHER}", OTHER_FIX)
-
-    def _tell(self, entry: int, found: str, fix: str) -> None:
-        """Tell of an entry that a rerun repeats with other arguments: a kernel's, or the region takes other tensors."""
-        kernel = self._depends(entry)
-        if not kernel:
-            raise RegionError(Problem(self.where, found, fix=fix))
-        self.group.verified, self._sums = True, {}  # one warning
-        self._tell_of(f"{found}{kernel}", f"save it in a region that is replayed; otherwise {OTHER_FIX}")
 
     def _tell_of(self, found: str, fix: str) -> None:
         """Warn that recomputation differs; raise if the settings refuse that."""

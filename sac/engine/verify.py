@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
-from sac.checksums import checksum, find_different
 from sac.engine.tape import Tape
-from sac.engine.wrappers import is_in_flight
-from sac.tensors import describe, tensors_of
 
 # The ops that a forward can run from torch's list of nondeterministic kernels (`torch.use_deterministic_algorithms`,
 # torch 2.13): they add in any order. CPU kernels are bitwise reproducible. A value computed from the result of such an
@@ -54,25 +48,3 @@ def may_differ(tape: Tape, values: Iterable[int], device: torch.device) -> bool:
             known |= more
             waiting += more
     return False
-
-
-def sums_of_arguments(args: Any, is_parameter: Sequence[bool]) -> tuple[Any, ...]:
-    """Return the checksums of the tensors among the arguments of a call, None for parameters and what has not come."""
-    pairs = zip(tensors_of(args), is_parameter, strict=False)
-    return tuple(None if skips or is_in_flight(tensor) else checksum(tensor) for tensor, skips in pairs)
-
-
-def same_sums(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
-    """Return whether the arguments of two calls are equal."""
-    pairs = [(one, other) for one, other in zip(left, right, strict=False) if one is not None and other is not None]
-    return not find_different(pairs)
-
-
-def described(metadata: Sequence[Any], sums: Sequence[Any]) -> str:
-    """Return shapes and dtypes of the tensor arguments of a call, and four digits that tell their values apart."""
-    texts = []
-    for (shape, dtype), total in zip(metadata, sums, strict=False):
-        numbers = [part.tolist() if isinstance(part, Tensor) else part for part in total or ()]
-        value = f" value {zlib.crc32(repr(numbers).encode()) & 0xFFFF:04x}" if total else ""
-        texts.append(f"{describe(torch.empty(shape, dtype=dtype, device='meta'))}{value}")
-    return f"({', '.join(texts)})"

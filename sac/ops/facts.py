@@ -54,14 +54,10 @@ HIDDEN_ALIASES = _words(
 
 FILLING = _words(
     """copy_ fill_ zero_ set_ resize_ uniform_ normal_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ random_
-    _foreach_copy_ _foreach_zero_ rrelu_with_noise rrelu_with_noise_"""
+    _foreach_copy_ _foreach_zero_ rrelu_with_noise rrelu_with_noise_ index_put_ _index_put_impl_ index_copy_ index_fill_
+    scatter_ masked_fill_ masked_scatter_ put_ fill_diagonal_"""
 )
-"""Aten packets that overwrite a whole argument without reading its old values."""
-
-FILLING_PARTS = _words(
-    """index_put_ _index_put_impl_ index_copy_ index_fill_ scatter_ masked_fill_ masked_scatter_ put_ fill_diagonal_"""
-)
-"""Aten packets that may fill fresh memory part by part without reading its old values."""
+"""Aten packets that fill an argument, or parts of it, without reading its old values."""
 
 # FlashAttention 2's kernels take `q` by C++ reference to rebind it, which their schema marks as a write.
 _REBINDS_Q = ("*flash_attn*.fwd", "*flash_attn*.varlen_fwd", "_vllm_fa*.fwd", "_vllm_fa*.varlen_fwd")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,7 +31,6 @@ from tests.support.blocks import (
     square,
     with_dropout,
 )
-from tests.support.replay_kernels import tanh_into
 from tests.support.training import assert_same, assert_same_training, built, plain_backward, train
 
 ON_EACH_ENTRY = pytest.mark.parametrize("entry", ENTRIES)
@@ -103,66 +101,13 @@ def swaps_inputs_in_recompute(block: FunctionBlock, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("rule", [save("matmul"), save("*")], ids=["matmuls", "everything"])
 def test_swapped_ops_never_silently_get_each_others_value(entry: str, body: Any, rule: dict[str, Any]) -> None:
     """Either the right gradients, or an error that names the op; stock is silently wrong."""
-    value = selective(policy(rule))
+    value = selective(policy(rule), verify="always")
     refused = ""
     try:
         assert_same_training(lambda: Stack(FunctionBlock(body)), value, entry=entry, make_input=square)
     except sac.SacError as error:
         refused = str(error)
     assert not refused or "aten." in refused, refused
-
-
-ALIKE: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {  # numbers that are equal, or have the same hash, in Python
-    "-1 and -2": (lambda h: h.sum(-1), lambda h: h.sum(-2)),
-    "-1.0 and -2.0": (lambda h: h * -1.0, lambda h: h * -2.0),
-    "0.0 and -0.0": (lambda h: torch.copysign(h, 0.0), lambda h: torch.copysign(h, -0.0)),
-    "1 and 1.0": (lambda h: (h * 9).long() * 1, lambda h: (h * 9).long() * 1.0),
-    "2 and True": (lambda h: h.clamp(max=2), lambda h: h.clamp(max=True)),
-    "1j and 2j": (lambda h: torch.view_as_real(h * 1j), lambda h: torch.view_as_real(h * 2j)),
-}
-
-
-@pytest.mark.parametrize("engine", ["rerun", "replay"])
-@pytest.mark.parametrize("calls", ALIKE.values(), ids=ALIKE)
-def test_calls_with_numbers_that_look_alike_in_python_get_their_own_values(
-    calls: tuple[Callable[[Tensor], Tensor], ...], engine: str, recwarn: pytest.WarningsRecorder
-) -> None:
-    """Under `replay` a kernel writes where no mode sees it, so that Python runs again."""
-    first, second = calls
-
-    def body(block: FunctionBlock, x: Tensor) -> Tensor:
-        h = tanh_into((x @ block.a).cos(), torch.empty_like)
-        if block.runs % 2:
-            one, other = first(h), second(h)
-        else:
-            other = second(h)
-            one = first(h)
-        return (h.sin().sum() * one.sin() * other.cos().exp()).cos()
-
-    saved = selective(policy(save(["aten.sum", "aten.mul", "aten.copysign", "aten.clamp"])))
-    assert_same_training(lambda: Stack(FunctionBlock(body)), saved, entry=f"apply, {engine}", make_input=square)
-
-
-def multiplies_something_else(block: FunctionBlock, x: Tensor) -> Tensor:
-    h = x.sin() if block.runs % 2 else x.cos()
-    return (h.detach() @ block.b.detach()) * (x @ block.a).exp()
-
-
-def test_a_saved_call_that_does_not_come_again_is_an_error_that_names_both_sides() -> None:
-    model = install(
-        built(lambda: Stack(FunctionBlock(multiplies_something_else))),
-        selective(policy(save("matmul", call={"index": 0}))),
-        "apply, rerun",
-    )
-    loss = model(*(x.requires_grad_() for x in square())).sum()
-    with pytest.raises(RegionError) as error:
-        loss.backward()
-    assert re.sub(r" value \w{4}", "", str(error.value)) == (
-        "blocks.0: call 0 of aten.mm.default in the region itself ran in forward with (float32[8, 8], "
-        "float32[8, 8]) and in recomputation with (float32[8, 8], float32[8, 8])\n"
-        "    fix: the region computed with other tensors than in forward, or in another order: do not exchange between "
-        "forward and backward what it uses (data of a weight, attributes, globals), or pass it as an argument"
-    )
 
 
 def alike_sums(block: FunctionBlock, x: Tensor) -> Tensor:
@@ -214,7 +159,7 @@ def changes_shape_in_recompute(block: FunctionBlock, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("earlier", [0, 2])
 @pytest.mark.parametrize("value", [FULL, {**MATMULS, "engine": "rerun"}], ids=["full", "matmuls"])
 def test_changed_shape_raises_and_names_the_region(value: Any, earlier: int) -> None:
-    """In the first step, and in one whose arguments are not compared any more."""
+    """In the first step, and in one whose values are not compared any more."""
     block = FunctionBlock(lambda block, x: changes_shape_in_recompute(block, x) if changes else x @ block.a)
     model = sac.apply(built(lambda: Stack(block)), value)
     for _ in range(earlier):
@@ -227,6 +172,7 @@ def test_changed_shape_raises_and_names_the_region(value: Any, earlier: int) -> 
     text = str(caught.value)
     assert isinstance(caught.value, RuntimeError)
     assert "blocks.0" in text, text
+    assert value is FULL or "aten.mm.default in the region itself" in text, text
     assert "8, 8" in text, text  # both sides
     assert "4, 8" in text, text
 
