@@ -95,7 +95,8 @@ class Served(RegionMode):
             if site.may_save and not _is_cast(site):
                 roots = (tape.roots[value] for value in tape.reads[entry])
                 parameters = (root for root in roots if root in tape.leaves and tape.leaves[root].is_parameter)
-                self._entries[(id(site), *parameters)].append(entry)
+                key = (id(site), *parameters)
+                self._entries[key].append(entry)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op, or return what it returned in forward."""
