@@ -17,16 +17,15 @@ from sac.torch_private import UnseenByModes
 # Note [Checksums]
 #
 # Every replayed call of a region compares its replayed tensors with those that autograd saved, so a checksum has to be
-# fast: on the CPU it takes about 2 µs for a small tensor (in the C++ library less: csrc/checksum.h), and for a large
-# tensor a third of the time of a pointwise op on it.
+# fast: on the CPU it takes about 2 µs for a small tensor, and for a large tensor a third of the time of a pointwise op
+# on it.
 #
 # The checksum of a small tensor on the CPU is the CRC of its bytes. For a large tensor, or on another device, 64-bit
 # words are added up in `_COLUMNS` sums; the i-th word goes to sum number i modulo `_COLUMNS`. That number is a prime,
 # so that it does not coincide with the rows and columns of a matrix: swapped words nearly always change sums, as
 # changed words do. The number of words in each sum is odd: if the sign of every value flips, so does the highest bit of
 # each sum. Remaining words are taken unchanged. A tensor without gaps is read in memory order, and only the sums are
-# allocated. A tensor with gaps or with unaligned words is copied piece by piece. Hooks on saved tensors may return a
-# tensor with other strides: if there are such hooks, values are read in index order (`in_order`).
+# allocated. A tensor with gaps or with unaligned words is copied piece by piece.
 #
 # On a device, nothing waits for the forward's checksums. `find_different` compares all checksums of one recomputation
 # at once, and waits once. While a CUDA graph is captured, waiting is not possible, so nothing is compared: the calls
@@ -41,16 +40,16 @@ Sums = tuple["Tensor | int", ...]
 _Bytes = ctypes.c_char * _SMALL_BYTES
 
 
-def checksum(tensor: Tensor, *, in_order: bool = False) -> Sums:
+def checksum(tensor: Tensor) -> Sums:
     """Return a checksum of the bits of ``tensor``, without waiting for a device.
 
-    ``in_order``: the checksum does not depend on strides. On the CPU a checksum consists of numbers, which take no
-    tensor memory until backward; on another device of tensors, of at most 24 KB each. Tensors without a plain strided
-    layout, and those without data (fake, meta, a zero tangent), have the empty checksum.
+    On the CPU a checksum consists of numbers, which take no tensor memory until backward; on another device of tensors,
+    of at most 24 KB each. Tensors without a plain strided layout, and those without data (fake, meta, a zero tangent),
+    have the empty checksum.
     """
     if type(tensor) is Tensor:
-        return _of_plain(tensor, in_order)
-    return tuple(total for part in tensor_parts(tensor) for total in _of_plain(part, in_order))
+        return _of_plain(tensor)
+    return tuple(total for part in tensor_parts(tensor) for total in _of_plain(part))
 
 
 def sums_of(out: Any) -> Sums:
@@ -80,45 +79,40 @@ def find_different(pairs: Sequence[tuple[Sums, Sums]]) -> list[int]:
     return sorted(different)
 
 
-def same(left: Sums, right: Sums) -> bool:
-    """Return whether two checksums are equal."""
-    return not find_different([(left, right)])
-
-
-def _of_plain(tensor: Tensor, in_order: bool) -> Sums:
+def _of_plain(tensor: Tensor) -> Sums:
     cls = type(tensor)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor._is_zerotensor():
         return ()
     if tensor.is_cpu and (cls is Tensor or cls is Parameter):
         size = tensor.nbytes
         is_small = size <= _SMALL_BYTES and not (tensor.is_conj() or tensor.is_neg())
-        if is_small and (tensor.is_contiguous() or (not in_order and _has_no_gaps(tensor))):
+        if is_small and (tensor.is_contiguous() or _has_no_gaps(tensor)):
             return (_crc(tensor, size),)
     elif tensor.device.type == "meta" or cls.__name__ == "FakeTensor":
         return ()
     with UnseenByModes(), torch.no_grad():
-        return _sums(tensor, in_order)
+        return _sums(tensor)
 
 
 def _crc(tensor: Tensor, size: int) -> int:
     return zlib.crc32(memoryview(_Bytes.from_address(tensor.data_ptr()))[:size]) if size else 0
 
 
-def _sums(tensor: Tensor, in_order: bool) -> Sums:
+def _sums(tensor: Tensor) -> Sums:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.element_size() not in _INTEGERS:
         return ()
-    return tuple(total for flat in _flat(tensor, in_order) for total in _of_flat(flat))
+    return tuple(total for flat in _flat(tensor) for total in _of_flat(flat))
 
 
-def _flat(tensor: Tensor, in_order: bool) -> Iterable[Tensor]:
+def _flat(tensor: Tensor) -> Iterable[Tensor]:
     """Yield the values of ``tensor`` as contiguous, aligned, one-dimensional tensors: a view, or copies of pieces."""
     is_aligned = tensor.storage_offset() * tensor.element_size() % 8 == 0
     if is_aligned and tensor.is_contiguous():
         yield tensor.view(-1)
-    elif is_aligned and not in_order and _has_no_gaps(tensor):
+    elif is_aligned and _has_no_gaps(tensor):
         yield tensor.as_strided((tensor.numel(),), (1,))
     else:
         longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])

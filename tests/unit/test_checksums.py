@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from sac import checksums as module
-from sac.checksums import checksum, same
+from sac.checksums import Sums, checksum, find_different
 from sac.memory_timeline import measure_memory
 
 SIZES = (1, 7, 64, 5_000, 40_000, 300_001)  # up to a CRC of the whole, and past it
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64, torch.complex128)
+
+
+def same(left: Sums, right: Sums) -> bool:
+    return not find_different([(left, right)])
 
 
 def values(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -89,7 +93,6 @@ def test_views(name: str, rows: int) -> None:
     x = values(rows * rows).view(rows, rows)
     view = VIEWS[name](x)
     assert same(checksum(view), checksum(VIEWS[name](x.clone())))
-    assert same(checksum(view, in_order=True), checksum(view.contiguous(), in_order=True))
     changed = x.clone()
     changed[0, 2] += 1
     assert same(checksum(view), checksum(VIEWS[name](changed))) == torch.equal(view, VIEWS[name](changed))
