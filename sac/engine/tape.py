@@ -216,16 +216,6 @@ class Tape:
         if reference is not None and reference() is tensor:
             entry = self.append(PART, [HOLE, path], [value], {})
             return self.add_value(tensor, self.roots[value], entry)
-        if is_wrapper(tensor) or tensor.layout is not torch.strided:
-            return None
-        address = storage_address(tensor)
-        for reference, _, _ in reversed([*self.parts.values()]):
-            part = reference()
-            if part is None or part.dtype is not tensor.dtype or is_wrapper(part):
-                continue
-            if storage_address(part) == address and self.known(part) is None:
-                self.find(part)  # `tensor` is a view of it
-                break
         return None
 
     def _is_known(self, tensor: Tensor) -> bool:
