@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from sac.checksums import checksum, sums_of
 from sac.engine.flags import callers_autocast
@@ -262,8 +263,8 @@ class TapeMode(RegionMode):
         """Decide what the handle of a tensor that autograd saves now holds."""
         tape = self.tape
         value = tape.known(tensor)
-        if value is None:
-            value = self.same_as(tensor)
+        if value is None:  # a parameter is saved before the op that reads it runs
+            value = tape.find(tensor) if type(tensor) is Parameter else self.same_as(tensor)
         handle.position = value, len(tape.sites)
         if tape.scope is not None:  # decided at the end of the call; until then its own forward may use it
             tape.scope.saved.append(weakref.ref(handle))
