@@ -341,8 +341,8 @@ class Tape:
 
     def last_write(self, value: int) -> int:
         """Return the last entry that writes to the storage of ``value`` and is not a wait, -1 if there is none."""
-        writers = self.writers.get(self.roots[value], ())
-        return next((entry for entry in reversed(writers) if entry not in self.waits), -1)
+        writers = self.writers.get(self.roots[value])
+        return next((entry for entry in reversed(writers) if entry not in self.waits), -1) if writers else -1
 
     def is_in_flight(self, value: int) -> bool:
         """Return whether a collective may not have ended that gives ``value`` its contents."""
