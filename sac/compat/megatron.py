@@ -28,8 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sac.checkpointing import run_with
 from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
 from sac.config_keys import read_flag
-from sac.engine.compiled import run_in_eager
-from sac.engine.fp8 import check_fp8
+from sac.engine.untraced import never_compiled
 from sac.errors import ConfigError, Problem, RegionError, warn
 from sac.full import RngTracker, seed_model_parallel
 from sac.outer_hooks import OuterPacked, active_hooks, fetch
@@ -114,8 +113,7 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool 
     ``distribute_saved_activations``: keep the first floating-point input scattered over the tensor-parallel group; None
     means false, as in Megatron. The tracker of ``get_cuda_rng_tracker`` is always restored for recomputation.
 
-    Raises ``ConfigError`` if there is no group to scatter over, and for FP8 in a version of TransformerEngine whose
-    state cannot be restored; ``RegionError`` in backward as ``sac.checkpoint`` does.
+    Raises ``ConfigError`` if there is no group to scatter over, and otherwise what ``sac.checkpoint`` raises.
     """
     where, flag = f"{_NAME}.distribute_saved_activations", distribute_saved_activations
     scatters, group = flag is not None and read_flag(flag, where), _job.group
@@ -129,7 +127,6 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    check_fp8(_NAME)
     settings = settings_of(DEFAULT_CONFIG, replace(options, get_rng_state_tracker=get_cuda_rng_tracker), _NAME)
     takes_discardable = any(plain_address(leaf) in _discardable for leaf in tree_leaves(args))
     with saved_tensors_hooks(_pack, fetch) if takes_discardable and active_hooks() is None else nullcontext():
@@ -160,10 +157,9 @@ class CheckpointWithoutOutput:
     def __init__(self, fp8: Any = False) -> None:
         self._outputs: list[_Output] | None = None
 
+    @never_compiled
     def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
         """Run ``run_function(*args)`` as a region; return its result. In a compiled function, it runs in eager mode."""
-        if torch.compiler.is_compiling():  # discarding walks an autograd graph, which a compiled one is not
-            return run_in_eager(self.checkpoint, run_function, *args)
         region = partial(_call_and_pack, run_function)  # not a closure: calls are recognized by the function's parts
         region.__qualname__ = getattr(run_function, "__qualname__", "function")  # type: ignore[attr-defined]
         outputs: list[_Output] = []  # a rerun gets another list
@@ -174,15 +170,13 @@ class CheckpointWithoutOutput:
             _discardable.setdefault(output.address, output)
         return result
 
+    @never_compiled
     def discard_output_and_register_recompute(self, hook_tensor: Any) -> None:
         """Release the output in what was saved between the region and ``hook_tensor``, a tensor computed from it.
 
         If ``hook_tensor`` does not depend on the output, or the output was changed in place, it is kept, with a
         warning. Raises ``RegionError`` if nothing was checkpointed.
         """
-        if torch.compiler.is_compiling():
-            run_in_eager(self.discard_output_and_register_recompute, hook_tensor)
-            return
         if self._outputs is None:
             where, fix = "megatron.CheckpointWithoutOutput", "call checkpoint(run_function, *args) first"
             raise RegionError(Problem(where, "there is no output to discard", fix=fix))
