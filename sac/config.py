@@ -150,12 +150,8 @@ def settings_of(
             Problem(f"{where}.config", f"{shown(repr(config))} is not a FullConfig", "a FullConfig", fix=fix)
         )
     scatters = options.distribute_saved_activations is True or "scattered" in config.stores
-    unusual = {
-        key: value
-        for key in CALL_ARGUMENTS
-        if (value := getattr(options, key)) is not getattr(DEFAULT_OPTIONS, key)
-        and not (key in CALL_KEYS and isinstance(value, bool))
-    }
+    given = {key: getattr(options, key) for key in CALL_ARGUMENTS}
+    unusual = {key: value for key, value in given.items() if value is not getattr(DEFAULT_OPTIONS, key)}
     checked: dict[str, Any] = {}
     if unusual or scatters:  # this runs in each call of `sac.checkpoint`
         with all_problems(ConfigError) as attempt:

@@ -86,14 +86,14 @@ def configure(
     flags = _section_of(deepspeed_config) | read_keys(given, _NAME, _READERS)
     count = flags.pop("num_checkpoints", None)
     mpu, options = mpu_ if mpu_ is not None else _process.mpu, _OPTIONS
-    ranks = [_ask(mpu, what) for what in ("rank", "world_size")] if mpu is not None else [0, 1]
-    if flags.get("partition_activations") and ranks[1] > 1:
+    _, size = (0, 1) if mpu is None else (_ask(mpu, "rank"), _ask(mpu, "world_size"))
+    if flags.get("partition_activations") and size > 1:
         options = replace(options, distribute_saved_activations=True, tp_group=_ask(mpu, "group"))
     words = {"host": "checkpoint_in_cpu", "contiguous": "contiguous_checkpointing"}
     store = "+".join(word for word, name in words.items() if flags.get(name)) or "whole"
     config = FullConfig(_is_activation, store, num_checkpoints=count if "contiguous" in store else None)
     settings = settings_of(config, options, _NAME)
-    vars(_process).update(settings=settings, config=config, flags=flags, mpu=mpu, is_configured=True)
+    vars(_process).update(settings=settings, config=config, flags=flags, mpu=mpu)
 
 
 def _section_of(config: Any) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _is_activation(position: int, tensor: torch.Tensor) -> bool:
 
 def is_configured() -> bool:
     """Whether ``configure`` was called."""
-    return bool(_process.is_configured)
+    return _process.config is not DEFAULT_CONFIG
 
 
 def reset() -> None:
@@ -176,15 +176,27 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         settings = replace(settings, trackers=(*settings.trackers, theirs.get_cuda_rng_tracker))
     if not _process.flags.get("profile") and not _process.flags.get("synchronize"):
         return run_with(settings, function, args, kwargs)
-    name = getattr(function, "__qualname__", type(function).__name__)
-    started = _now()
+    name, started = getattr(function, "__qualname__", type(function).__name__), [_now()]
     output = run_with(settings, function, args, kwargs)
     _note(f"{name}: forward", started)
-    _note_backward(f"{name}: backward", (args, kwargs), output)
+
+    # Backward takes from the first gradient of the outputs, recomputation included, until all inputs have theirs, or
+    # the whole backward ends: a hook on a leaf would outlive the graph.
+    def begin(*grads: Any) -> None:
+        if not started:
+            started.append(_now())
+            when_backward_ends(end)
+
+    def end(*grads: Any) -> None:
+        if started:
+            _note(f"{name}: backward", started)
+
+    for node in {getattr(leaf, "grad_fn", None) for leaf in tree_leaves(output)} - {None}:
+        node.register_prehook(begin)
+    results = [leaf for leaf in tree_leaves((args, kwargs)) if getattr(leaf, "grad_fn", None) is not None]
+    if results:
+        register_multi_grad_hook(results, end)
     return output
-
-
-# -- `synchronize` and `profile`: waiting at the boundaries of regions, and the time between
 
 
 def _now() -> float:
@@ -194,35 +206,11 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _note(name: str, started: float) -> None:
+def _note(name: str, started: list[float]) -> None:
     """Wait; log how long a pass of a region has taken, if this is asked for."""
-    took = (_now() - started) * 1e3
+    took = (_now() - started.pop()) * 1e3
     if _process.flags.get("profile"):
         _log.info("%s %.3f ms", name, took)
-
-
-def _note_backward(name: str, inputs: Any, outputs: Any) -> None:
-    """Note each backward of a region, from the first gradient of its outputs until all inputs have theirs.
-
-    It includes recomputation, and ends at the latest with the whole backward. A hook on a leaf would outlive the graph.
-    """
-    started: list[float] = []
-
-    def begin(*grads: Any) -> None:
-        if not started:
-            started.append(_now())
-            when_backward_ends(end)
-
-    def end(*grads: Any) -> None:
-        if started:
-            _note(name, started.pop())
-
-    nodes: set[Any] = {getattr(leaf, "grad_fn", None) for leaf in tree_leaves(outputs)}
-    for node in nodes - {None}:
-        node.register_prehook(begin)
-    results = [leaf for leaf in tree_leaves(inputs) if getattr(leaf, "grad_fn", None) is not None]
-    if results:
-        register_multi_grad_hook(results, end)
 
 
 # -- Seeds
@@ -255,6 +243,5 @@ _process = SimpleNamespace(  # the configuration of this process, which DeepSpee
     config=DEFAULT_CONFIG,
     flags={},  # by argument of `configure`
     mpu=None,
-    is_configured=False,
     tracker=None,
 )

@@ -98,10 +98,8 @@ def model_parallel_cuda_manual_seed(
         sys.modules[_RANDOM].model_parallel_cuda_manual_seed(seed, *flags, **ranks)
         return
     if tp_rank is None and _job.group is None:
-        where, found = "megatron.model_parallel_cuda_manual_seed.tp_rank", "the rank in the group is not known"
-        raise ConfigError(
-            Problem(where, found, fix="pass tp_rank=, or call set_tensor_model_parallel_group(group) first")
-        )
+        where, fix = "megatron.model_parallel_cuda_manual_seed.tp_rank", "pass it, or set_tensor_model_parallel_group"
+        raise ConfigError(Problem(where, "the rank in the group is not known", fix=fix))
     tp_rank = tp_rank if tp_rank is not None else dist.get_rank(process_group(_job.group))
     etp_rank = etp_rank if etp_rank is not None else tp_rank
     seed_model_parallel(seed, tp_rank, ep_rank or 0, etp_rank, tracker=get_cuda_rng_tracker(*flags))

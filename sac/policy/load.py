@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from sac.errors import listing, nearest
-from sac.policy.model import Policy, Rule, dump_policy
+from sac.policy.model import Policy, Rule
 from sac.policy.read import each, read_policy, word_of
 from sac.policy.syntax import Node, compose_yaml, node_of
-
-__all__ = ["PolicySource", "dump_policy", "load_policy", "shipped_policies"]
 
 PolicySource: TypeAlias = "str | os.PathLike[str] | Mapping[str, object] | Policy"
 
