@@ -17,8 +17,8 @@ from sac.torch_private import UnseenByModes
 # Note [Checksums]
 #
 # Every replayed call of a region compares its replayed tensors with those that autograd saved, so a checksum has to be
-# fast: on the CPU it takes about 2 µs for a small tensor (in the C++ library less: csrc/checksum.h), and for a large
-# tensor a third of the time of a pointwise op on it.
+# fast: on the CPU it takes about 2 µs for a small tensor, and for a large tensor a third of the time of a pointwise op
+# on it.
 #
 # The checksum of a small tensor on the CPU is the CRC of its bytes. For a large tensor, or on another device, 64-bit
 # words are added up in `_COLUMNS` sums; the i-th word goes to sum number i modulo `_COLUMNS`. That number is a prime,
@@ -78,11 +78,6 @@ def find_different(pairs: Sequence[tuple[Sums, Sums]]) -> list[int]:
             answers = torch.stack([answer for _, answer in found]).tolist()
             different |= {index for (index, _), is_equal in zip(found, answers, strict=True) if not is_equal}
     return sorted(different)
-
-
-def same(left: Sums, right: Sums) -> bool:
-    """Return whether two checksums are equal."""
-    return not find_different([(left, right)])
 
 
 def _of_plain(tensor: Tensor, in_order: bool) -> Sums:

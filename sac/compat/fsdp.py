@@ -111,19 +111,18 @@ def offload_wrapper(module: nn.Module) -> nn.Module:
 
     Raises ``ModelError`` for a module inside a region, and for one whose tensors are already kept elsewhere.
     """
-    forward, fault = ours_on(module), ("", "")
-    if isinstance(forward, RegionForward) and forward.applied.settings.input_storing is None:
-        keeping = settings_of(_ON_HOST, CallOptions(), _NAME).input_storing
-        forward.applied = replace(forward.applied, settings=replace(forward.applied.settings, input_storing=keeping))
-    elif forward is not None:
-        fault = "it is inside a region, or its tensors are kept elsewhere", "call offload_wrapper once, on the region"
-    elif not is_callable(module):
-        fault = "it is not called itself", "call offload_wrapper on each of its children"
-    else:
+    forward = ours_on(module)
+    if forward is None and is_callable(module):
         applied = Applied("offload", (), UnmatchedRules((), (), strict=False))
         set_forward(module, OffloadedForward(module, applied))
-    if fault[0]:
-        raise ModelError(Problem(type(module).__name__, fault[0], fix=fault[1]))
+    elif isinstance(forward, RegionForward) and forward.applied.settings.input_storing is None:
+        keeping = settings_of(_ON_HOST, CallOptions(), _NAME).input_storing
+        forward.applied = replace(forward.applied, settings=replace(forward.applied.settings, input_storing=keeping))
+    else:
+        found, fix = "it is inside a region, or its tensors are kept elsewhere", "call offload_wrapper on the region"
+        if forward is None:
+            found, fix = "it is not called itself", "call offload_wrapper on each of its children"
+        raise ModelError(Problem(type(module).__name__, found, fix=fix))
     return module
 
 

@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from sac import checksums as module
-from sac.checksums import checksum, same
+from sac.checksums import Sums, checksum, find_different
 from sac.memory_timeline import measure_memory
 
 SIZES = (1, 7, 64, 5_000, 40_000, 300_001)  # up to a CRC of the whole, and past it
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64, torch.complex128)
+
+
+def same(left: Sums, right: Sums) -> bool:
+    return not find_different([(left, right)])
 
 
 def values(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
