@@ -120,7 +120,6 @@ class CallOptions:
 
 DEFAULT_CONFIG = FullConfig()
 DEFAULT_OPTIONS = CallOptions()
-_REENTRANT_OPTIONS = CallOptions(use_reentrant=True)
 REENTRANT = Settings(use_reentrant=True)
 
 
@@ -134,8 +133,6 @@ def settings_of(
     """
     if config is DEFAULT_CONFIG and options == DEFAULT_OPTIONS:
         return PLAIN
-    if config is DEFAULT_CONFIG and options.use_reentrant is True and options == _REENTRANT_OPTIONS:
-        return REENTRANT  # the usual call in this mode; the code below takes as long as a small region
     if not isinstance(config, FullConfig):
         fix = "write sac.full.FullConfig(…); for a keyword of the function's own, functools.partial(function, config=…)"
         raise ConfigError(

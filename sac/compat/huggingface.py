@@ -77,7 +77,9 @@ def take_over(model: nn.Module, value: Any = "selective") -> nn.Module:
     Raises ``ConfigError`` or ``PolicyError`` for the value; ``ModelError`` for a model without such methods, or with
     activation checkpointing already on, its own or ours.
     """
-    parse_config(value)
+    config = parse_config(value)
+    if not isinstance(value, Mapping):
+        value = {"mode": config.mode} | ({} if config.policy is None else {"policy": config.policy})
     refuse_second(model)
     refuse_existing_checkpointing(model)
     disable_guards(model)
@@ -88,7 +90,7 @@ def take_over(model: nn.Module, value: Any = "selective") -> nn.Module:
 
 
 class _TakenOver(Switch):
-    def __init__(self, module: nn.Module, name: str, model: nn.Module, value: Any) -> None:
+    def __init__(self, module: nn.Module, name: str, model: nn.Module, value: Mapping[str, Any]) -> None:
         super().__init__(module, name)
         self.model, self.value = model, value
 
@@ -103,12 +105,7 @@ class _TakenOver(Switch):
         given: dict[str, Any] = {} if every_n_layers == 1 else {"layers": {"every": every_n_layers}}
         given |= {"store": "host"} if offload else {}
         given |= activation_checkpointing_kwargs or gradient_checkpointing_kwargs or {}
-        value: Any = given
-        if "mode" not in given:
-            config = parse_config(self.value)
-            parsed = {"mode": config.mode} | ({} if config.policy is None else {"policy": config.policy})
-            own = self.value if isinstance(self.value, Mapping) else parsed
-            value = {**own, **given} if given else self.value
+        value = given if "mode" in given else {**self.value, **given}
         parse_config(value)
         if _is_on(self.model):
             remove(self.model)

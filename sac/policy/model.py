@@ -96,15 +96,13 @@ class Layers:
 
 ALL = Layers()
 _COMPARISONS = {
-    "!=": operator.ne, ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt
+    "": operator.eq, "!=": operator.ne, ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt
 }  # fmt: skip
 
 
 def _dim_fits(dim: str | int, size: int) -> bool:
-    if isinstance(dim, int):
-        return size == dim
-    sign = dim.rstrip("0123456789")
-    return sign == "_" or bool(_COMPARISONS[sign](size, int(dim.removeprefix(sign))))
+    sign = str(dim).rstrip("0123456789")
+    return sign == "_" or bool(_COMPARISONS[sign](size, int(str(dim).removeprefix(sign))))
 
 
 @dataclass(frozen=True, slots=True)
