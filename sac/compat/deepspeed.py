@@ -191,7 +191,8 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         if started:
             _note(f"{name}: backward", started)
 
-    for node in {getattr(leaf, "grad_fn", None) for leaf in tree_leaves(output)} - {None}:
+    nodes: set[Any] = {getattr(leaf, "grad_fn", None) for leaf in tree_leaves(output)}
+    for node in nodes - {None}:
         node.register_prehook(begin)
     results = [leaf for leaf in tree_leaves((args, kwargs)) if getattr(leaf, "grad_fn", None) is not None]
     if results:

@@ -92,7 +92,7 @@ def _put(
     if wrong:
         raise ConfigError([Problem(f"{_NAME}.{name}", "a region cannot do this", _LEGAL[name]) for name in wrong])
     config = _ON_HOST if read_flag(offload_to_cpu, f"{_NAME}.offload_to_cpu") else config or DEFAULT_CONFIG
-    put_regions(model, modules, policy, settings_of(config, CallOptions(**options), _NAME))
+    put_regions(model, modules, policy or FULL, settings_of(config, CallOptions(**options), _NAME))
 
 
 def policy_of_contexts(context_fn: Any) -> Policy | None:
