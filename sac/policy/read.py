@@ -25,8 +25,8 @@ def read_fields(
 ) -> dict[str, Any]:
     """Return the values of a mapping by key.
 
-    ``fixes``: what to write instead of some keys that are not legal, such as those of earlier versions. ``check``
-    raises problems between keys; it is not called if a key is unknown, as what is missing is then likely misspelled.
+    ``fixes``: what to write instead of some keys that are not legal. ``check`` raises problems between keys; it is not
+    called if a key is unknown, as what is missing is then likely misspelled.
     """
     if node.kind != "map":
         raise node.error(f"a mapping of {listing([*readers]) or 'names'}")
