@@ -13,7 +13,7 @@ so the functions that make context functions and those that let ops be ignored a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -28,7 +28,7 @@ from sac.blocks.paths import Node, children_of, root_node
 from sac.blocks.stacks import is_callable
 from sac.compat.fsdp import policy_of_contexts
 from sac.config import family_policy
-from sac.engine.flags import BackendFlags
+from sac.engine.flags import BackendFlags, attention_choice
 from sac.engine.region import FULL
 from sac.errors import ConfigError, ModelError, Problem, warn
 from sac.ops.registry import find_op
@@ -78,16 +78,17 @@ class _AsInForward(ExitStack):
         return self
 
 
-def sdpa_backend_snapshot_context_fn(context_fn: Callable[[], Contexts] | None = None) -> Contexts:
-    """Return the contexts of a checkpointed call that starts now: those of ``context_fn``, None has none.
-
-    The second one also restores what selects kernels, including TransformerEngine's choice of attention backend.
-    """
-    forward, recompute = (context_fn or noop_context_fn)()
-    return forward, _AsInForward(recompute)
+def sdpa_backend_snapshot_context_fn() -> Contexts:
+    """Return the two contexts of a checkpointed call that starts now; the second restores what selects kernels."""
+    return nullcontext(), _AsInForward(nullcontext())
 
 
-transformer_engine_attention_backend_snapshot_context_fn = sdpa_backend_snapshot_context_fn
+def transformer_engine_attention_backend_snapshot_context_fn(
+    context_fn: Callable[[], Contexts] | None = None,
+) -> Contexts:
+    """Return the contexts of ``context_fn``; the second one also restores TransformerEngine's choice of backend."""
+    forward, recompute = context_fn() if context_fn is not None else (nullcontext(), nullcontext())
+    return forward, recompute if attention_choice() is None else _AsInForward(recompute)
 
 
 # The ops with which FSDP2 gathers parameters: in recomputation only, if the forward found them prefetched.
@@ -146,8 +147,8 @@ def apply_full_layer_checkpointing_to_layers(model: nn.Module, layers: list[nn.M
     Layers that are already regions, or are inside torch's ``checkpoint_wrapper``, are skipped. If layers of the model
     share keys and values, their parts without attention become regions, with a warning.
     """
-    ours = (layer for layer in layers if not hasattr(layer, WRAPPED_MODULE))
-    layers = [layer for layer in ours if not isinstance(ours_on(layer), InstalledForward)]
+    layers = [layer for layer in layers if not hasattr(layer, WRAPPED_MODULE)]
+    layers = [layer for layer in layers if not isinstance(ours_on(layer), InstalledForward)]
     _put_on_layers(model, layers, FULL, has_kv_sharing=bool(layers) and shares_kv(model))
 
 
@@ -175,10 +176,11 @@ def apply_submodule_checkpointing(
     Raises ``ConfigError`` for another ``context_fn``; ``ModelError``, with nothing changed, for parts that are already
     regions, and if there are no parts.
     """
-    inner, restores = context_fn, sdpa_backend_snapshot_context_fn
-    if isinstance(inner, partial) and inner.func is restores:
+    restores = (sdpa_backend_snapshot_context_fn, transformer_engine_attention_backend_snapshot_context_fn)
+    inner = context_fn
+    if isinstance(inner, partial) and inner.func is restores[1]:
         inner = next(iter((*inner.args, *inner.keywords.values())), None)
-    policy = FULL if inner in (None, noop_context_fn, restores) else policy_of_contexts(inner)
+    policy = FULL if inner in (None, noop_context_fn, *restores) else policy_of_contexts(inner)
     if policy is None:
         found = f"{inner!r} makes its own contexts around forward and recomputation, which regions do not enter"
         fix = "choose per op with context_fn=sac.context_fn(policy), or leave it out"
