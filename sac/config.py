@@ -68,30 +68,22 @@ class FullConfig:
     num_checkpoints: int | None = DEFAULTS["num_checkpoints"]
     state: tuple[StateProvider, ...] = DEFAULTS["state"]
     host_memory: int | None = DEFAULTS["host_memory"]
-    buffer: ContiguousBuffer | None = field(default=None, init=False, repr=False, compare=False)
-    host: OnHost | None = field(default=None, init=False, repr=False, compare=False)
+    placement: InputStore | None = field(init=False, repr=False, compare=False)  # without scattering
     transfers: TransfersByDevice = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         read = read_keys({name: getattr(self, name) for name in FULL_CONFIG_KEYS}, "FullConfig")
         _refuse(_full_conflicts(read), "FullConfig")
+        read["transfers"] = transfers = TransfersByDevice(read["host_memory"])
+        buffer = ContiguousBuffer(read["num_checkpoints"]) if "contiguous" in read["store"] else None
+        read["placement"] = OnHost(transfers) if "host" in read["store"] else buffer
         for name, value in read.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "transfers", TransfersByDevice(self.host_memory))
-        if "host" in self.stores:
-            object.__setattr__(self, "host", OnHost(self.transfers))
-        elif "contiguous" in self.stores and self.num_checkpoints is not None:
-            object.__setattr__(self, "buffer", ContiguousBuffer(self.num_checkpoints))
-
-    @property
-    def stores(self) -> tuple[str, ...]:
-        """The words of ``store``."""
-        return tuple(self.store.split("+"))
 
     def reset(self) -> None:
         """Free every slot of the contiguous buffer, for example after forwards whose backward will never run."""
-        if self.buffer is not None:
-            self.buffer.reset()
+        if isinstance(self.placement, ContiguousBuffer):
+            self.placement.reset()
 
 
 Conflict: TypeAlias = tuple[bool, str, str, str]
@@ -128,7 +120,6 @@ class CallOptions:
 
 DEFAULT_CONFIG = FullConfig()
 DEFAULT_OPTIONS = CallOptions()
-_REENTRANT_OPTIONS = CallOptions(use_reentrant=True)
 REENTRANT = Settings(use_reentrant=True)
 
 
@@ -142,20 +133,14 @@ def settings_of(
     """
     if config is DEFAULT_CONFIG and options == DEFAULT_OPTIONS:
         return PLAIN
-    if config is DEFAULT_CONFIG and options.use_reentrant is True and options == _REENTRANT_OPTIONS:
-        return REENTRANT  # the usual call in this mode; the code below takes as long as a small region
     if not isinstance(config, FullConfig):
         fix = "write sac.full.FullConfig(…); for a keyword of the function's own, functools.partial(function, config=…)"
         raise ConfigError(
             Problem(f"{where}.config", f"{shown(repr(config))} is not a FullConfig", "a FullConfig", fix=fix)
         )
-    scatters = options.distribute_saved_activations is True or "scattered" in config.stores
-    unusual = {
-        key: value
-        for key in CALL_ARGUMENTS
-        if (value := getattr(options, key)) is not getattr(DEFAULT_OPTIONS, key)
-        and not (key in CALL_KEYS and isinstance(value, bool))
-    }
+    scatters = options.distribute_saved_activations is True or "scattered" in config.store
+    given = {key: getattr(options, key) for key in CALL_ARGUMENTS}
+    unusual = {key: value for key, value in given.items() if value is not getattr(DEFAULT_OPTIONS, key)}
     checked: dict[str, Any] = {}
     if unusual or scatters:  # this runs in each call of `sac.checkpoint`
         with all_problems(ConfigError) as attempt:
@@ -176,11 +161,9 @@ def settings_of(
 
 def _keeping(config: FullConfig, group: Any, compared: Compared) -> InputStoring | None:
     """Return which inputs are kept elsewhere and where; None if every input is held whole."""
-    placement: InputStore | None = config.buffer or config.host
-    if group is not None:
-        share = placement if placement is not None else OnDevice()
-        scattered = Scattered.over(group, share, compared)
-        placement = scattered if scattered is not None else placement  # a group of one rank has nothing to scatter
+    placement = config.placement
+    if group is not None:  # one of a single rank has nothing to scatter
+        placement = Scattered.over(group, placement or OnDevice(), compared) or placement
     return None if placement is None else InputStoring(placement, config.keep)
 
 

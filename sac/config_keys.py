@@ -163,9 +163,6 @@ OWN_KEYS, CALL_KEYS, FULL_CONFIG_KEYS = tuple(_OWN), tuple(_OF_THE_CALL), tuple(
 _NOT_KEYS = {  # of a config value
     "tp_group": "pass it as an argument: sac.apply(model, value, tp_group=…)",
     "get_rng_state_tracker": "pass it as an argument: sac.apply(model, value, get_rng_state_tracker=…)",
-    "freeze_buffers": "leave it out: buffers that a region updates always advance once",
-    "generators": "leave it out: generators that modules and arguments hold are restored; give others to `state`, as "
-    "an object with snapshot() and restore(state)",
 }
 CALL_ARGUMENTS = {  # of `sac.checkpoint`, outside `FullConfig`
     **_OF_THE_CALL,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -19,22 +19,14 @@ from sac.torch_private import COMPOSABLE_PREFIX
 # replaces the method on the instance until `sac.remove`. A flag that is set by hand, and a ``checkpoint_wrapper``
 # around a block, are refused when a region first runs.
 
-FLAGS = ("gradient_checkpointing", "grad_checkpointing")  # Hugging Face's and diffusers', timm's
-ENABLING = (  # Hugging Face's, its deprecated name, diffusers', timm's
-    "activation_checkpointing_enable",
-    "gradient_checkpointing_enable",
-    "enable_gradient_checkpointing",
-    "set_grad_checkpointing",
-)
-TWICE = "two at once would run every block three times"
-
-
-_OFF = (  # of Transformers, Diffusers and timm
-    "activation_checkpointing_disable()",
-    "gradient_checkpointing_disable()",
-    "disable_gradient_checkpointing()",
-    "set_grad_checkpointing(False)",
-)
+_FLAGS = ("gradient_checkpointing", "grad_checkpointing")  # Hugging Face's and diffusers', timm's
+_SWITCHES = {  # methods that turn checkpointing on, and how it is turned off
+    "activation_checkpointing_enable": "activation_checkpointing_disable()",  # of Hugging Face
+    "gradient_checkpointing_enable": "gradient_checkpointing_disable()",  # its older name
+    "enable_gradient_checkpointing": "disable_gradient_checkpointing()",  # of diffusers
+    "set_grad_checkpointing": "set_grad_checkpointing(False)",  # of timm
+}
+_TWICE = "two at once would run every block three times"
 
 
 def refuse_existing_checkpointing(model: nn.Module) -> None:
@@ -48,13 +40,13 @@ def refuse_existing_checkpointing(model: nn.Module) -> None:
         if what := _checkpointing_of(module):
             where = clean_path(path, model) or "the model"
             found = f"the model's own checkpointing is on: {what} at {where}"
-            off = next((f" with model.{name}" for name in _OFF if hasattr(model, name.partition("(")[0])), "")
-            fix = f"turn it off{off}, or build the model without it, then call sac.apply; {TWICE}"
+            off = next((f" with model.{off}" for on, off in _SWITCHES.items() if hasattr(model, on)), "")
+            fix = f"turn it off{off}, or build the model without it, then call sac.apply; {_TWICE}"
             raise ModelError(Problem(type(model).__name__, found, fix=fix))
 
 
 def _checkpointing_of(module: nn.Module) -> str:
-    for flag in FLAGS:
+    for flag in _FLAGS:
         if getattr(module, flag, False) is True:
             return flag
     if "CheckpointWrapper" in class_names(module):
@@ -73,18 +65,8 @@ class Switch:
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self.module = module
-        self.name = name
-        self.before = module.__dict__.get(name)
-
-    @property
-    def original(self) -> Any:
-        """The method that the module would have without sac."""
-        return self.before if self.before is not None else getattr(type(self.module), self.name).__get__(self.module)
-
-    def put_on(self) -> None:
-        """Replace the method on the module."""
-        self.module.__dict__[self.name] = MethodType(type(self).__call__, self)
+        self.module, self.name, self.before = module, name, module.__dict__.get(name)
+        module.__dict__[name] = MethodType(type(self).__call__, self)
 
     def take_off(self) -> None:
         """Restore the previous method of the module."""
@@ -93,14 +75,14 @@ class Switch:
         else:
             del self.module.__dict__[self.name]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to turn on the model's own checkpointing; ``set_grad_checkpointing(False)`` is passed through."""
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse to turn on the model's own checkpointing; ``set_grad_checkpointing(False)`` has nothing to do."""
         if args[:1] == (False,) or kwargs.get("enable") is False:
-            return self.original(*args, **kwargs)
+            return
         raise ModelError(
             Problem(
                 type(self.module).__name__,
-                f"{self.name} was called, and sac.apply has been called on this model before: {TWICE}",
+                f"{self.name} was called, and sac.apply has been called on this model before: {_TWICE}",
                 fix="leave the model's own checkpointing off: activation_checkpointing=False and "
                 "gradient_checkpointing=False for a Trainer (TRL has it on by default), "
                 "use_gradient_checkpointing=False for PEFT; or call sac.remove(model) first",
@@ -116,13 +98,16 @@ def guarded_switches(module: nn.Module) -> Iterator[Switch]:
             yield owner
 
 
-def enable_guards(model: nn.Module) -> None:
-    """Guard each switch of the model and of the models in it; existing guards stay."""
-    for module in model.modules():
-        covered = {switch.name for switch in guarded_switches(module)}
-        for name in ENABLING:
-            if name not in covered and callable(getattr(type(module), name, None)):
-                Switch(module, name).put_on()
+def enable_guards(
+    model: nn.Module, make: Callable[[nn.Module, str], Switch] = Switch, names: Iterable[str] = tuple(_SWITCHES)
+) -> list[Switch]:
+    """Guard each switch of the model and of the models in it; existing guards stay. Return the new ones."""
+    return [
+        make(module, name)
+        for module in model.modules()
+        for name in {*names} - {switch.name for switch in guarded_switches(module)}
+        if callable(getattr(type(module), name, None))
+    ]
 
 
 def disable_guards(model: nn.Module) -> None:

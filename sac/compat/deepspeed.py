@@ -25,11 +25,10 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from sac.checkpointing import run_with
 from sac.config import DEFAULT_CONFIG, CallOptions, FullConfig, settings_of
-from sac.config_keys import read_flag
+from sac.config_keys import CONFIG_KEYS, read_keys
 from sac.engine.settings import Settings
-from sac.errors import ConfigError, Problem, listing
+from sac.errors import ConfigError, Problem
 from sac.full import RngTracker
-from sac.policy.syntax import shown
 from sac.rng_tracker import MODEL_PARALLEL, checked_seed
 from sac.torch_private import tree_leaves, when_backward_ends
 
@@ -53,6 +52,7 @@ _KEYS = {
     "synchronize": "synchronize_checkpoint_boundary",
     "profile": "profile",
 }
+_READERS = dict.fromkeys(_KEYS, CONFIG_KEYS["strict"]) | {"num_checkpoints": CONFIG_KEYS["num_checkpoints"]}
 
 
 def configure(
@@ -82,36 +82,34 @@ def configure(
     arguments = (
         partition_activations, contiguous_checkpointing, num_checkpoints, checkpoint_in_cpu, synchronize, profile,
     )  # fmt: skip
-    values = {} if deepspeed_config is None else _section_of(deepspeed_config)
-    values |= {name: value for name, value in zip(_KEYS, arguments, strict=True) if value is not None}
-    count = values.pop("num_checkpoints", None)
-    flags = {name: read_flag(value, f"{_NAME}.{name}") for name, value in values.items()}
+    given = {name: value for name, value in zip(_KEYS, arguments, strict=True) if value is not None}
+    flags = _section_of(deepspeed_config) | read_keys(given, _NAME, _READERS)
+    count = flags.pop("num_checkpoints", None)
     mpu, options = mpu_ if mpu_ is not None else _process.mpu, _OPTIONS
-    ranks = [_ask(mpu, what) for what in ("rank", "world_size")] if mpu is not None else [0, 1]
-    if flags.get("partition_activations") and ranks[1] > 1:
+    _, size = (0, 1) if mpu is None else (_ask(mpu, "rank"), _ask(mpu, "world_size"))
+    if flags.get("partition_activations") and size > 1:
         options = replace(options, distribute_saved_activations=True, tp_group=_ask(mpu, "group"))
     words = {"host": "checkpoint_in_cpu", "contiguous": "contiguous_checkpointing"}
     store = "+".join(word for word, name in words.items() if flags.get(name)) or "whole"
     config = FullConfig(_is_activation, store, num_checkpoints=count if "contiguous" in store else None)
     settings = settings_of(config, options, _NAME)
-    _process.settings, _process.config, _process.flags, _process.mpu = settings, config, flags, mpu
-    _process.is_configured = True
+    vars(_process).update(settings=settings, config=config, flags=flags, mpu=mpu)
 
 
-def _section_of(source: Any) -> dict[str, Any]:
+def _section_of(config: Any) -> dict[str, Any]:
     """Return the values in the section of a whole DeepSpeed config, a mapping or the path of a JSON file."""
-    config, where = source, "deepspeed_config"
-    if isinstance(source, (str, os.PathLike)):
-        where = str(Path(source))
+    config, where = {} if config is None else config, "deepspeed_config"
+    if isinstance(config, (str, os.PathLike)):
+        where = os.fspath(config)
         try:
-            config = json.loads(Path(source).read_text(encoding="utf-8"))
+            config = json.loads(Path(where).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(Problem(where, f"it cannot be read as JSON: {error}")) from error
     section = config.get("activation_checkpointing", {}) if isinstance(config, Mapping) else config
-    if not isinstance(section, Mapping) or not section.keys() <= {*_KEYS.values()}:
-        found = f"activation_checkpointing is {shown(repr(section))}"
-        raise ConfigError(Problem(where, found, f"a mapping of {listing([*_KEYS.values()])}"))
-    return {name: section[key] for name, key in _KEYS.items() if key in section}
+    values = read_keys(
+        section, f"{where}: activation_checkpointing", {key: _READERS[name] for name, key in _KEYS.items()}
+    )
+    return {name: values[key] for name, key in _KEYS.items() if key in values}
 
 
 def _ask(mpu: Any, what: str) -> Any:
@@ -131,7 +129,7 @@ def _is_activation(position: int, tensor: torch.Tensor) -> bool:
 
 def is_configured() -> bool:
     """Whether ``configure`` was called."""
-    return bool(_process.is_configured)
+    return _process.config is not DEFAULT_CONFIG
 
 
 def reset() -> None:
@@ -178,15 +176,28 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         settings = replace(settings, trackers=(*settings.trackers, theirs.get_cuda_rng_tracker))
     if not _process.flags.get("profile") and not _process.flags.get("synchronize"):
         return run_with(settings, function, args, kwargs)
-    name = getattr(function, "__qualname__", type(function).__name__)
-    started = _now()
+    name, started = getattr(function, "__qualname__", type(function).__name__), [_now()]
     output = run_with(settings, function, args, kwargs)
     _note(f"{name}: forward", started)
-    _note_backward(f"{name}: backward", (args, kwargs), output)
+
+    # Backward takes from the first gradient of the outputs, recomputation included, until all inputs have theirs, or
+    # the whole backward ends: a hook on a leaf would outlive the graph.
+    def begin(*grads: Any) -> None:
+        if not started:
+            started.append(_now())
+            when_backward_ends(end)
+
+    def end(*grads: Any) -> None:
+        if started:
+            _note(f"{name}: backward", started)
+
+    nodes: set[Any] = {getattr(leaf, "grad_fn", None) for leaf in tree_leaves(output)}
+    for node in nodes - {None}:
+        node.register_prehook(begin)
+    results = [leaf for leaf in tree_leaves((args, kwargs)) if getattr(leaf, "grad_fn", None) is not None]
+    if results:
+        register_multi_grad_hook(results, end)
     return output
-
-
-# -- `synchronize` and `profile`: waiting at the boundaries of regions, and the time between
 
 
 def _now() -> float:
@@ -196,35 +207,11 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _note(name: str, started: float) -> None:
+def _note(name: str, started: list[float]) -> None:
     """Wait; log how long a pass of a region has taken, if this is asked for."""
-    took = (_now() - started) * 1e3
+    took = (_now() - started.pop()) * 1e3
     if _process.flags.get("profile"):
         _log.info("%s %.3f ms", name, took)
-
-
-def _note_backward(name: str, inputs: Any, outputs: Any) -> None:
-    """Note each backward of a region, from the first gradient of its outputs until all inputs have theirs.
-
-    It includes recomputation, and ends at the latest with the whole backward. A hook on a leaf would outlive the graph.
-    """
-    started: list[float] = []
-
-    def begin(*grads: Any) -> None:
-        if not started:
-            started.append(_now())
-            when_backward_ends(end)
-
-    def end(*grads: Any) -> None:
-        if started:
-            _note(name, started.pop())
-
-    nodes: set[Any] = {getattr(leaf, "grad_fn", None) for leaf in tree_leaves(outputs)}
-    for node in nodes - {None}:
-        node.register_prehook(begin)
-    results = [leaf for leaf in tree_leaves(inputs) if getattr(leaf, "grad_fn", None) is not None]
-    if results:
-        register_multi_grad_hook(results, end)
 
 
 # -- Seeds
@@ -232,8 +219,8 @@ def _note_backward(name: str, inputs: Any, outputs: Any) -> None:
 
 def get_cuda_rng_tracker() -> RngTracker:
     """Return the tracker of this process, for the accelerator if there is one, else for the CPU."""
-    _process.tracker = _process.tracker or RngTracker()
-    tracker: RngTracker = _process.tracker
+    tracker: RngTracker = _process.tracker or RngTracker()
+    _process.tracker = tracker
     return tracker
 
 
@@ -257,6 +244,5 @@ _process = SimpleNamespace(  # the configuration of this process, which DeepSpee
     config=DEFAULT_CONFIG,
     flags={},  # by argument of `configure`
     mpu=None,
-    is_configured=False,
     tracker=None,
 )

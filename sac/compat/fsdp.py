@@ -11,7 +11,6 @@ results, and a model's K/V cache is turned off. What a wrapper can do and a regi
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -36,6 +35,8 @@ from sac.torch_private import checkpoint_wrapper_module
 
 __all__ = ["CheckpointImpl", "apply_activation_checkpointing", "checkpoint_wrapper", "offload_wrapper"]
 
+CheckpointImpl: Any = checkpoint_wrapper_module().CheckpointImpl  # REENTRANT or NO_REENTRANT: how to recompute
+
 _NAME = "checkpoint_wrapper"
 _ON_HOST = FullConfig(store="host", keep="all")
 _LEGAL = {
@@ -44,13 +45,6 @@ _LEGAL = {
     "context_fn": "the result of sac.context_fn, for NO_REENTRANT; FullConfig(state=...) restores other state",
     "offload_to_cpu": "true without a config, which says where inputs are kept",
 }
-
-
-class CheckpointImpl(enum.Enum):
-    """The mode in which a region is recomputed; torch's enumeration of this name is accepted too."""
-
-    REENTRANT = enum.auto()
-    NO_REENTRANT = enum.auto()
 
 
 def checkpoint_wrapper(
@@ -86,13 +80,12 @@ def _put(
     **options: Any,
 ) -> None:
     """Make the modules regions; the other arguments are those of ``checkpoint_wrapper``."""
-    implementation, policy = getattr(checkpoint_impl, "name", None), policy_of_contexts(context_fn)
-    options.setdefault("use_reentrant", implementation == CheckpointImpl.REENTRANT.name)
-    is_foreign = policy is None and context_fn not in (None, noop_context_fn)
+    policy = FULL if context_fn in (None, noop_context_fn) else policy_of_contexts(context_fn)
+    options.setdefault("use_reentrant", checkpoint_impl is CheckpointImpl.REENTRANT)
     refused = {
-        "checkpoint_impl": implementation not in CheckpointImpl.__members__,
+        "checkpoint_impl": not isinstance(checkpoint_impl, CheckpointImpl),
         "checkpoint_fn": checkpoint_fn not in (None, torch_checkpoint, checkpoint),
-        "context_fn": is_foreign or (policy is not None and options["use_reentrant"]),
+        "context_fn": policy is None or (policy is not FULL and options["use_reentrant"]),
         "offload_to_cpu": bool(offload_to_cpu) and config is not None,
     }
     wrong = [name for name, is_refused in refused.items() if is_refused]
@@ -118,19 +111,18 @@ def offload_wrapper(module: nn.Module) -> nn.Module:
 
     Raises ``ModelError`` for a module inside a region, and for one whose tensors are already kept elsewhere.
     """
-    forward, fault = ours_on(module), ("", "")
-    if isinstance(forward, RegionForward) and forward.applied.settings.input_storing is None:
-        keeping = settings_of(_ON_HOST, CallOptions(), _NAME).input_storing
-        forward.applied = replace(forward.applied, settings=replace(forward.applied.settings, input_storing=keeping))
-    elif forward is not None:
-        fault = "it is inside a region, or its tensors are kept elsewhere", "call offload_wrapper once, on the region"
-    elif not is_callable(module):
-        fault = "it is not called itself", "call offload_wrapper on each of its children"
-    else:
+    forward = ours_on(module)
+    if forward is None and is_callable(module):
         applied = Applied("offload", (), UnmatchedRules((), (), strict=False))
         set_forward(module, OffloadedForward(module, applied))
-    if fault[0]:
-        raise ModelError(Problem(type(module).__name__, fault[0], fix=fault[1]))
+    elif isinstance(forward, RegionForward) and forward.applied.settings.input_storing is None:
+        keeping = settings_of(_ON_HOST, CallOptions(), _NAME).input_storing
+        forward.applied = replace(forward.applied, settings=replace(forward.applied.settings, input_storing=keeping))
+    else:
+        found, fix = "it is inside a region, or its tensors are kept elsewhere", "call offload_wrapper on the region"
+        if forward is None:
+            found, fix = "it is not called itself", "call offload_wrapper on each of its children"
+        raise ModelError(Problem(type(module).__name__, found, fix=fix))
     return module
 
 
@@ -166,11 +158,9 @@ def apply_activation_checkpointing(
 
     # torch's own function selects: it is what the script called before (private path, torch 1.12 to 2.13).
     checkpoint_wrapper_module().apply_activation_checkpointing(model, note, check_fn, auto_wrap_policy)
-    function: Any = checkpoint_wrapper_fn
-    is_partial = isinstance(function, partial) and not function.args
-    function, given = (function.func, function.keywords) if is_partial else (function, {})
-    if function is checkpoint_wrapper and not any(chosen.values()):  # equal layers then share a decision table
-        _put(model, chosen, **given)
+    wrapper = checkpoint_wrapper_fn if isinstance(checkpoint_wrapper_fn, partial) else partial(checkpoint_wrapper_fn)
+    if wrapper.func is checkpoint_wrapper and not wrapper.args and not any(chosen.values()):
+        _put(model, chosen, **wrapper.keywords)  # equal layers share a decision table
         return
     for module, own in chosen.items():
         wrapped = checkpoint_wrapper_fn(module, **own)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,7 @@ from transformers import TrainerCallback
 
 from sac.blocks.applying import refuse_second
 from sac.blocks.install import regions_of, remove
-from sac.blocks.other_checkpointing import Switch, disable_guards, refuse_existing_checkpointing
+from sac.blocks.other_checkpointing import Switch, disable_guards, enable_guards, refuse_existing_checkpointing
 from sac.config import parse_config
 from sac.errors import ConfigError, ModelError, Problem
 from sac.planner.controller import apply
@@ -76,26 +77,20 @@ def take_over(model: nn.Module, value: Any = "selective") -> nn.Module:
     Raises ``ConfigError`` or ``PolicyError`` for the value; ``ModelError`` for a model without such methods, or with
     activation checkpointing already on, its own or ours.
     """
-    parse_config(value)
+    config = parse_config(value)
+    if not isinstance(value, Mapping):
+        value = {"mode": config.mode} | ({} if config.policy is None else {"policy": config.policy})
     refuse_second(model)
     refuse_existing_checkpointing(model)
     disable_guards(model)
-    switches = [
-        _TakenOver(module, name, model, value)
-        for module in model.modules()
-        for name in _ENABLE + _DISABLE
-        if callable(getattr(type(module), name, None))
-    ]
-    if not switches:
+    if not enable_guards(model, partial(_TakenOver, model=model, value=value), _ENABLE + _DISABLE):
         missing = f"this model has no {_ENABLE[0]}(), so there is nothing to take over"
         raise ModelError(Problem(type(model).__name__, missing, fix="call sac.apply(model, value)"))
-    for switch in switches:
-        switch.put_on()
     return model
 
 
 class _TakenOver(Switch):
-    def __init__(self, module: nn.Module, name: str, model: nn.Module, value: Any) -> None:
+    def __init__(self, module: nn.Module, name: str, model: nn.Module, value: Mapping[str, Any]) -> None:
         super().__init__(module, name)
         self.model, self.value = model, value
 
@@ -110,12 +105,7 @@ class _TakenOver(Switch):
         given: dict[str, Any] = {} if every_n_layers == 1 else {"layers": {"every": every_n_layers}}
         given |= {"store": "host"} if offload else {}
         given |= activation_checkpointing_kwargs or gradient_checkpointing_kwargs or {}
-        value: Any = given
-        if "mode" not in given:
-            config = parse_config(self.value)
-            policy = {} if config.policy is None else {"policy": config.policy}
-            own = self.value if isinstance(self.value, Mapping) else {"mode": config.mode, **policy}
-            value = {**own, **given} if given else self.value
+        value = given if "mode" in given else {**self.value, **given}
         parse_config(value)
         if _is_on(self.model):
             remove(self.model)

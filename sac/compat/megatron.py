@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -27,14 +27,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sac.checkpointing import run_with
 from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
-from sac.engine.compiled import run_in_eager
-from sac.engine.fp8 import check_fp8
+from sac.config_keys import read_flag
+from sac.engine.untraced import never_compiled
 from sac.errors import ConfigError, Problem, RegionError, warn
 from sac.full import RngTracker, seed_model_parallel
-from sac.outer_hooks import OuterPacked, PackHooks, active_hooks, fetch, pack_with_outer_hooks
+from sac.outer_hooks import OuterPacked, active_hooks, fetch
 from sac.stores.scatter import check_group, process_group
 from sac.tensors import Place, place_of, plain_address, version_of, version_watch
-from sac.torch_private import SAVED_TENSOR_PREFIX, SHOWS_SAVED_TENSORS, tree_leaves
+from sac.torch_private import SAVED_TENSOR_PREFIX, SHOWS_SAVED_TENSORS, next_node_number, tree_leaves
 
 __all__ = [
     "CheckpointWithoutOutput", "CudaRNGStatesTracker", "checkpoint", "get_cuda_rng_tracker",
@@ -73,7 +73,7 @@ def get_cuda_rng_tracker(
     if any(flags):
         found, fix = "this type of tracker belongs to Megatron", "leave the flags out, or import megatron"
         raise ConfigError(Problem("megatron.get_cuda_rng_tracker", found, fix=fix))
-    _job.tracker = _job.tracker if _job.tracker is not None else RngTracker()
+    _job.tracker = _job.tracker or RngTracker()
     return _job.tracker
 
 
@@ -98,10 +98,8 @@ def model_parallel_cuda_manual_seed(
         sys.modules[_RANDOM].model_parallel_cuda_manual_seed(seed, *flags, **ranks)
         return
     if tp_rank is None and _job.group is None:
-        where, found = "megatron.model_parallel_cuda_manual_seed.tp_rank", "the rank in the group is not known"
-        raise ConfigError(
-            Problem(where, found, fix="pass tp_rank=, or call set_tensor_model_parallel_group(group) first")
-        )
+        where, fix = "megatron.model_parallel_cuda_manual_seed.tp_rank", "pass it, or set_tensor_model_parallel_group"
+        raise ConfigError(Problem(where, "the rank in the group is not known", fix=fix))
     tp_rank = tp_rank if tp_rank is not None else dist.get_rank(process_group(_job.group))
     etp_rank = etp_rank if etp_rank is not None else tp_rank
     seed_model_parallel(seed, tp_rank, ep_rank or 0, etp_rank, tracker=get_cuda_rng_tracker(*flags))
@@ -113,26 +111,23 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool 
     ``distribute_saved_activations``: keep the first floating-point input scattered over the tensor-parallel group; None
     means false, as in Megatron. The tracker of ``get_cuda_rng_tracker`` is always restored for recomputation.
 
-    Raises ``ConfigError`` if there is no group to scatter over, and for FP8 in a version of TransformerEngine whose
-    state cannot be restored; ``RegionError`` in backward as ``sac.checkpoint`` does.
+    Raises ``ConfigError`` if there is no group to scatter over, and otherwise what ``sac.checkpoint`` raises.
     """
-    scatters, group, state = distribute_saved_activations, _job.group, sys.modules.get("megatron.core.parallel_state")
-    if not isinstance(scatters, bool | None):
-        found = f"a {type(scatters).__name__} is not true or false"
-        fix = "call checkpoint(function, distribute_saved_activations, *args)"
-        raise ConfigError(Problem(f"{_NAME}.distribute_saved_activations", found, "true, false", fix=fix))
+    where, flag = f"{_NAME}.distribute_saved_activations", distribute_saved_activations
+    scatters, group = flag is not None and read_flag(flag, where), _job.group
+    state = sys.modules.get("megatron.core.parallel_state")
     if scatters and group is None and state is not None:
         with suppress(AssertionError):  # raised if nothing was initialised
             group = state.get_tensor_model_parallel_group()
-    return _run(function, args, {}, CallOptions(distribute_saved_activations=bool(scatters), tp_group=group))
+    return _run(function, args, {}, CallOptions(distribute_saved_activations=scatters, tp_group=group))
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    check_fp8(_NAME)
     settings = settings_of(DEFAULT_CONFIG, replace(options, get_rng_state_tracker=get_cuda_rng_tracker), _NAME)
-    with _discardable_inputs(args):
+    takes_discardable = any(plain_address(leaf) in _discardable for leaf in tree_leaves(args))
+    with saved_tensors_hooks(_pack, fetch) if takes_discardable and active_hooks() is None else nullcontext():
         return run_with(settings, function, args, kwargs)
 
 
@@ -141,15 +136,12 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 # Note [Discarded outputs]
 #
 # The ops after a region usually save the region's output for their own backward, although the region can recompute it.
-# At the end of the region, the outputs are saved in a node on which nothing else depends (the anchor): so a
-# recomputation produces them. To discard an output, the graph between the region and a later tensor is walked. Each
-# saved tensor in the storage of the output gets hooks (as in `saved_tensors_hooks`, but added afterwards): its data is
-# released, and its position in the storage is kept. What the walk does not see holds the output as before. The first
-# consumer that unpacks its tensor in backward reads what the anchor saved. This reruns the region, once for all
-# consumers and for the region's own backward.
-#
-# Regions that take such an output as their input hold it themselves, not through autograd. `_discardable_inputs` puts
-# hooks around them, to which they pass their inputs: a chain of regions then holds none of the outputs between them.
+# A region that ends packs its outputs as if autograd saved them there, so that its recomputation returns them. To
+# discard an output, the graph between the region and a later tensor is walked: each saved tensor in the memory of the
+# output gets hooks (as in `saved_tensors_hooks`, but added afterwards), which keep its position instead of its data.
+# What the walk does not see holds the output as before. In backward, the first consumer reruns the region, once for all
+# consumers and for the region's own backward. Regions hold their inputs themselves: `_run` puts the same hooks around
+# those that take such an output, so that a chain of regions holds none of the outputs between them.
 
 
 class CheckpointWithoutOutput:
@@ -163,60 +155,55 @@ class CheckpointWithoutOutput:
     def __init__(self, fp8: Any = False) -> None:
         self._outputs: list[_Output] | None = None
 
+    @never_compiled
     def checkpoint(self, run_function: Callable[..., Any], *args: Any) -> Any:
         """Run ``run_function(*args)`` as a region; return its result. In a compiled function, it runs in eager mode."""
-        if torch.compiler.is_compiling():  # discarding walks an autograd graph, which a compiled one is not
-            return run_in_eager(self.checkpoint, run_function, *args)
-        region = partial(_call_and_save, run_function)  # not a closure: calls are recognized by the function's parts
+        region = partial(_call_and_pack, run_function)  # not a closure: calls are recognized by the function's parts
         region.__qualname__ = getattr(run_function, "__qualname__", "function")  # type: ignore[attr-defined]
-        anchor, taken = SimpleNamespace(saved=None), {None, *map(plain_address, tree_leaves(args))}
-        output = _run(region, args, {"anchor": anchor}, CallOptions())
-        node, tensors = anchor.saved or (None, ())
-        anchor.saved = ()  # the region holds the anchor, which must not hold the region
-        own = ((index, tensor) for index, tensor in enumerate(tensors) if plain_address(tensor) not in taken)
-        self._outputs = [_Output(node, index, tensor) for index, tensor in own]
-        for one in self._outputs:
-            _discardable.setdefault(one.address, one)
-        return output
+        outputs: list[_Output] = []  # a rerun gets another list
+        result = _run(region, args, {"outputs": outputs}, CallOptions())
+        taken = {*map(plain_address, tree_leaves(args))}
+        self._outputs = [output for output in outputs if output.address not in taken]
+        for output in self._outputs:
+            _discardable.setdefault(output.address, output)
+        return result
 
+    @never_compiled
     def discard_output_and_register_recompute(self, hook_tensor: Any) -> None:
         """Release the output in what was saved between the region and ``hook_tensor``, a tensor computed from it.
 
         If ``hook_tensor`` does not depend on the output, or the output was changed in place, it is kept, with a
         warning. Raises ``RegionError`` if nothing was checkpointed.
         """
-        if torch.compiler.is_compiling():
-            run_in_eager(self.discard_output_and_register_recompute, hook_tensor)
-            return
         if self._outputs is None:
             where, fix = "megatron.CheckpointWithoutOutput", "call checkpoint(run_function, *args) first"
             raise RegionError(Problem(where, "there is no output to discard", fix=fix))
         outputs, self._outputs = self._outputs, []
         if outputs:
-            _release(outputs, [leaf for leaf in tree_leaves(hook_tensor) if isinstance(leaf, torch.Tensor)])
+            _release(outputs, [getattr(leaf, "grad_fn", None) for leaf in tree_leaves(hook_tensor)])
 
 
-def _release(outputs: list[_Output], ends: list[torch.Tensor]) -> None:
-    unchanged = [one for one in outputs if version_of(one.watch) == one.version]
-    released = {one.address: one for one in reversed(unchanged)}
-    starts: set[Any] = {one.start for one in outputs} - {None}
-    first = min(node._sequence_nr() for node in starts or {outputs[0].anchor.grad_fn})
-    nodes: set[Any] = set()
-    waiting: list[Any] = [end.grad_fn for end in ends]
+def _release(outputs: list[_Output], waiting: list[Any]) -> None:
+    """Release the outputs in what the nodes ``waiting`` and those between them and the region have saved."""
+    unchanged = {output.address: output for output in reversed(outputs) if version_of(output.watch) == output.version}
+    nodes: set[Any] = {None}
     while waiting:
         node = waiting.pop()
-        if node is None or node in nodes or node._sequence_nr() < first:  # a thread numbers nodes as it makes them
+        if node in nodes:
             continue
         nodes.add(node)
+        if node._sequence_nr() < outputs[0].number:  # made before the region ended: a thread numbers nodes in order
+            continue
         waiting += (following for following, _ in node.next_functions)
         for saved in _saved_in(node):
-            output = released.get(plain_address(saved.data))
+            output = unchanged.get(plain_address(saved.data))
             if output is not None:
                 saved.register_hooks(output.hold, fetch)
+    starts = {output.start for output in outputs} - {None}
     reason = "" if SHOWS_SAVED_TENSORS else "this version of torch does not show what its graph has saved"
     if starts and not starts & nodes:
         reason = "the tensor given does not depend on the region's output"
-    if len(unchanged) < len(outputs):
+    if any(version_of(output.watch) != output.version for output in outputs):
         reason = "the region's output was changed in place after the region"
     if reason:
         warn(f"{reason}: it is kept until backward")
@@ -232,32 +219,22 @@ def _saved_in(node: Any) -> Iterator[Any]:
                 yield saved
 
 
-def _call_and_save(function: Callable[..., Any], *args: Any, anchor: SimpleNamespace) -> Any:
-    """Call ``function`` and save the tensors that it returns; in recomputation save them again."""
-    output = function(*args)
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    if tensors and torch.is_grad_enabled():
-        node: Any = _Save.apply(torch.empty(0, requires_grad=True), *(one.detach() for one in tensors))  # type: ignore[no-untyped-call]
-        if anchor.saved is None:
-            anchor.saved = node, tensors
-    return output
-
-
-class _Save(torch.autograd.Function):
-    """Saves tensors; is not part of any other graph."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors)
-        return anchor.detach()
+def _call_and_pack(function: Callable[..., Any], *args: Any, outputs: list[_Output]) -> Any:
+    """Call ``function``; pack the tensors that it returns with the hooks of the region, and add them to ``outputs``."""
+    result, hooks = function(*args), active_hooks()
+    if hooks is not None and torch.is_grad_enabled():
+        tensors = [leaf for leaf in tree_leaves(result) if plain_address(leaf) is not None]
+        outputs += [_Output(tensor, partial(hooks[1], hooks[0](tensor.detach()))) for tensor in tensors]
+    return result
 
 
 class _Output:
-    """A tensor that a region call returned, which is not held: how it lay in memory, and the node that saved it."""
+    """A tensor that a region returned, which is not held: how it lay in memory, and what returns it again."""
 
-    def __init__(self, anchor: Any, index: int, tensor: torch.Tensor) -> None:
-        self.anchor, self.index, self.start, self.layout = anchor, index, tensor.grad_fn, _layout_of(tensor)
-        self.address, self.version, self.watch = plain_address(tensor), version_of(tensor), version_watch(tensor)
+    def __init__(self, tensor: torch.Tensor, again: Callable[[], torch.Tensor]) -> None:
+        self.again, self.start, self.watch = again, tensor.grad_fn, version_watch(tensor)
+        self.number = next_node_number()  # of the first node after the region
+        self.address, self.version, *self.layout = _place_in_memory(tensor)
         self.keeps_address = StorageWeakRef(tensor.untyped_storage())  # which is then not given to other memory
 
     def hold(self, tensor: torch.Tensor) -> OuterPacked:
@@ -270,10 +247,10 @@ class _Output:
         Raises ``RegionError`` if the output lies in its memory in another way than in forward, or if that is the same
         memory, which is then not the region's own, and was written to.
         """
-        tensor = self.anchor.grad_fn.saved_tensors[self.index]
-        layout, is_same_memory = _layout_of(tensor), plain_address(tensor) == self.address
-        if layout != self.layout or (is_same_memory and version_of(tensor) != self.version):
-            found = f"output {self.index} was {self.layout} and is {layout} in recomputation, or was written to"
+        tensor = self.again()
+        address, version, *layout = _place_in_memory(tensor)
+        if layout != self.layout or (address == self.address and version != self.version):
+            found = f"a discarded output was {self.layout} and is {layout} in recomputation, or was written to"
             fix = "let the region make its results in the same way in both passes, in memory of their own"
             raise RegionError(Problem("region", found, fix=fix))
         with torch.no_grad():
@@ -281,22 +258,15 @@ class _Output:
             return shared
 
 
-def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, place_of(tensor), tensor.untyped_storage().nbytes()
+def _place_in_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return address and version of a tensor's storage, and the tensor's layout in it."""
+    return plain_address(tensor), version_of(tensor), *place_of(tensor), tensor.untyped_storage().nbytes()
 
 
 _discardable: WeakValueDictionary[int | None, _Output] = WeakValueDictionary()  # by storage address
 
 
-def _discardable_inputs(inputs: Any) -> AbstractContextManager[Any]:
-    """Return a context in which a region with these inputs does not itself hold those that are discardable outputs."""
-    if not _discardable or not any(plain_address(leaf) in _discardable for leaf in tree_leaves(inputs)):
-        return nullcontext()
-    return saved_tensors_hooks(partial(_pack, active_hooks()), fetch)
-
-
-def _pack(outer: PackHooks | None, tensor: torch.Tensor) -> Any:
+def _pack(tensor: torch.Tensor) -> Any:
+    """Return what a region holds in place of an input."""
     output = _discardable.get(plain_address(tensor))
-    if output is not None and version_of(tensor) == output.version:
-        return output.hold(tensor)
-    return pack_with_outer_hooks(tensor, outer)
+    return output.hold(tensor) if output is not None and version_of(tensor) == output.version else tensor

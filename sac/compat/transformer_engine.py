@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from torch.utils.checkpoint import noop_context_fn
 
 from sac.checkpointing import run_with
 from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
-from sac.engine.fp8 import check_fp8
 from sac.errors import ConfigError, Problem
 from sac.full import RngTracker
 
@@ -50,8 +50,7 @@ def checkpoint(
     form, ``checkpoint(function, distribute_saved_activations, get_rng_state_tracker, tp_group, *args)``, is accepted
     with a ``DeprecationWarning``. ``debug`` changes nothing.
 
-    Raises ``ConfigError`` for a ``context_fn``, for FP8 in a version of TransformerEngine whose state
-    cannot be restored, and otherwise what ``sac.checkpoint`` raises.
+    Raises ``ConfigError`` for a ``context_fn``, and otherwise what ``sac.checkpoint`` raises.
     """
     is_group = len(args) > 3 and (args[2] is None or isinstance(args[2], getattr(dist, "ProcessGroup", ())))
     if is_group and isinstance(args[0], bool) and callable(args[1]):
@@ -64,14 +63,8 @@ def checkpoint(
     if context_fn is not noop_context_fn:
         fix = 'choose per op with sac.apply(model, "selective"), or put state back with FullConfig(state=...)'
         raise ConfigError(Problem(f"{_NAME}.context_fn", "its contexts are not entered", fix=fix))
-    check_fp8(_NAME)
     if distribute_saved_activations is True and tp_group is None and dist.is_available() and dist.is_initialized():
         tp_group = dist.group.WORLD
-    options = CallOptions(
-        use_reentrant,
-        distribute_saved_activations,
-        tp_group,
-        get_rng_state_tracker,
-        determinism_check=determinism_check,
-    )
-    return run_with(settings_of(DEFAULT_CONFIG, options, _NAME), function, args, kwargs)
+    options = CallOptions(use_reentrant, distribute_saved_activations, tp_group, get_rng_state_tracker)
+    settings = settings_of(DEFAULT_CONFIG, replace(options, determinism_check=determinism_check), _NAME)
+    return run_with(settings, function, args, kwargs)

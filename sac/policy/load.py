@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from sac.errors import listing, nearest
-from sac.policy.model import Policy, Rule, dump_policy
+from sac.policy.model import Policy, Rule
 from sac.policy.read import each, read_policy, word_of
 from sac.policy.syntax import Node, compose_yaml, node_of
-
-__all__ = ["PolicySource", "dump_policy", "load_policy", "shipped_policies"]
 
 PolicySource: TypeAlias = "str | os.PathLike[str] | Mapping[str, object] | Policy"
 
@@ -119,15 +117,12 @@ _SET_ONCE = {"default": "default", "regions.blocks": "blocks", "regions.layers":
 def _merged(line: Sequence[Policy]) -> Policy:
     rules: dict[str, Rule] = {}
     sets: dict[str, tuple[str, ...]] = {}
-    values: dict[str, Any] = {}
-    locations: dict[str, str] = {}
+    set_by: dict[str, Policy] = {key: policy for policy in reversed(line) for key in policy.key_locations}
+    values: dict[str, Any] = {field: getattr(set_by[key], field) for key, field in _SET_ONCE.items() if key in set_by}
+    locations = {key: policy.key_locations[key] for key, policy in set_by.items()}
     for policy in line:
         for name, ops in policy.sets.items():
             sets[name] = tuple(dict.fromkeys((*sets.get(name, ()), *ops)))
-        for key, field in _SET_ONCE.items():
-            if key in policy.key_locations:
-                values.setdefault(field, getattr(policy, field))
-        locations = {**policy.key_locations, **locations}
         for rule in policy.rules:
             if any(earlier.takes_all_of(rule) for earlier in rules.values()):
                 continue  # a child's rule may cover its parent's

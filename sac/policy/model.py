@@ -96,15 +96,13 @@ class Layers:
 
 ALL = Layers()
 _COMPARISONS = {
-    "!=": operator.ne, ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt
+    "": operator.eq, "!=": operator.ne, ">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt
 }  # fmt: skip
 
 
 def _dim_fits(dim: str | int, size: int) -> bool:
-    if isinstance(dim, int):
-        return size == dim
-    sign = dim.rstrip("0123456789")
-    return sign == "_" or bool(_COMPARISONS[sign](size, int(dim.removeprefix(sign))))
+    sign = str(dim).rstrip("0123456789")
+    return sign == "_" or bool(_COMPARISONS[sign](size, int(str(dim).removeprefix(sign))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,11 +266,8 @@ def dump_policy(policy: Policy) -> str:
 
 def limits_of(rule: Rule) -> list[str]:
     """Return a rule's matchers other than its ops, each as in a policy file: ``layers: {first: 2}``."""
-    return [_in_a_line(**{key: value}) for key, value in _matchers(rule).items() if key not in NAMING]
-
-
-def _in_a_line(**entry: Any) -> str:
-    return yaml_text(entry, flow=True, width=math.inf).strip()[1:-1]
+    limits = {key: value for key, value in _matchers(rule).items() if key not in NAMING}
+    return [yaml_text({key: value}, flow=True, width=math.inf).strip()[1:-1] for key, value in limits.items()]
 
 
 NAMING = ("ops", "function", "unit")  # at most one of them in a rule

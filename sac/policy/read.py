@@ -25,8 +25,8 @@ def read_fields(
 ) -> dict[str, Any]:
     """Return the values of a mapping by key.
 
-    ``fixes``: what to write instead of some keys that are not legal, such as those of earlier versions. ``check``
-    raises problems between keys; it is not called if a key is unknown, as what is missing is then likely misspelled.
+    ``fixes``: what to write instead of some keys that are not legal. ``check`` raises problems between keys; it is not
+    called if a key is unknown, as what is missing is then likely misspelled.
     """
     if node.kind != "map":
         raise node.error(f"a mapping of {listing([*readers]) or 'names'}")
@@ -123,7 +123,6 @@ read_bool = read_as(lambda text: {"true": True, "false": False}.get(word_of(text
 
 LEGAL_LAYERS = 'all, {first: n}, {last: n}, {every: k, offset: j}, {fraction: f}, or a list such as ["0-7", "12"]'
 LEGAL_PLANS = f"{LEGAL_LAYERS}; chunks of layers in mode full: sqrt, {{uniform: n}}"
-LEGAL_CALL = "{index: n}, {index: [n, m]} or {every: k, offset: j}, counted from 0"
 LEGAL_DIM = '_ for any size, a size such as 128, "!=", ">=", "<=", ">", "<" and a size, or "..." as the first'
 DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128", "bool"),
@@ -144,18 +143,11 @@ _FORMS: dict[str, Reader] = {
     "offset": _OFFSET,
     "fraction": read_as(lambda text: float(text) if 0 < float(text) <= 1 else None, "a number above 0, at most 1"),
 }
-_OTHER_FORMS = {
-    "block": "write {first: n}",  # Megatron's word for it
-    **dict.fromkeys(("uniform", "sqrt"), "write chunks of layers in the config value, with `mode: full`"),
-}
+_OTHER_FORMS = dict.fromkeys(("uniform", "sqrt"), "write chunks of layers in the config value, with `mode: full`")
 
 
 def _choice(legal: str, forms: Mapping[str, Reader], words: Mapping[str, Layers]) -> Reader:
     """Return a reader of layers or calls: one of ``words``, one of ``forms``, or with words a list of ranges."""
-
-    def check(node: Node, nodes: Mapping[str, Node]) -> None:
-        if len(nodes.keys() - {"offset"}) != 1 or ("offset" in nodes and "every" not in nodes):
-            raise node.error(legal, found=f"{node.name} has {' and '.join(nodes) or 'nothing in it'}")
 
     def read(node: Node) -> Layers:
         if node.kind == "list" and words:
@@ -165,7 +157,9 @@ def _choice(legal: str, forms: Mapping[str, Reader], words: Mapping[str, Layers]
         if node.kind != "map":
             fix = _OTHER_FORMS.get(word_of(node.text), "")
             raise node.error(legal, nearest="" if fix else nearest(node.text, words), fix=fix)
-        values = read_fields(node, forms, _OTHER_FORMS, check)
+        values = read_fields(node, forms, _OTHER_FORMS)
+        if len(values.keys() - {"offset"}) != 1 or ("offset" in values and "every" not in values):
+            raise node.error(legal, found=f"{node.name} has {' and '.join(values) or 'nothing in it'}")
         offset = values.pop("offset", 0)
         chosen = Layers(*values.popitem(), offset)
         return ALL if chosen == Layers("uniform", 1) else chosen
@@ -213,7 +207,7 @@ _RULE: dict[str, Reader] = {
     "blocks": read_patterns,
     "module": lambda node: PathPattern.any_of(pattern.text for pattern in read_patterns(node)),
     "layers": read_layers,
-    "call": _choice(LEGAL_CALL, _CALL, {}),
+    "call": _choice("{index: n}, {index: [n, m]} or {every: k, offset: j}, counted from 0", _CALL, {}),
     "shape": _read_shape,
     "dtype": each(word(*DTYPES)),
     "optional": read_bool,
@@ -221,7 +215,6 @@ _RULE: dict[str, Reader] = {
 }
 RULE_KEYS = tuple(_RULE)
 _NOT_IN_RULES = {
-    "min_bytes": "remove it, or choose by `shape`",  # a key of earlier versions
     "<<": "write the keys out, or put shared rules into a policy of their own and use `extends`",
     **{do: f'write "do: {do}"' for do in DO_WORDS},
 }
@@ -284,10 +277,6 @@ _POLICY: dict[str, Reader] = {
     "rules": _read_rules,
 }
 POLICY_KEYS = tuple(_POLICY)
-_NOT_IN_POLICIES = {  # keys of earlier versions
-    "plan": "remove it: what a plan was made for is in its comments",
-    "offload": "remove it; `store: host` in the config value has the regions' inputs wait on the host",
-}
 
 
 def read_policy(node: Node, fallback_name: str, source: str, read_parents: Reader) -> tuple[Policy, Any]:
@@ -296,7 +285,7 @@ def read_policy(node: Node, fallback_name: str, source: str, read_parents: Reade
     ``fallback_name`` is the policy's name if it has no ``name``; a rule without an id gets the id ``<name>.<n>``,
     counted from 1. An entry in ``Policy.key_locations`` means that the file itself sets the key.
     """
-    values = read_fields(node, _POLICY | {"extends": read_parents}, _NOT_IN_POLICIES, _check_policy)
+    values = read_fields(node, _POLICY | {"extends": read_parents}, check=_check_policy)
     name = values.get("name", fallback_name)
     rules = enumerate(values.get("rules", ()), start=1)
     policy = Policy(

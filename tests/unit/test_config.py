@@ -143,8 +143,6 @@ def test_illegal_values_are_reported_at_once() -> None:
 @pytest.mark.parametrize(
     ("key", "fix"),
     [
-        ("generators", "leave it out: generators that modules and arguments hold are restored"),
-        ("freeze_buffers", "leave it out: buffers"),
         ("tp_group", r"pass it as an argument: sac\.apply\(model, value, tp_group=…\)"),
     ],
 )

@@ -132,8 +132,8 @@ def test_group_that_nothing_is_scattered_over_is_not_looked_at() -> None:
 def test_a_config_is_a_value_with_one_buffer() -> None:
     config = FullConfig(store="Contiguous", num_checkpoints=2)
     wider = dataclasses.replace(config, num_checkpoints=4)
-    assert (config.buffer.num_checkpoints, wider.buffer.num_checkpoints) == (2, 4)
-    assert FullConfig().buffer is None
+    assert (config.placement.num_checkpoints, wider.placement.num_checkpoints) == (2, 4)
+    assert FullConfig().placement is None
     config.reset()
     for one in (config, FullConfig(), FullConfig(store="host", keep="all")):
         assert hash(one) == hash(dataclasses.replace(one))

@@ -235,8 +235,8 @@ def discard_what_has_not_run() -> None:
 
 
 MISTAKES: dict[str, Callable[[], Any]] = {
-    r"output 0 was .*\(3, 1\).* and is .*\(1, 2\)": rerun_with_other_strides,
-    "output 0 was .* or was written to": write_to_memory_of_others,
+    r"output was .*\(3, 1\).* and is .*\(1, 2\)": rerun_with_other_strides,
+    "output was .* or was written to": write_to_memory_of_others,
     r"there is no output to discard\n    fix: call checkpoint\(": discard_what_has_not_run,
 }
 

@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sac.errors import PolicyError
-from sac.policy.load import dump_policy, load_policy
+from sac.policy.load import load_policy
+from sac.policy.model import dump_policy
 from sac.policy.read import DO_WORDS, DTYPES, POLICY_KEYS, RULE_KEYS
 
 TRICKY = ["on", "null", "~", "true", "1:8", "1e6", "010", "1.10", "-", "a: b", "a #b", "*", "&a", "!t", "é"]
