@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple
 from typing import Any
 
 import torch
 
-from sac.config import DEFAULT_CONFIG, DEFAULT_OPTIONS, REENTRANT, CallOptions, FullConfig, settings_of
+from sac.config import DEFAULT_CONFIG, FullConfig, settings_of
+from sac.config_keys import CALL_DEFAULTS
 from sac.engine.compiled import run_in_eager, run_traced
 from sac.engine.region import FULL_TABLE, run_as_region
 from sac.engine.settings import PLAIN, Settings
-
-_USUAL = astuple(DEFAULT_OPTIONS)[1:]  # all but use_reentrant; calls with these take a fast path (for small regions)
 
 
 def checkpoint(
@@ -55,30 +53,26 @@ def checkpoint(
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    given = (
-        distribute_saved_activations,
-        tp_group,
-        get_rng_state_tracker,
-        preserve_rng_state,
-        early_stop,
-        determinism_check,
-    )
-    if config is None and given == _USUAL and type(use_reentrant) is bool and not torch.compiler.is_compiling():
-        return run_as_region(function, REENTRANT if use_reentrant else PLAIN, args, kwargs)
-    options = CallOptions(use_reentrant, *given)
-    if torch.compiler.is_compiling() and (config is not None or options != DEFAULT_OPTIONS):
-        return run_in_eager(_run, function, options, config, args, kwargs)
-    return _run(function, options, config, args, kwargs)
+    arguments = {
+        "use_reentrant": use_reentrant,
+        "distribute_saved_activations": distribute_saved_activations,
+        "preserve_rng_state": preserve_rng_state,
+        "early_stop": early_stop,
+        "determinism_check": determinism_check,
+        "get_rng_state_tracker": get_rng_state_tracker,
+        "tp_group": tp_group,
+    }
+    if config is None and arguments == CALL_DEFAULTS:
+        return run_with(PLAIN, function, args, kwargs)
+    if torch.compiler.is_compiling():
+        return run_in_eager(_run, function, arguments, config, args, kwargs)
+    return _run(function, arguments, config, args, kwargs)
 
 
 def _run(
-    function: Callable[..., Any],
-    options: CallOptions,
-    config: FullConfig | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    function: Callable[..., Any], arguments: dict[str, Any], config: FullConfig | None, args: Any, kwargs: Any
 ) -> Any:
-    settings = settings_of(DEFAULT_CONFIG if config is None else config, options, "sac.checkpoint")
+    settings = settings_of(DEFAULT_CONFIG if config is None else config, "sac.checkpoint", **arguments)
     return run_with(settings, function, args, kwargs)
 
 

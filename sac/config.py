@@ -13,6 +13,7 @@ from torch import nn
 
 from sac.config_keys import (
     CALL_ARGUMENTS,
+    CALL_DEFAULTS,
     CALL_KEYS,
     CONFIG_KEYS,
     DEFAULTS,
@@ -105,56 +106,40 @@ def _refuse(conflicts: Iterable[Conflict], where: str) -> None:
         raise ConfigError(problems)
 
 
-@dataclass(frozen=True, slots=True)
-class CallOptions:
-    """The arguments of ``sac.checkpoint`` outside ``FullConfig``; those in ``CALL_KEYS`` are also config keys."""
-
-    use_reentrant: bool = DEFAULTS["use_reentrant"]
-    distribute_saved_activations: bool = DEFAULTS["distribute_saved_activations"]
-    tp_group: Any = None
-    get_rng_state_tracker: Callable[[], Any] | None = None
-    preserve_rng_state: bool = DEFAULTS["preserve_rng_state"]
-    early_stop: bool = DEFAULTS["early_stop"]
-    determinism_check: str = "default"
-
-
 DEFAULT_CONFIG = FullConfig()
-DEFAULT_OPTIONS = CallOptions()
-REENTRANT = Settings(use_reentrant=True)
 
 
-def settings_of(
-    config: FullConfig, options: CallOptions, where: str, compared: Compared = COMPARED_BY_CALLS
-) -> Settings:
+def settings_of(config: FullConfig, where: str, compared: Compared = COMPARED_BY_CALLS, **arguments: Any) -> Settings:
     """Return the settings of frames; raises ``ConfigError`` for options that cannot be carried out.
 
-    ``where`` names the call in messages: ``sac.checkpoint``. The group is checked only if inputs are scattered over it,
-    so that a launcher can pass it with every config. ``compared``: see Note [Compared once].
+    ``where`` names the call in messages: ``sac.checkpoint``. ``arguments``: those of ``sac.checkpoint`` outside
+    ``FullConfig``. The group is checked only if inputs are scattered over it, so that a launcher can pass it with every
+    config. ``compared``: see Note [Compared once].
     """
-    if config is DEFAULT_CONFIG and options == DEFAULT_OPTIONS:
+    unusual = {key: value for key, value in arguments.items() if value is not CALL_DEFAULTS.get(key, CALL_DEFAULTS)}
+    if config is DEFAULT_CONFIG and not unusual:
         return PLAIN
     if not isinstance(config, FullConfig):
         fix = "write sac.full.FullConfig(…); for a keyword of the function's own, functools.partial(function, config=…)"
         raise ConfigError(
             Problem(f"{where}.config", f"{shown(repr(config))} is not a FullConfig", "a FullConfig", fix=fix)
         )
-    scatters = options.distribute_saved_activations is True or "scattered" in config.store
-    given = {key: getattr(options, key) for key in CALL_ARGUMENTS}
-    unusual = {key: value for key, value in given.items() if value is not getattr(DEFAULT_OPTIONS, key)}
-    checked: dict[str, Any] = {}
+    scatters = unusual.get("distribute_saved_activations") is True or "scattered" in config.store
+    read: dict[str, Any] = {}
     if unusual or scatters:  # this runs in each call of `sac.checkpoint`
         with all_problems(ConfigError) as attempt:
-            checked = attempt(read_keys, unusual, where, CALL_ARGUMENTS)
+            read = attempt(read_keys, unusual, where, CALL_ARGUMENTS)
             if scatters:
-                attempt(check_group, options.tp_group, where)
+                attempt(check_group, unusual.get("tp_group"), where)
+    values = CALL_DEFAULTS | read
     return Settings(
-        input_storing=_keeping(config, options.tp_group if scatters else None, compared),
-        trackers=(options.get_rng_state_tracker,) if options.get_rng_state_tracker is not None else (),
+        input_storing=_keeping(config, values["tp_group"] if scatters else None, compared),
+        trackers=(values["get_rng_state_tracker"],) if values["get_rng_state_tracker"] is not None else (),
         providers=config.state,
-        preserve_rng_state=options.preserve_rng_state,
-        early_stop=options.early_stop,
-        checks_metadata=checked.get("determinism_check", "default") == "default",
-        use_reentrant=options.use_reentrant,
+        preserve_rng_state=values["preserve_rng_state"],
+        early_stop=values["early_stop"],
+        checks_metadata=values["determinism_check"] == "default",
+        use_reentrant=values["use_reentrant"],
         transfers=config.transfers,
     )
 
@@ -192,7 +177,7 @@ class Config:
     budget: StepBudget | None = DEFAULTS["budget"]
     optimizer: str | None = DEFAULTS["optimizer"]
     full: FullConfig = DEFAULT_CONFIG
-    options: CallOptions = DEFAULT_OPTIONS
+    options: Mapping[str, Any] = field(default_factory=lambda: {key: DEFAULTS[key] for key in CALL_KEYS})
 
 
 def parse_config(value: Any) -> Config:
@@ -231,7 +216,7 @@ def _parse_mapping(value: Mapping[Any, Any]) -> Config:
     own, call, full = ({name: values[name] for name in names} for names in (OWN_KEYS, CALL_KEYS, FULL_CONFIG_KEYS))
     config = FullConfig(**full)
     config.transfers.strict = values["strict"]
-    return Config(**own, full=config, options=CallOptions(**call))
+    return Config(**own, full=config, options=call)
 
 
 def _conflicts(mode: str | None, values: Mapping[str, Any]) -> Iterator[Conflict]:

@@ -168,7 +168,9 @@ CALL_ARGUMENTS = {  # of `sac.checkpoint`, outside `FullConfig`
     **_OF_THE_CALL,
     "determinism_check": _words("default", "none"),
     "get_rng_state_tracker": Key(None, _read_tracker),
+    "tp_group": Key(None, lambda node: node.value),
 }
+CALL_DEFAULTS: dict[str, Any] = {name: key.default for name, key in CALL_ARGUMENTS.items()}
 
 
 def read_keys(given: Mapping[str, Any], where: str, keys: Mapping[str, Key] = CONFIG_KEYS) -> dict[str, Any]:

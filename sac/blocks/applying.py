@@ -64,8 +64,8 @@ def apply(
     refuse_second(model)
     if config.mode == NONE:
         return model
-    options = replace(config.options, tp_group=tp_group, get_rng_state_tracker=get_rng_state_tracker)
-    settings = settings_of(config.full, options, "sac.apply", compared=set())
+    arguments = {**config.options, "tp_group": tp_group, "get_rng_state_tracker": get_rng_state_tracker}
+    settings = settings_of(config.full, "sac.apply", set(), **arguments)
     settings = replace(settings, engine=config.engine, verify=config.verify, strict=config.strict)
     refuse_existing_checkpointing(model)
     named = FULL if config.mode == "full" else config.policy
@@ -121,7 +121,7 @@ def _choose_blocks(model: nn.Module, config: Config, policy: Policy) -> tuple[tu
         raise ModelError(Problem(type(model).__name__, found, fix="choose layers that exist"))
     if config.granularity == "submodule":
         chosen = divided(chosen, submodules)
-    refuse_shared_kv(model, (part.module for part in chosen), reentrant=config.options.use_reentrant is True)
+    refuse_shared_kv(model, (part.module for part in chosen), reentrant=config.options["use_reentrant"])
     return chosen, stage
 
 

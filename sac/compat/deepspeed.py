@@ -24,7 +24,7 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook
 
 from sac.checkpointing import run_with
-from sac.config import DEFAULT_CONFIG, CallOptions, FullConfig, settings_of
+from sac.config import DEFAULT_CONFIG, FullConfig, settings_of
 from sac.config_keys import CONFIG_KEYS, read_keys
 from sac.engine.settings import Settings
 from sac.errors import ConfigError, Problem
@@ -88,11 +88,11 @@ def configure(
     mpu, options = mpu_ if mpu_ is not None else _process.mpu, _OPTIONS
     _, size = (0, 1) if mpu is None else (_ask(mpu, "rank"), _ask(mpu, "world_size"))
     if flags.get("partition_activations") and size > 1:
-        options = replace(options, distribute_saved_activations=True, tp_group=_ask(mpu, "group"))
+        options = options | {"distribute_saved_activations": True, "tp_group": _ask(mpu, "group")}
     words = {"host": "checkpoint_in_cpu", "contiguous": "contiguous_checkpointing"}
     store = "+".join(word for word, name in words.items() if flags.get(name)) or "whole"
     config = FullConfig(_is_activation, store, num_checkpoints=count if "contiguous" in store else None)
-    settings = settings_of(config, options, _NAME)
+    settings = settings_of(config, _NAME, **options)
     vars(_process).update(settings=settings, config=config, flags=flags, mpu=mpu)
 
 
@@ -238,9 +238,9 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     tracker.add(MODEL_PARALLEL, second)
 
 
-_OPTIONS = CallOptions(use_reentrant=True, get_rng_state_tracker=get_cuda_rng_tracker)
+_OPTIONS: dict[str, Any] = {"use_reentrant": True, "get_rng_state_tracker": get_cuda_rng_tracker}
 _process = SimpleNamespace(  # the configuration of this process, which DeepSpeed keeps in globals
-    settings=settings_of(DEFAULT_CONFIG, _OPTIONS, _NAME),
+    settings=settings_of(DEFAULT_CONFIG, _NAME, **_OPTIONS),
     config=DEFAULT_CONFIG,
     flags={},  # by argument of `configure`
     mpu=None,

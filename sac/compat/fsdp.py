@@ -25,7 +25,7 @@ from sac.blocks.applying import put_regions
 from sac.blocks.install import Applied, InstalledForward, RegionForward, UnmatchedRules, ours_on, set_forward
 from sac.blocks.stacks import is_callable
 from sac.checkpointing import checkpoint
-from sac.config import DEFAULT_CONFIG, CallOptions, FullConfig, settings_of
+from sac.config import DEFAULT_CONFIG, FullConfig, settings_of
 from sac.config_keys import read_flag
 from sac.engine.compiled import checkpoint_contexts
 from sac.engine.region import FULL
@@ -92,7 +92,7 @@ def _put(
     if wrong:
         raise ConfigError([Problem(f"{_NAME}.{name}", "a region cannot do this", _LEGAL[name]) for name in wrong])
     config = _ON_HOST if read_flag(offload_to_cpu, f"{_NAME}.offload_to_cpu") else config or DEFAULT_CONFIG
-    put_regions(model, modules, policy or FULL, settings_of(config, CallOptions(**options), _NAME))
+    put_regions(model, modules, policy or FULL, settings_of(config, _NAME, **options))
 
 
 def policy_of_contexts(context_fn: Any) -> Policy | None:
@@ -116,7 +116,7 @@ def offload_wrapper(module: nn.Module) -> nn.Module:
         applied = Applied("offload", (), UnmatchedRules((), (), strict=False))
         set_forward(module, OffloadedForward(module, applied))
     elif isinstance(forward, RegionForward) and forward.applied.settings.input_storing is None:
-        keeping = settings_of(_ON_HOST, CallOptions(), _NAME).input_storing
+        keeping = settings_of(_ON_HOST, _NAME).input_storing
         forward.applied = replace(forward.applied, settings=replace(forward.applied.settings, input_storing=keeping))
     else:
         found, fix = "it is inside a region, or its tensors are kept elsewhere", "call offload_wrapper on the region"

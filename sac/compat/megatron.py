@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sac.checkpointing import run_with
-from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
+from sac.config import DEFAULT_CONFIG, settings_of
 from sac.config_keys import read_flag
 from sac.engine.untraced import never_compiled
 from sac.errors import ConfigError, Problem, RegionError, warn
@@ -119,13 +118,13 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool 
     if scatters and group is None and state is not None:
         with suppress(AssertionError):  # raised if nothing was initialised
             group = state.get_tensor_model_parallel_group()
-    return _run(function, args, {}, CallOptions(distribute_saved_activations=scatters, tp_group=group))
+    return _run(function, args, {}, distribute_saved_activations=scatters, tp_group=group)
 
 
-def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Any:
+def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Any:
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    settings = settings_of(DEFAULT_CONFIG, replace(options, get_rng_state_tracker=get_cuda_rng_tracker), _NAME)
+    settings = settings_of(DEFAULT_CONFIG, _NAME, get_rng_state_tracker=get_cuda_rng_tracker, **options)
     takes_discardable = any(plain_address(leaf) in _discardable for leaf in tree_leaves(args))
     with saved_tensors_hooks(_pack, fetch) if takes_discardable and active_hooks() is None else nullcontext():
         return run_with(settings, function, args, kwargs)
@@ -161,7 +160,7 @@ class CheckpointWithoutOutput:
         region = partial(_call_and_pack, run_function)  # not a closure: calls are recognized by the function's parts
         region.__qualname__ = getattr(run_function, "__qualname__", "function")  # type: ignore[attr-defined]
         outputs: list[_Output] = []  # a rerun gets another list
-        result = _run(region, args, {"outputs": outputs}, CallOptions())
+        result = _run(region, args, {"outputs": outputs})
         taken = {*map(plain_address, tree_leaves(args))}
         self._outputs = [output for output in outputs if output.address not in taken]
         for output in self._outputs:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import noop_context_fn
 
 from sac.checkpointing import run_with
-from sac.config import DEFAULT_CONFIG, CallOptions, settings_of
+from sac.config import DEFAULT_CONFIG, settings_of
 from sac.errors import ConfigError, Problem
 from sac.full import RngTracker
 
@@ -65,6 +64,13 @@ def checkpoint(
         raise ConfigError(Problem(f"{_NAME}.context_fn", "its contexts are not entered", fix=fix))
     if distribute_saved_activations is True and tp_group is None and dist.is_available() and dist.is_initialized():
         tp_group = dist.group.WORLD
-    options = CallOptions(use_reentrant, distribute_saved_activations, tp_group, get_rng_state_tracker)
-    settings = settings_of(DEFAULT_CONFIG, replace(options, determinism_check=determinism_check), _NAME)
+    settings = settings_of(
+        DEFAULT_CONFIG,
+        _NAME,
+        use_reentrant=use_reentrant,
+        distribute_saved_activations=distribute_saved_activations,
+        tp_group=tp_group,
+        get_rng_state_tracker=get_rng_state_tracker,
+        determinism_check=determinism_check,
+    )
     return run_with(settings, function, args, kwargs)

@@ -12,8 +12,8 @@ import pytest
 from torch import nn
 
 import sac
-from sac.config import CallOptions, Config, FullConfig, parse_config
-from sac.config_keys import CALL_KEYS, DEFAULTS, OWN_KEYS, read_keys
+from sac.config import Config, FullConfig, parse_config
+from sac.config_keys import CALL_DEFAULTS, DEFAULTS, OWN_KEYS, read_keys
 from sac.engine.settings import PLAIN
 from sac.errors import ConfigError, PolicyError, RegionError
 from sac.policy.load import load_policy
@@ -81,8 +81,8 @@ def test_defaults_of_the_table_are_legal_and_those_of_every_holder() -> None:
     assert parse_config({"mode": "none"}) == Config()
     assert {key: getattr(Config(), key) for key in OWN_KEYS} == {key: DEFAULTS[key] for key in OWN_KEYS}
     arguments = inspect.signature(sac.checkpoint).parameters
-    assert {key: arguments[key].default for key in CALL_KEYS} == {key: DEFAULTS[key] for key in CALL_KEYS}
-    for holder in (CallOptions(), FullConfig(), PLAIN):
+    assert {key: arguments[key].default for key in CALL_DEFAULTS} == CALL_DEFAULTS
+    for holder in (FullConfig(), PLAIN):
         held = {one.name for one in dataclasses.fields(holder)} & DEFAULTS.keys()
         assert {key: getattr(holder, key) for key in held} == {key: DEFAULTS[key] for key in held}
     found_later = ("policy", "blocks", "layers")  # in the model

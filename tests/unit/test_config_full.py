@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import sac
-from sac.config import CallOptions, parse_config, settings_of
+from sac.config import parse_config, settings_of
 from sac.engine.settings import PLAIN
 from sac.errors import ConfigError
 from sac.full import FullConfig
@@ -119,12 +119,12 @@ def test_mode_none_makes_nothing_of_the_keys() -> None:
 def test_words_in_any_spelling() -> None:
     parsed = parse_config({"mode": "Full", "keep": " ALL ", "store": "Host + Scattered"})
     assert (parsed.mode, parsed.full) == ("full", FullConfig(keep="all", store="scattered+host"))
-    assert not settings_of(FullConfig(), CallOptions(determinism_check="NONE"), "here").checks_metadata
+    assert not settings_of(FullConfig(), "here", determinism_check="NONE").checks_metadata
 
 
 def test_group_that_nothing_is_scattered_over_is_not_looked_at() -> None:
     """One launcher gives its group to every config."""
-    assert settings_of(FullConfig(), CallOptions(tp_group="no group"), "here") == PLAIN
+    assert settings_of(FullConfig(), "here", tp_group="no group") == PLAIN
     model = sac.apply(built(llama_stack), FULL, tp_group="no group")
     assert any("forward" in vars(module) for module in model.modules())
 
