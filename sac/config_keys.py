@@ -144,7 +144,7 @@ _OWN = {  # keys that `Config` holds itself
     "budget": _or_none(read_budget),
     "optimizer": _or_none(word(*STATES)),
 }
-_OF_THE_CALL = {  # keys of `CallOptions`, which are arguments of `sac.checkpoint` too
+_OF_THE_CALL = {  # keys that are arguments of `sac.checkpoint` too
     "use_reentrant": Key(False, read_bool),
     "distribute_saved_activations": Key(False, read_bool),
     "preserve_rng_state": Key(True, read_bool),
