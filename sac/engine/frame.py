@@ -42,6 +42,7 @@ class Frame:
     """A call whose Python runs again in backward, without a dispatch mode in either pass."""
 
     tape: Tape | None = None
+    records = True  # what is written to is noticed, by versions or a recorder; else all that may be is copied
 
     def __init__(
         self, function: Callable[..., Any], owners: Sequence[nn.Module], settings: Settings, where: str, group: Any
@@ -76,7 +77,8 @@ class Frame:
         self._outer = outer
         self.inputs = inputs = Inputs(args, kwargs)
         arguments = (*args, *kwargs.values(), *bound_in(self.function))
-        self.state = ForwardState(self.owners, arguments, self.settings, is_careful=bool(self.group.careful))
+        is_careful = bool(self.group.careful) or not self.records
+        self.state = ForwardState(self.owners, arguments, self.settings, is_careful=is_careful, copies=not self.records)
         if self.settings.input_storing is not None:
             self.call = CallNode()
             inputs.store(self.settings.input_storing, self.where, self.call)

@@ -3,97 +3,72 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import Parameter
+from torch import Tensor
 
-from sac.engine.inputs import Inputs
+from sac.engine.frame import Frame
 from sac.engine.objects import is_own_object, tensors_in
-from sac.engine.settings import Settings
-from sac.engine.state import ForwardState, bound_in
 from sac.engine.untraced import never_compiled
 from sac.errors import Problem, RegionError
-from sac.outer_hooks import PackHooks, active_hooks, pack_with_outer_hooks
-from sac.stores.backward_order import CallNode
+from sac.outer_hooks import active_hooks
 from sac.tensors import describe, metadata, version_of
 from sac.torch_private import graph_is_retained, is_for_every_leaf, tree_flatten, tree_leaves, tree_unflatten
 
 
-def run_reentrant(
-    function: Callable[..., Any],
-    owners: Sequence[nn.Module],
-    settings: Settings,
-    where: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Any, tuple[int, int]]:
-    """Run ``function`` as one node of the graph, which needs an argument that requires a gradient.
-
-    Return its result, and the bytes of the inputs.
+class ReentrantFrame(Frame):
+    """A call that is one node of the graph, which needs an argument that requires a gradient.
 
     Grad mode is off, so it is unknown which results depend on a trained tensor: each that can have a gradient counts.
     """
-    inputs = Inputs(args, kwargs)
-    node = CallNode()
-    if settings.input_storing is not None:
-        inputs.store(settings.input_storing, where, node)
-    arguments = (*args, *kwargs.values(), *bound_in(function))
-    state = ForwardState(owners, arguments, settings, is_careful=True, copies=True)
-    call = _Call(function, inputs, state, where, settings)
-    tensors = [tensor for _, tensor in inputs.tensors]
-    outputs = _Node.apply(call, (args, kwargs), *tensors)  # type: ignore[no-untyped-call]
-    leaves, call.leaves = call.leaves, []
-    aliases = dict(zip(map(id, _outputs(leaves)), outputs, strict=True))
-    result = tree_unflatten([aliases.get(id(leaf), leaf) for leaf in leaves], call.spec)
-    node.mark(tree_leaves(result))
-    return result, inputs.bytes
 
+    records = False
+    _leaves: Sequence[Any] = ()  # of the result, until the forward ends
+    _spec: Any = None
 
-class _Call:
-    """One call. ``leaves``, ``spec``: its result, until the forward ends."""
-
-    def __init__(
-        self, function: Callable[..., Any], inputs: Inputs, state: ForwardState, where: str, settings: Settings
-    ) -> None:
-        self.settings = settings
-        self.function, self.inputs, self.state, self.where = function, inputs, state, where
-        self._indices = [index for index, _ in inputs.tensors]
-        self.leaves: list[Any] = []
-        self.spec: Any = None
-        self.is_dropped = False
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the function and return its result."""
+        self.begin(args, kwargs, active_hooks())
+        self._indices = [index for index, _ in self.inputs.tensors]
+        outputs = _Node.apply(self, (args, kwargs), *(one for _, one in self.inputs.tensors))  # type: ignore[no-untyped-call]
+        self.input_bytes, leaves, self._leaves = self.inputs.bytes, self._leaves, []
+        aliases = dict(zip(map(id, _outputs(leaves)), outputs, strict=True))
+        result = tree_unflatten([aliases.get(id(leaf), leaf) for leaf in leaves], self._spec)
+        if self.call is not None:
+            self.call.mark(tree_leaves(result))
+        return result
 
     def refuse(self, problem: str, fix: str = "pass use_reentrant=False") -> None:
         """Raise ``RegionError``."""
         raise RegionError(Problem(self.where, problem, fix=fix))
 
-    def run(self, arguments: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def forward(self, arguments: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run the forward; return aliases of the tensors in its result: autograd attaches a history to them."""
         args, kwargs = arguments
         versions = [version_of(tensor) for tensor in tensors]
-        self.leaves, self.spec = tree_flatten(self.function(*args, **kwargs))
+        self._leaves, self._spec = tree_flatten(self.function(*args, **kwargs))
         for index, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
             if version_of(tensor) != version:
                 self.refuse(
                     f"a reentrant region may not write to an argument, here number {index} ({describe(tensor)})"
                 )
         known = {id(tensor) for tensor in tensors}
-        for leaf in (*tree_leaves(arguments), *(one for one in self.leaves if is_own_object(one))):
+        for leaf in (*tree_leaves(arguments), *(one for one in self._leaves if is_own_object(one))):
             if id(leaf) not in known and any(map(_has_gradients, tensors_in(leaf))):
                 self.refuse("the region put a tensor into a container or object, where autograd does not see it")
-        outputs = _outputs(self.leaves)
+        outputs = _outputs(self._leaves)
         roots = Counter(id(_root(tensor)) for tensor in (*tensors, *outputs))
-        self.inputs.end(partial(_held, hooks=active_hooks()))
+        self.inputs.end(self._packer())
         self.state.end()
         # Autograd refuses writes to a view: they would change an argument or another result, too.
         return [one.detach().view_as(one) if roots[id(_root(one))] > 1 else one.detach() for one in outputs]
 
     def run_again(self) -> tuple[list[Any], dict[int, Tensor]]:
         """Run the function again; return the outputs, and a dict for gradients that arrive at inputs."""
-        if self.is_dropped:
+        if not self.inputs.leaves:
             problem = "backward came here again after this region's memory had been freed"
             self.refuse(problem, fix="pass retain_graph=True to the backward call before this one")
         self.state.check(None, self.where)
@@ -130,15 +105,15 @@ class _Call:
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, arguments: Any, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, call: ReentrantFrame, arguments: Any, *tensors: Tensor) -> Any:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return tuple(call.run(arguments, tensors))
+        return tuple(call.forward(arguments, tensors))
 
     @staticmethod
     @never_compiled
     def backward(ctx: Any, *grads: Any) -> Any:
-        call: _Call = ctx.call
+        call: ReentrantFrame = ctx.call
         call.check_backward()
         try:
             outputs, arrived = call.run_again()
@@ -150,9 +125,7 @@ class _Node(torch.autograd.Function):
         if pairs:
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
         if not graph_is_retained():
-            call.is_dropped = True
-            call.inputs.drop()
-            call.state.drop()
+            call._drop()
         return None, None, *(arrived.get(position) for position in range(len(ctx.needs_input_grad) - 2))
 
 
@@ -175,13 +148,6 @@ def _outputs(leaves: Sequence[Any]) -> list[Tensor]:
 def _has_gradients(value: Any) -> bool:
     """Return whether a value can have a gradient, by its dtype."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-def _held(tensor: Tensor, hooks: PackHooks | None) -> Any:
-    """Return what to hold of an input: without its graph, and packed by the hooks around the region."""
-    if type(tensor) is Parameter:
-        return tensor
-    return pack_with_outer_hooks(tensor if tensor.is_leaf else tensor.detach(), hooks)
 
 
 def _root(tensor: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from sac.engine.op_trace import (
     SavedFigures,
     log_decisions,
 )
-from sac.engine.reentrant import can_be_reentrant, run_reentrant
+from sac.engine.reentrant import ReentrantFrame, can_be_reentrant
 from sac.engine.schedule import Schedule
 from sac.engine.settings import ALWAYS, REPLAY, RERUN, Settings, as_torch_says
 from sac.engine.table import NO_RULE, DecisionTable
@@ -136,8 +136,9 @@ class Region:
         if not stats.calls and any(is_lazy(parameter) for owner in owners for parameter in owner.parameters()):
             return function(*args, **kwargs)  # this call makes the parameters
         if settings.use_reentrant and can_be_reentrant(args, kwargs) and not keeps_fp8_state(owners):
-            output, size = run_reentrant(function, owners, settings, where, args, kwargs)
-            stats.take(None, size)
+            reentrant = ReentrantFrame(function, owners, settings, where, group)
+            output = reentrant.run(args, kwargs)
+            stats.take(None, reentrant.input_bytes)
             return output
         table = group.table
         plain = table.saves_everything and not table.offloads and active_hooks() is None
