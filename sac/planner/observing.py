@@ -132,9 +132,6 @@ class StepPhase:
     Positions count the calls of regions in forward order. Between regions, ``position`` is the number of regions whose
     forward is over and whose backward has not ended. ``before``, ``peak`` and ``after`` are live bytes, ``gradients``
     the bytes of gradients of parameters at its start.
-
-    ``rises``: of a forward that was observed op by op, for each entry of its tape the peak since the entry before it,
-    in bytes above ``before``; the last one, of entry -1, is that after all entries.
     """
 
     part: str
@@ -143,7 +140,6 @@ class StepPhase:
     before: int
     peak: int
     after: int
-    rises: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +182,11 @@ class _Token:
 
 
 class _Cut(NamedTuple):
-    """The phase that begins at a mark, or goes on ``after`` an entry of a tape, and the bytes of gradients there."""
+    """The phase that begins at a mark, and the bytes of gradients there."""
 
     part: str
     position: int
     gradients: int
-    after: int | None = None
 
 
 class Observation:
@@ -271,11 +266,6 @@ class Observation:
                 break
         self._cut(FORWARD, position, self._cuts[-1].gradients)
 
-    def after_op(self, entry: int) -> None:
-        """The op of an entry of the tape of the region that was entered last has run."""
-        self._meter.mark()
-        self._cuts.append(self._cuts[-1]._replace(after=entry))
-
     def leave(self, output: Any) -> None:
         """The forward of the region that was entered last is over."""
         position = len(self._paths) - 1
@@ -333,14 +323,9 @@ class Observation:
             return None
         phases: list[StepPhase] = []
         before = levels[self._first - 1][1] if self._first else self._live
-        rises: list[tuple[int, int]] = []
-        ends = [cut.after for cut in self._cuts[1:]]
-        for cut, end, (peak, live) in [*zip(self._cuts, [*ends, None], levels, strict=True)][self._first :]:
-            rises.append((-1 if end is None else end, peak - before))
-            if end is None:
-                most, several = before + max(rise for _, rise in rises), tuple(rises) if len(rises) > 1 else ()
-                phases.append(StepPhase(cut.part, cut.position, cut.gradients, before, most, live, several))
-                rises, before = [], live
+        for cut, (peak, live) in [*zip(self._cuts, levels, strict=True)][self._first :]:
+            phases.append(StepPhase(*cut, before, peak, live))
+            before = live
         if not self._retained:
             del phases[-1]  # what came after backward
         return StepRecord(tuple(self._paths), tuple(phases), self._live, frozenset(self._retained), tuple(self.shapes))

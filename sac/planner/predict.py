@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from sac.errors import PlanError, Problem
 from sac.planner.cost import seconds
@@ -21,8 +20,7 @@ from sac.tables import bytes_text
 # The step was observed under full recomputation. What another choice changes is known from the tape of the region
 # (Note [Profiles]), as an upper bound:
 # - It leaves behind the storages that replay starts from, or for no checkpointing those that autograd saves.
-# - While its forward runs, these are alive in addition to what is alive in any case: the observed forwards are measured
-#   at each op, and of each storage it is known until when it was alive (`_forward_bytes`).
+# - While its forward runs, all of these are alive in addition to what is alive in any case (`_forward_bytes`).
 # - In its backward, everything that autograd saves is there at once after the replay, whatever was kept. On top come
 #   storages that are only the start of a replay, those that backward has already read when the replay begins, and what
 #   is alive between the steps of the replay (`_replay_bytes`).
@@ -108,25 +106,21 @@ class Prediction:
                 held[kind] = max(held[kind], phase.after - phase.before)
         self._more: dict[int, list[int]] = {}  # what each option of a kind holds, above full recomputation
         replays: dict[int, list[int]] = {}  # what a backward takes besides
-        forwards: dict[int, list[list[int]]] = {}  # what a forward takes at each entry
+        forwards: dict[int, list[int]] = {}  # what a forward takes besides
         for kind, size in held.items():
             profile, (full, *others) = self.profiles[kind], self.options[kind]
             inputs = max(0, size - full.bytes)
             self._more[kind] = [0, *(max(0, option.bytes - full.bytes) for option in others)]
             replays[kind] = [0, *(_replay_bytes(profile, option, inputs) for option in others)]
-            forwards[kind] = [_forward_bytes(profile, option) for option in self.options[kind]]
+            forwards[kind] = [0, *(_forward_bytes(profile, option) for option in others)]
         phases: dict[_Place, list[StepPhase]] = {}
         for place, phase in zip(_places(record, self._numbers), record.phases, strict=True):
             phases.setdefault(place, []).append(phase)
         self._bases = {place: max(phase.peak for phase in alike) + extra for place, alike in phases.items()}
         self._own: dict[_Place, list[int]] = {}  # what an option of the region of a place takes there besides
-        for place, alike in phases.items():
-            if place.own is not None and place.part == BACKWARD:
-                self._own[place] = [*replays[self.kinds[place.own]]]
-            elif place.own is not None:
-                rises = [*_rises(self.profiles[self.kinds[place.own]], alike, self._bases[place] - extra)]
-                each = forwards[self.kinds[place.own]]
-                self._own[place] = [max(rise + more[entry] for entry, rise in rises) for more in each]
+        for place in phases:
+            if place.own is not None:
+                self._own[place] = [*(replays if place.part == BACKWARD else forwards)[self.kinds[place.own]]]
         self.in_flight = max(count for place in self._bases for count in place.alive)
 
     def learn(self, record: StepRecord, choice: Choice) -> None:
@@ -311,14 +305,6 @@ def _hull(more: Sequence[int], times: Sequence[float]) -> Iterator[tuple[float, 
         yield rate, now
 
 
-def _rises(profile: RegionProfile, phases: Sequence[StepPhase], peak: int) -> Iterator[tuple[int, int]]:
-    """Yield for forwards of a region by how much each entry exceeds ``peak``; entry -1 is the time after all."""
-    for phase in phases:
-        # Not observed op by op, or calls differ: all that an option adds may be there at the peak.
-        seen = phase.rises if phase.rises and profile.until else ((-1, phase.peak - phase.before),)
-        yield from ((entry, phase.before + rise - peak) for entry, rise in seen)
-
-
 def _left_by(record: StepRecord) -> dict[int, int]:
     """Return the bytes that the forward at each position has left behind when the next one begins, or at its end."""
     found: dict[int, int] = {}
@@ -334,26 +320,16 @@ def _left_by(record: StepRecord) -> dict[int, int]:
     return found
 
 
-def _forward_bytes(profile: RegionProfile, option: Option) -> list[int]:
-    """Return the most bytes by which a forward under ``option`` may exceed one under full recomputation at each entry.
+def _forward_bytes(profile: RegionProfile, option: Option) -> int:
+    """Return the most bytes by which a forward under ``option`` may exceed one under full recomputation.
 
-    The last number is for the time after all entries. All that a policy saves is held until then, needed or not, and
-    what is written to later once more.
+    All that a policy saves is held until the end, needed or not; what is written to later is copied.
     """
-    held, copied = profile.needed, set[int]()
+    held = profile.needed
     if option.saved is not None:
         made = (value for number in option.saved for value in profile.entries[number].makes)
         held = {profile.roots[value] for value in (*made, *profile.recomputed(option.saved).held)}
-        copied = {root for entry in profile.entries for root in entry.writes}
-    used = dict(enumerate(profile.until))  # the last entry during which a storage is there in any case
-    for entry in profile.entries:
-        for root in profile.used_by(entry):
-            used[root] = max(used.get(root, -1), entry.number)
-    more = [0] * (len(profile.entries) + 1)
-    for root in held - profile.routed:
-        begins = profile.maker.get(root, 0) if root in copied else used[root] + 1
-        more[begins] += profile.bytes[root]
-    return [*accumulate(more)]
+    return profile.bytes_of(held - profile.routed)
 
 
 def _replay_bytes(profile: RegionProfile, option: Option, inputs: int) -> int:

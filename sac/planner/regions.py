@@ -98,11 +98,6 @@ class BudgetRegions:
         if observation is not None:
             observation.end()
 
-    def after_op(self, entry: int) -> None:
-        """The op of an entry of the tape of a region that is profiled has run."""
-        if self.observation is not None:
-            self.observation.after_op(entry)
-
     @property
     def forwards(self) -> list[BudgetForward]:
         """The forwards on the model, in module order."""
@@ -115,7 +110,7 @@ class BudgetRegions:
         forwards = {one.block.path: one for one in self.forwards}
         resolved = resolve_policy(self.config.policy or _EVERYTHING)
         for block, group in groups_of(resolved, [one.block for one in forwards.values()], "selective"):
-            forwards[block.path].region = forwards[block.path].profiled = ProfiledRegion(block, group, self.after_op)
+            forwards[block.path].region = forwards[block.path].profiled = ProfiledRegion(block, group)
 
     def profiles(self) -> tuple[RegionProfile, ...]:
         """Take the profiles that the calls have made."""

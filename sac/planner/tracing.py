@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,13 +51,10 @@ class _SizedTape(Tape):
 class _ProfileTrace(OpTraceRecorder):
     """Records the sizes of each entry of a tape, in addition to its row of the op trace."""
 
-    def __init__(self, tape: Tape, after_op: Callable[[int], None]) -> None:
+    def __init__(self, tape: Tape) -> None:
         super().__init__()
-        self._tape, self._after_op = tape, after_op
+        self._tape = tape
         self.entries: dict[int, Entry] = {}  # with what is known while an op runs
-        self.until: dict[int, int] = {}  # root -> the last entry after which it was alive
-        self._alive: list[int] = []  # values
-        self._seen = 0
 
     def add(self, site: CallSite, rule: Any, decision: Decision, args: Any, kwargs: Any, out: Any) -> None:
         """Append the op that just ran, which is the last entry of the tape unless the tape skips it."""
@@ -67,12 +64,6 @@ class _ProfileTrace(OpTraceRecorder):
             return
         call = entry_of_call(site.op, args, kwargs, out)
         self.entries[entry] = replace(call, module=site.path, call=self.rows[-1].call)
-        self._after_op(entry)
-        self._alive += range(self._seen, len(self._tape.refs))
-        self._seen = len(self._tape.refs)
-        tensors = ((value, self._tape.refs[value]()) for value in self._alive)
-        self._alive = [value for value, tensor in tensors if tensor is not None and storage_bytes(tensor)]
-        self.until.update((self._tape.roots[value], entry) for value in self._alive)
 
     def add_unit(self, site: Any, rule: Any, decision: Decision, arguments: Any, returned: Any, first: int) -> None:
         """Append a unit, the last entry of the tape; it runs the ops inside again."""
@@ -125,8 +116,8 @@ class _ProfilingFrame(TapedFrame):
 
     tape: _SizedTape
 
-    def __init__(self, *args: Any, block: Block, after_op: Callable[[int], None]) -> None:
-        self._block, self._after_op = block, after_op
+    def __init__(self, *args: Any, block: Block) -> None:
+        self._block = block
         self.profile: RegionProfile | None = None
         super().__init__(*args, trace=None, replays=True)
         assert self.mode is not None
@@ -136,7 +127,7 @@ class _ProfilingFrame(TapedFrame):
         return _SizedTape(self.group.table, self.owners)
 
     def _new_mode(self) -> _ProfilingMode:
-        return _ProfilingMode(self.group.table, self.tape, _ProfileTrace(self.tape, self._after_op))
+        return _ProfilingMode(self.group.table, self.tape, _ProfileTrace(self.tape))
 
     def _schedule_replay(self) -> None:
         handles = [handle for reference in self._handles if (handle := reference()) is not None]
@@ -159,7 +150,6 @@ class _ProfilingFrame(TapedFrame):
             needs=needs,
             stack=block.stack,
             stack_size=block.stack_size,
-            until=tuple(trace.until.get(value, -1) for value in range(len(tape.roots))),
         )
 
     def _entry(self, number: int, saved: set[int], entries: dict[int, Entry]) -> Entry:
@@ -184,13 +174,11 @@ class _ProfilingFrame(TapedFrame):
 class ProfiledRegion(Region):
     """A region that is recomputed in full, and profiled: ``profile`` is what its policy may save, or why it cannot.
 
-    If its calls differ in size, the profile has the largest sizes. ``after_op`` is called with the number of each entry
-    of a call's tape whose op has run.
+    If its calls differ in size, the profile has the largest sizes.
     """
 
-    def __init__(self, block: Block, group: RegionGroup, after_op: Callable[[int], None]) -> None:
+    def __init__(self, block: Block, group: RegionGroup) -> None:
         super().__init__(group, block.path)
-        self.after_op = after_op
         self.profile: RegionProfile | None = None
         self._block = block
 
@@ -217,7 +205,7 @@ class ProfiledRegion(Region):
         if (outer is not None and settings.engine != REPLAY) or keeps_fp8_state(owners):
             return super().frame(function, owners, settings, outer)
         where, block = self.path or self.group.name, self._block
-        frame = _ProfilingFrame(function, owners, settings, where, self.group, block=block, after_op=self.after_op)
+        frame = _ProfilingFrame(function, owners, settings, where, self.group, block=block)
         self._frame = frame
         return frame
 
@@ -227,7 +215,7 @@ def _larger(one: RegionProfile, other: RegionProfile) -> RegionProfile:
     try:
         both: RegionProfile = largest((one, other))
     except PlanError:
-        return replace(max(one, other, key=lambda profile: sum(profile.bytes)), until=())
+        return max(one, other, key=lambda profile: sum(profile.bytes))
     return both
 
 
@@ -247,7 +235,6 @@ def merged(profiles: Sequence[RegionProfile], block_bytes: int) -> tuple[RegionP
             paths=tuple(path for one in alike for path in one.paths),
             layers=tuple(layer for one in alike for layer in one.layers),
             bytes=tuple(-(-size // block_bytes) * block_bytes for size in alike[0].bytes),
-            until=tuple(map(min, zip(*(one.until for one in alike), strict=False))),  # none if one has none
         )
         for alike in kinds.values()
     )
