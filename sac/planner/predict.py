@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from sac.errors import PlanError, Problem
 from sac.planner.cost import seconds
@@ -339,35 +340,25 @@ def _replay_bytes(profile: RegionProfile, option: Option, inputs: int) -> int:
     """
     if option.saved is None:
         return 0
-    again = profile.recomputed(option.saved)
-    held, needed = {profile.roots[value] for value in again.held}, profile.needed
-    needs = sorted((need for need in profile.needs if need.value in profile.maker), key=lambda one: one.time)
+    again, needed = profile.recomputed(option.saved), profile.needed
+    held = {profile.roots[value] for value in again.held}
     # Until the replay begins, everything that it starts from is there, also what backward has read already.
+    first_read: dict[int, int] = {}
+    for need in profile.needs:
+        root = profile.roots[need.value]
+        if need.value in profile.maker:
+            first_read[root] = max(need.time, first_read.get(root, 0))
     begins, starts = profile.late_replay(option.saved)
-    first_read = {profile.roots[need.value]: need.time for need in reversed(needs)}
     waits = {root for root in starts if first_read.get(root, -1) > begins}
-    between = _replay_peak(profile, again.entries, held) - profile.bytes_of(held | needed)
-    more = profile.bytes_of(held - needed) + profile.bytes_of(waits) + max(0, between)
-    return more + (inputs if needs and begins < needs[-1].time else 0)
-
-
-def _replay_peak(profile: RegionProfile, entries: Sequence[int], held: set[int]) -> int:
-    """Return the peak bytes while ``entries`` run again, without the region's inputs.
-
-    Results are counted until the last entry that reads them; those that autograd saves, until the end.
-    """
-    last: dict[int, int] = {}
-    for step, number in enumerate(entries):
-        last |= dict.fromkeys(profile.used_by(profile.entries[number]), step)
-    stays = profile.needed | held
-    alive = {*held}
-    live = high = profile.bytes_of(alive)
-    for step, number in enumerate(entries):
-        made = {profile.roots[value] for value in profile.entries[number].makes} & profile.maker.keys() - alive
-        alive |= made
-        live += profile.bytes_of(made)
-        high = max(high, live)
-        done = {root for root in alive - stays if last[root] <= step}
-        alive -= done
-        live -= profile.bytes_of(done)
-    return high
+    # While entries run again, results count until the last entry that reads them; what autograd saves, until the end.
+    steps = [profile.used_by(profile.entries[number]) for number in again.entries]
+    last = {root: step for step, roots in enumerate(steps) for root in roots}
+    first = {root: step for step, roots in reversed([*enumerate(steps)]) for root in roots}
+    changes = [0] * (len(steps) + 1)
+    for root in last.keys() & profile.maker.keys() - held:
+        changes[first[root]] += profile.bytes[root]
+        if root not in needed:
+            changes[last[root] + 1] -= profile.bytes[root]
+    between = max(accumulate(changes)) - profile.bytes_of(needed - held)
+    more = profile.bytes_of(held - needed | waits) + max(0, between)
+    return more + (inputs if begins < max(first_read.values(), default=-1) else 0)
