@@ -39,6 +39,14 @@ Build = Callable[[Callable[[], nn.Module], torch.dtype], nn.Module]
 _NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
+def arguments_of(inputs: Any, error: type[SacError]) -> Inputs:
+    """Return the arguments of a model; raises ``error`` if ``inputs`` are neither a tuple nor a dict."""
+    if not isinstance(inputs, (tuple, list, Mapping)):
+        found = f"a {type(inputs).__name__} is not what a model is called with"
+        raise error(Problem("inputs", found, "a tuple or a dict of arguments", fix="write (x,) for one argument"))
+    return dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)  # pytrees look into dicts only
+
+
 def fake_mode() -> FakeTensorMode:
     """Return the fake mode that the fake tensors of one step share."""
     return FakeTensorMode(allow_non_fake_inputs=True)

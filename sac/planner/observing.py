@@ -52,7 +52,7 @@ class Meter:
         self._read, self.block_bytes, self.memory_bytes = read, block_bytes, memory_bytes
         self._levels: list[tuple[int, int]] = []
 
-    def live(self, known: Iterable[Tensor]) -> int:
+    def live(self, known: Iterable[Any]) -> int:
         """Return the bytes that are live now; ``known``: the tensors that count where the allocator cannot be asked."""
         return self._read()[1]
 
@@ -74,9 +74,18 @@ class Meter:
         return self._levels
 
 
-def bytes_of(tensors: Iterable[Tensor | None], device: torch.device, block_bytes: int = 1) -> int:
-    """Return the bytes of the storages of tensors on a device, each counted once, as its allocator rounds them."""
-    parts = (part for tensor in tensors if tensor is not None for part in tensor_parts(tensor) if part.device == device)
+def bytes_of(tensors: Iterable[Any], device: torch.device, block_bytes: int = 1) -> int:
+    """Return the bytes of the storages of tensors on a device, each counted once, as its allocator rounds them.
+
+    What is not a tensor does not count.
+    """
+    parts = (
+        part
+        for tensor in tensors
+        if isinstance(tensor, Tensor)
+        for part in tensor_parts(tensor)
+        if part.device == device
+    )
     sizes = {part.untyped_storage()._cdata: storage_bytes(part) for part in parts}
     return sum(-(-size // block_bytes) * block_bytes for size in sizes.values())
 
@@ -87,7 +96,7 @@ class CpuMeter(Meter):
     def __init__(self) -> None:
         super().__init__(lambda: (0, 0), 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
-    def live(self, known: Iterable[Tensor]) -> int:
+    def live(self, known: Iterable[Any]) -> int:
         """See ``Meter``."""
         return bytes_of(known, torch.device("cpu"))
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from sac.planner.cost import FREE, op_class
 from sac.planner.devices import Device
@@ -75,51 +74,33 @@ def options_of(
 
     candidates = frozenset(entry.number for entry in profile.candidates)
     full = priced(frozenset())
-    _save_more(candidates, priced)
-    _save_less(candidates, priced)
+    saved = frozenset[int]()
+    while True:
+        now = priced(saved)
+        more_by = {number: priced(saved | {number}) for number in sorted(candidates - saved)}
+        gains = {
+            number: (now.ops_s - one.ops_s) / max(one.bytes - now.bytes, 1)
+            for number, one in more_by.items()
+            if one.ops_s < now.ops_s
+        }
+        if not gains:
+            break
+        saved |= {max(gains, key=gains.__getitem__)}
+    saved = candidates
+    while saved:
+        losses = {number: _loss(priced(saved), priced(saved - {number})) for number in sorted(saved, reverse=True)}
+        saved -= {min(losses, key=losses.__getitem__)}
     best: list[Option] = []
     for option in sorted(known.values(), key=lambda one: (one.bytes, one.seconds, len(one.saved or ()))):
         if option.seconds < (best[-1].seconds if best else full.seconds):
-            best.append(_tidied(profile, option, priced))
+            held = {profile.maker.get(value) for value in profile.recomputed(option.saved or ()).held}
+            best.append(priced(frozenset((option.saved or frozenset()) & held)))  # the others hold nothing
     step = -(-len(best) // MOST_OPTIONS) or 1
     chosen = dict.fromkeys([full, *best[::step], *best[-1:], *map(priced, more)])
     found = sorted(chosen, key=lambda one: (one is not full, one.bytes, -one.seconds))
     if may_skip and not profile.reason:
         found.append(Option(None, profile.bytes_of(profile.needed | profile.routed)))
     return tuple(found)
-
-
-def _tidied(profile: RegionProfile, option: Option, priced: Callable[[frozenset[int]], Option]) -> Option:
-    """Return ``option`` without the entries that hold nothing, unless that costs more."""
-    saved = option.saved or frozenset()
-    held = {profile.maker.get(value) for value in profile.recomputed(saved).held}
-    for number in sorted(saved - held):
-        less = priced((option.saved or frozenset()) - {number})
-        if less.bytes <= option.bytes and less.seconds <= option.seconds:
-            option = less
-    return option
-
-
-def _save_more(candidates: frozenset[int], priced: Callable[[frozenset[int]], Option]) -> None:
-    saved = frozenset[int]()
-    while True:
-        now = priced(saved)
-        more = [(priced(saved | {number}), number) for number in sorted(candidates - saved)]
-        gains = [
-            ((now.ops_s - one.ops_s) / max(one.bytes - now.bytes, 1), -number)
-            for one, number in more
-            if one.ops_s < now.ops_s
-        ]
-        if not gains:
-            return
-        saved |= {-max(gains)[1]}
-
-
-def _save_less(candidates: frozenset[int], priced: Callable[[frozenset[int]], Option]) -> None:
-    saved = candidates
-    while saved:
-        loss = partial(_loss, priced(saved))
-        saved = min((saved - {number} for number in sorted(saved, reverse=True)), key=lambda less: loss(priced(less)))
 
 
 def _loss(before: Option, after: Option) -> float:

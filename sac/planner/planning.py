@@ -11,20 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sac.blocks.applying import refuse_second
+from sac.blocks.install import remove
+from sac.blocks.other_checkpointing import refuse_existing_checkpointing
 from sac.config_keys import StepBudget, read_budget
-from sac.errors import PlanError, Problem, listing
+from sac.errors import ModelError, PlanError, Problem, listing
 from sac.planner.cost import MEMORY, PRIORS
-from sac.planner.devices import Device, device_at_hand, device_named
+from sac.planner.devices import Device, figures_of
 from sac.planner.explain import Explanation
-from sac.planner.fakes import Inputs
+from sac.planner.fakes import Inputs, arguments_of
 from sac.planner.gpu_ops import lowered_to
 from sac.planner.predict import TooSmallError
-from sac.planner.rehearsal import Rehearsal, refuse_unfit
+from sac.planner.rehearsal import Rehearsal
 from sac.planner.rules import policy_of
 from sac.planner.sharding import fake_ranks, fsdp_over
 from sac.policy.model import Policy, dump_policy
 from sac.policy.syntax import all_problems, node_of
-from sac.tables import Table, bytes_text, flops_text, seconds_text
+from sac.tables import LEGAL_BYTES, Table, bytes_text, flops_text, seconds_text
 from sac.tensors import tensor_parts
 
 # -- A plan and its figures
@@ -48,7 +51,7 @@ class Row:
 class Plan:
     """A plan, its figures, and those of the usual ways. ``rows``: the plan first.
 
-    ``step_s``: the predicted seconds of a step with its optimizer, without what is recomputed.
+    ``once_s``: the predicted seconds of a step with its optimizer, without what is recomputed.
     """
 
     policy: Policy
@@ -60,9 +63,14 @@ class Plan:
     static: int
     extra: int
     forward_s: float
-    step_s: float
+    once_s: float
     notes: tuple[str, ...] = ()
     explanation: Explanation | None = None
+
+    @property
+    def step_s(self) -> float:
+        """The predicted seconds of a step with its optimizer."""
+        return self.once_s + self.rows[0].seconds
 
     def heading(self) -> tuple[str, ...]:
         """Return the lines above the table: device, budget and peaks."""
@@ -87,13 +95,15 @@ class Plan:
     def text(self, about: Mapping[str, str] | None = None) -> str:
         """Return the policy as YAML with the figures in comments. ``about``: further lines of the header by title."""
         row = self.rows[0]
-        head = [f"Planned by sac with torch {torch.__version__}."]
-        head += [f"{name}: {value}" for name, value in (about or {}).items()]
-        head.append(f"device: {self.device.name} ({self.device.title})")
-        head.append(f"budget: {self.budget} bytes ({bytes_text(self.budget)})")
-        head.append(f"peak: {row.peak} bytes ({bytes_text(row.peak)}), {'checked' if row.is_checked else 'predicted'}")
-        head.append(f"recomputed: {flops_text(row.flops)} in {seconds_text(row.seconds)} per step (predicted)")
-        head += [f"note: {note}" for note in self.notes]
+        head = [
+            f"Planned by sac with torch {torch.__version__}.",
+            *(f"{name}: {value}" for name, value in (about or {}).items()),
+            f"device: {self.device.name} ({self.device.title})",
+            f"budget: {self.budget} bytes ({bytes_text(self.budget)})",
+            f"peak: {row.peak} bytes ({bytes_text(row.peak)}), {'checked' if row.is_checked else 'predicted'}",
+            f"recomputed: {flops_text(row.flops)} in {seconds_text(row.seconds)} per step (predicted)",
+            *(f"note: {note}" for note in self.notes),
+        ]
         shown = ("".join(letter if letter.isprintable() else " " for letter in line) for line in head)
         lines = [f"# {part}" for line in shown for part in textwrap.wrap(line, 98, subsequent_indent="  ")]
         return "\n".join([*lines, dump_policy(self.policy)])
@@ -108,18 +118,17 @@ class Plan:
             for one in self.rows
         ]  # fmt: skip
         found |= {"device": self.device.name, "torch": torch.__version__, "forward_s": self.forward_s}
-        found |= {"step_s": self.step_s + self.rows[0].seconds, "rows": rows, "notes": [*self.notes]}
-        found["explained"] = None if self.explanation is None else self.explanation.to_dict()
-        return found
+        explained = None if self.explanation is None else self.explanation.to_dict()
+        return found | {"step_s": self.step_s, "rows": rows, "notes": [*self.notes], "explained": explained}
 
 
-NEEDS_NONE = "no checkpointing is needed"
-
-
-def budget_of(value: Any) -> StepBudget:
-    """Return the parsed budget; raises ``PlanError`` if ``value`` is not a budget."""
+def budget_of(value: Any, device: Device) -> StepBudget:
+    """Return the parsed budget; raises ``PlanError`` if ``value`` is not a budget for ``device``."""
     with all_problems(PlanError) as attempt:
         budget: StepBudget = attempt(read_budget, node_of(value, "", "budget"))
+    if budget.of_device is not None and device.name == "cpu":
+        found = "a share of the device's memory, but the memory of a CPU is not known"
+        raise PlanError(Problem("budget", found, LEGAL_BYTES, fix="give bytes, or name a GPU"))
     return budget
 
 
@@ -136,14 +145,13 @@ def make_plan(
     explains: bool = False,
 ) -> Plan:
     """Return the plan of ``sac.plan`` with its figures. ``fsdp``: the number of ranks that shard the model by FSDP2."""
-    refuse_unfit(model)
-    if not isinstance(inputs, (tuple, list, Mapping)):
-        found = f"a {type(inputs).__name__} is not what a model is called with"
-        raise PlanError(Problem("inputs", found, "a tuple or a dict of arguments", fix="write (x,) for one argument"))
-    arguments: Inputs = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)  # pytrees look into dicts only
-    figures = figures_of(model, device)
-    wanted = budget_of(budget)
-
+    if not isinstance(model, nn.Module):
+        raise ModelError(Problem("model", f"a {type(model).__name__} is not a torch.nn.Module"))
+    refuse_second(model)
+    refuse_existing_checkpointing(model)
+    arguments = arguments_of(inputs, PlanError)
+    figures = _figures_of(model, device)
+    wanted = budget_of(budget, figures)
     is_there = "cuda" in {parameter.device.type for parameter in model.parameters()}
     shards = parallelize if fsdp is None else fsdp_over(fsdp)
     with ExitStack() as scopes:
@@ -151,7 +159,7 @@ def make_plan(
         scopes.enter_context(lowered_to("cpu" if is_there else figures.name))
         scopes.enter_context(fake_ranks(fsdp) if fsdp is not None else nullcontext())
         steps = Rehearsal(model, arguments, figures, loss_fn=loss_fn, optimizer=optimizer, parallelize=shards)
-        scopes.callback(steps.close)
+        scopes.callback(remove, steps.model)  # so that the copy can be freed
         return _planned(steps, wanted, explains=explains)
 
 
@@ -163,6 +171,8 @@ def _planned(steps: Rehearsal, budget: StepBudget, *, explains: bool) -> Plan:
     allowed = budget.within(least, most, device.memory_bytes)
     chosen, peak = steps.choose(allowed)
     notes = [f"{path} is recomputed in full: {reason}" for path, reason in steps.unplanned.items()]
+    if chosen == prediction.fastest:
+        notes.append("no checkpointing is needed")
     choices = {"plan": chosen, "none": prediction.fastest, "full": prediction.full, "selective": prediction.shipped}
     rows = []
     for label, choice in choices.items():
@@ -182,27 +192,25 @@ def _planned(steps: Rehearsal, budget: StepBudget, *, explains: bool) -> Plan:
         steps.extra,
         prediction.forward_s,
         steps.step_s + moved / (device.bytes_per_s * PRIORS[MEMORY]),
-        (*notes, NEEDS_NONE) if chosen == prediction.fastest else tuple(notes),
+        tuple(notes),
         steps.explain(chosen, peak) if explains else None,
     )
 
 
-def figures_of(model: nn.Module, device: str | torch.device | None) -> Device:
+def _figures_of(model: nn.Module, device: str | torch.device | None) -> Device:
     """Return the figures of the named device, or by default of the device of the parameters."""
     types = sorted({parameter.device.type for parameter in model.parameters()})
     if others := [name for name in types if name not in ("cpu", "cuda", "meta")]:
         found = f"its parameters are on {listing(others)}"
         fix = 'plan it on the CPU or on the meta device and name the GPU: device="h100"'
         raise PlanError(Problem(type(model).__name__, found, "cpu, cuda, meta", fix=fix))
-    if isinstance(device, str) and device.partition(":")[0] not in ("cpu", "cuda"):
-        return device_named(device)
     if not isinstance(device, str | torch.device | None):
         raise PlanError(Problem("device", f"{device!r} names no device", "a name such as h100, or a torch.device"))
     if device is None and "meta" in types:
         raise PlanError(Problem("device", "the model is on the meta device", fix='name the device: device="h100"'))
     if device is None:
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return device_at_hand(torch.device(device))
+        device = next((parameter.device for parameter in model.parameters()), "cpu")
+    return figures_of(device)
 
 
 def plan(
@@ -234,9 +242,8 @@ def plan(
     Raises ``PlanError`` for a budget below the least peak, an unknown loss or device, inputs that are neither a tuple
     nor a dict, or a forward that needs data; ``ModelError`` for a model that sac is already on or that has no blocks.
     """
-    made = make_plan(
-        model, inputs, budget, loss_fn=loss_fn, device=device, optimizer=optimizer, parallelize=parallelize
-    )
+    options: Any = {"loss_fn": loss_fn, "device": device, "optimizer": optimizer, "parallelize": parallelize}
+    made = make_plan(model, inputs, budget, **options)
     return replace(made.policy, figures=made)
 
 
@@ -268,11 +275,9 @@ def best_size(
                 high = size
                 break
             low = size
-    for _ in range(2 if low and high else 0):
+    for _ in range(2):
         middle = (low + high) // 2
-        if middle not in (low, high):
+        if 0 < low < middle < high:
             low, high = (middle, high) if fits(middle) else (low, middle)
-    speeds = {
-        size: size / (made.step_s + made.rows[0].seconds) for size, (made, _) in tried.items() if made is not None
-    }
+    speeds = {size: size / made.step_s for size, (made, _) in tried.items() if made is not None}
     return max(speeds, key=speeds.__getitem__, default=None), dict(sorted(tried.items()))

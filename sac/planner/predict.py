@@ -10,7 +10,7 @@ from itertools import accumulate
 from sac.errors import PlanError, Problem
 from sac.planner.cost import seconds
 from sac.planner.devices import Device
-from sac.planner.observing import BACKWARD, BETWEEN, FORWARD, StepPhase, StepRecord
+from sac.planner.observing import BACKWARD, BETWEEN, FORWARD, StepRecord
 from sac.planner.options import Option, options_of
 from sac.planner.profile import RegionProfile
 from sac.planner.rules import PlannedRegion
@@ -87,70 +87,63 @@ class Prediction:
         may_skip: bool = True,
         by_hand: Callable[[RegionProfile], frozenset[int]] | None = None,
     ) -> None:
-        self.profiles, self.record, self.extra, self.device = tuple(profiles), record, extra, device
+        self.profiles, self.record, self.extra = tuple(profiles), record, extra
         self.paths = tuple(dict.fromkeys(record.paths))
         self._numbers = {path: number for number, path in enumerate(self.paths)}
         of_path = {path: kind for kind, profile in enumerate(profiles) for path in profile.paths}
         self.kinds = tuple(of_path[path] for path in self.paths)
-        self.times = [[seconds(entry, device) for entry in profile.entries] for profile in profiles]
+        times = [[seconds(entry, device) for entry in profile.entries] for profile in profiles]
         self.by_hand = [frozenset[int]() if by_hand is None else by_hand(profile) for profile in profiles]
         self.options = [
-            options_of(profile, times, device, [more] if more else [], may_skip=may_skip)
-            for profile, times, more in zip(profiles, self.times, self.by_hand, strict=True)
+            options_of(profile, each, device, [more] if more else [], may_skip=may_skip)
+            for profile, each, more in zip(profiles, times, self.by_hand, strict=True)
         ]
-        self.forward_s = sum(sum(self.times[kind]) for kind in self.kinds)
+        self.forward_s = sum(sum(times[kind]) for kind in self.kinds)
         self.seconds = [tuple(option.seconds for option in self.options[kind]) for kind in self.kinds]
-        held = dict.fromkeys(self.kinds, 0)
-        for phase in record.phases:
-            if phase.part == FORWARD:
-                kind = self.kinds[self._numbers[record.paths[phase.position]]]
-                held[kind] = max(held[kind], phase.after - phase.before)
-        self._more: dict[int, list[int]] = {}  # what each option of a kind holds, above full recomputation
-        replays: dict[int, list[int]] = {}  # what a backward takes besides
-        forwards: dict[int, list[int]] = {}  # what a forward takes besides
-        for kind, size in held.items():
+        self._bases: dict[_Place, int] = {}
+        left = dict.fromkeys(self.kinds, 0)  # by a forward under full recomputation
+        for place, phase in zip(_places(record, self._numbers), record.phases, strict=True):
+            self._bases[place] = max(self._bases.get(place, 0), phase.peak + extra)
+            if place.own is not None and phase.part == FORWARD:
+                kind = self.kinds[place.own]
+                left[kind] = max(left[kind], phase.after - phase.before)
+        self.in_flight = max(count for place in self._bases for count in place.alive)
+        self._held: dict[int, list[int]] = {}  # what each option of a kind holds, above full recomputation
+        self._own: dict[tuple[str, int], list[int]] = {}  # what it takes besides in a forward or backward of its own
+        for kind, size in left.items():
             profile, (full, *others) = self.profiles[kind], self.options[kind]
             inputs = max(0, size - full.bytes)
-            self._more[kind] = [0, *(max(0, option.bytes - full.bytes) for option in others)]
-            replays[kind] = [0, *(_replay_bytes(profile, option, inputs) for option in others)]
-            forwards[kind] = [0, *(_forward_bytes(profile, option) for option in others)]
-        phases: dict[_Place, list[StepPhase]] = {}
-        for place, phase in zip(_places(record, self._numbers), record.phases, strict=True):
-            phases.setdefault(place, []).append(phase)
-        self._bases = {place: max(phase.peak for phase in alike) + extra for place, alike in phases.items()}
-        self._own: dict[_Place, list[int]] = {}  # what an option of the region of a place takes there besides
-        for place in phases:
-            if place.own is not None:
-                self._own[place] = [*(replays if place.part == BACKWARD else forwards)[self.kinds[place.own]]]
-        self.in_flight = max(count for place in self._bases for count in place.alive)
+            self._held[kind] = [0, *(max(0, option.bytes - full.bytes) for option in others)]
+            self._own[FORWARD, kind] = [0, *(_forward_bytes(profile, option) for option in others)]
+            self._own[BACKWARD, kind] = [0, *(_replay_bytes(profile, option, inputs) for option in others)]
 
     def learn(self, record: StepRecord, choice: Choice) -> None:
         """Take over what a step that was run with ``choice`` shows of the options in it."""
         if record.paths != self.record.paths:
             return
         measured: dict[tuple[int, int], int] = {}
-        numbers, full = self._numbers, _left_by(self.record)
-        for position, left in _left_by(record).items():
-            at = numbers[record.paths[position]]
-            key = self.kinds[at], choice[at]
-            measured[key] = max(measured.get(key, 0), left - full[position])
-        for (kind, option), size in measured.items():
-            self._more[kind][option] = max(0, size) if option else 0
+        full = {phase.position: phase.after - phase.before for phase in self.record.phases if phase.part == FORWARD}
         above = self.extra + max(0, self.record.static - record.static)  # this step may have begun with fewer bytes
-        places = zip(_places(record, numbers), record.phases, strict=True)
-        seen = [(place, phase.peak + above) for place, phase in places if place in self._bases]
+        peaks: dict[_Place, int] = {}
+        for place, phase in zip(_places(record, self._numbers), record.phases, strict=True):
+            if place in self._bases:
+                peaks[place] = max(peaks.get(place, 0), phase.peak + above)
+            if place.own is not None and phase.part == FORWARD:
+                key = self.kinds[place.own], choice[place.own]
+                held = phase.after - phase.before - full[phase.position]
+                measured[key] = max(measured.get(key, 0), held)
+        for (kind, option), size in measured.items():
+            self._held[kind][option] = size if option else 0
         rises: dict[tuple[str, int, int], int] = {}  # by part, kind and option
-        for place, peak in seen:
+        for place, peak in peaks.items():
             if place.own is not None and choice[place.own]:
                 mine = place.part, self.kinds[place.own], choice[place.own]
                 rise = peak - self._bases[place] - self._held_at(place, choice)
                 rises[mine] = max(rises.get(mine, rise), rise)
-        for place, own in self._own.items():
-            for (part, kind, option), rise in rises.items():
-                if place.own is not None and (part, kind) == (place.part, self.kinds[place.own]):
-                    own[option] = rise
+        for (part, kind, option), rise in rises.items():
+            self._own[part, kind][option] = rise
         live = dict(zip(self._bases, self.live(choice), strict=True))
-        for place, peak in seen:
+        for place, peak in peaks.items():
             self._bases[place] += max(0, peak - live[place])
 
     # -- The peak of a choice
@@ -158,14 +151,16 @@ class Prediction:
     def live(self, choice: Sequence[int]) -> list[int]:
         """Return the predicted peak at each place of the step."""
         return [
-            base + self._held_at(place, choice) + (0 if place.own is None else self._own[place][choice[place.own]])
+            base
+            + self._held_at(place, choice)
+            + (0 if place.own is None else self._own[place.part, self.kinds[place.own]][choice[place.own]])
             for place, base in self._bases.items()
         ]
 
     def _held_at(self, place: _Place, choice: Sequence[int]) -> int:
         """Return the bytes that regions hold at a place with a choice, above full recomputation."""
         numbers = zip(place.alive, self.kinds, choice, strict=True)
-        return sum(count * self._more[kind][option] for count, kind, option in numbers if count)
+        return sum(count * self._held[kind][option] for count, kind, option in numbers if count)
 
     def peak_of(self, choice: Sequence[int]) -> int:
         """Return the predicted peak of a choice, in bytes."""
@@ -214,40 +209,40 @@ class Prediction:
     def _filled(self, choice: Choice, allowed: int) -> Choice:
         """Return a choice no slower than ``choice``, none of whose regions can get a faster option that fits."""
         chosen, live = [*choice], self.live(choice)
-        touched: list[list[tuple[int, int, Sequence[int]]]] = [[] for _ in self.paths]  # place, calls alive, own
-        for index, place in enumerate(self._bases):
-            for at, count in enumerate(place.alive):
-                own = self._own[place] if place.own == at else ()
-                if count or own:
-                    touched[at].append((index, count, own))
+
+        def take(at: int, option: int) -> bool:
+            nonlocal live
+            old, kind = chosen[at], self.kinds[at]
+            if self.seconds[at][option] >= self.seconds[at][old]:
+                return False
+            held = self._held[kind][option] - self._held[kind][old]
+            own = {part: self._own[part, kind][option] - self._own[part, kind][old] for part in (FORWARD, BACKWARD)}
+            after = [
+                size + place.alive[at] * held + (own[place.part] if place.own == at else 0)
+                for size, place in zip(live, self._bases, strict=True)
+            ]
+            if max(after) > allowed:
+                return False
+            chosen[at], live = option, after
+            return True
+
         raises = [
             (rate, at, option)
             for at, kind in enumerate(self.kinds if choice == self.full else ())
-            for rate, option in _hull(self._more[kind], self.seconds[at])
+            for rate, option in _hull(self._held[kind], self.seconds[at])
         ]
-        moves = [(at, option) for _, at, option in sorted(raises, key=lambda one: (-one[0], -one[1]))]
-        fast = [sorted(range(len(times)), key=times.__getitem__) for times in self.seconds]
-        singles = [(at, option) for at in reversed(range(len(chosen))) for option in fast[at]]
         blocked: set[int] = set()  # regions whose next raise has not fitted
+        for _, at, option in sorted(raises, key=lambda one: (-one[0], -one[1])):
+            if at not in blocked and not take(at, option):
+                blocked.add(at)
+        fast = [sorted(range(len(times)), key=times.__getitem__) for times in self.seconds]
         while True:
             before = [*chosen]
-            for at, option in moves:
-                old, more = chosen[at], self._more[self.kinds[at]]
-                if at in blocked or self.seconds[at][option] >= self.seconds[at][old]:
-                    continue
-                added = [
-                    (index, count * (more[option] - more[old]) + (own[option] - own[old] if own else 0))
-                    for index, count, own in touched[at]
-                ]
-                if all(size <= 0 or live[index] + size <= allowed for index, size in added):
-                    chosen[at] = option
-                    for index, size in added:
-                        live[index] += size
-                elif moves is not singles:
-                    blocked.add(at)
-            if chosen == before and moves is singles:
+            for at in reversed(range(len(chosen))):
+                for option in fast[at]:
+                    take(at, option)
+            if chosen == before:
                 return tuple(chosen)
-            moves, blocked = singles, set()
 
     def next_faster(self, choice: Choice) -> tuple[int, str] | None:
         """Return the least peak of a choice in which one more region gets a faster option, and the region's path."""
@@ -304,21 +299,6 @@ def _hull(more: Sequence[int], times: Sequence[float]) -> Iterator[tuple[float, 
         rates = {one: (times[now] - times[one]) / max(1, more[one] - more[now]) for one in faster}
         rate, now = max(((rate, one) for one, rate in rates.items()), key=lambda one: (one[0], more[one[1]], -one[1]))
         yield rate, now
-
-
-def _left_by(record: StepRecord) -> dict[int, int]:
-    """Return the bytes that the forward at each position has left behind when the next one begins, or at its end."""
-    found: dict[int, int] = {}
-    last: StepPhase | None = None
-    for phase in record.phases:
-        if phase.part == FORWARD:
-            if last is not None:
-                found[last.position] = phase.before - last.before
-            found[phase.position] = phase.after - phase.before
-            last = phase
-        elif phase.part == BACKWARD:
-            last = None
-    return found
 
 
 def _forward_bytes(profile: RegionProfile, option: Option) -> int:

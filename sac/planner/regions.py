@@ -89,8 +89,8 @@ class BudgetRegions:
             applied.fitting = self
         return applied
 
-    def begin(self, inputs: Any, path: str | None = None) -> None:
-        """A forward begins: of the model, or if that is not called itself of the region at ``path``."""
+    def begin(self, inputs: Any, path: str = "") -> None:
+        """A forward begins: of the model, or of the region at ``path``."""
 
     def stop(self) -> None:
         """Observe nothing more."""

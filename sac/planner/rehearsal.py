@@ -15,11 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sac.blocks.applying import refuse_second
 from sac.blocks.find import find_blocks
-from sac.blocks.install import remove
 from sac.blocks.kv_cache import turn_off_cache
-from sac.blocks.other_checkpointing import refuse_existing_checkpointing
 from sac.config import Config, family_policy
 from sac.config_keys import STATES
 from sac.engine.settings import NEVER
@@ -32,7 +29,7 @@ from sac.planner.observing import Meter, Observation, StepRecord, bytes_of
 from sac.planner.predict import Choice, Prediction
 from sac.planner.regions import BudgetRegions
 from sac.planner.rules import policy_of, saved_by
-from sac.planner.sharding import QuickChunks, refuse_senders
+from sac.planner.sharding import refuse_senders
 from sac.planner.tracing import merged
 from sac.tables import bytes_text
 from sac.tensors import tensor_parts
@@ -133,10 +130,8 @@ class Rehearsal:
         self.model = fake_copy(model, mode)
         self.inputs = fake_inputs(inputs, mode)
         self.device, self._loss_fn = device, loss_fn
-        self._ledger = Ledger(device)  # of the last step
         if parallelize is not None:
-            with QuickChunks():
-                parallelize(self.model)
+            parallelize(self.model)
         self._gathers = mode_of(self.model) if parallelize is not None else None
         self.extra = optimizer_bytes(optimizer, self.model.parameters())
         turn_off_cache(self.model)
@@ -158,11 +153,8 @@ class Rehearsal:
             extra=self.extra,
             by_hand=lambda profile: saved_by(policy, profile),
         )
-        self.step_s = self._ledger.seconds - self._ops_s(self.prediction.full)  # without what is recomputed
-
-    def _ops_s(self, choice: Choice) -> float:
-        options = self.prediction.options
-        return sum(options[kind][one].ops_s for kind, one in zip(self.prediction.kinds, choice, strict=True))
+        again_s = sum(self.prediction.options[kind][0].ops_s for kind in self.prediction.kinds)
+        self.step_s = self._ledger.seconds - again_s  # without what is recomputed
 
     def run(self, choice: Choice, explains: int | None = None) -> StepRecord:
         """Run a step with a choice. ``explains``: the level of live bytes at which to note what is alive."""
@@ -242,18 +234,6 @@ class Rehearsal:
         self.run(choice, explains=peak - self.extra)
         assert isinstance(self._ledger, Origins)
         return replace(self._ledger.explanation(), optimizer=self.extra)
-
-    def close(self) -> None:
-        """Take the regions off the copy, so that it can be freed."""
-        remove(self.model)
-
-
-def refuse_unfit(model: nn.Module) -> None:
-    """Raise ``ModelError`` for a model that sac is already on, or whose own checkpointing is on."""
-    if not isinstance(model, nn.Module):
-        raise ModelError(Problem("model", f"a {type(model).__name__} is not a torch.nn.Module"))
-    refuse_second(model)
-    refuse_existing_checkpointing(model)
 
 
 @contextmanager
