@@ -287,7 +287,7 @@ class Observation:
         self._cut(BETWEEN, position + 1, self._cuts[-1].gradients)
 
     def place(self) -> tuple[str, str]:
-        """Return the part of the step that runs, and the path of its region; empty between two."""
+        """See ``BudgetRegions.place``."""
         cut = self._cuts[-1]
         return cut.part, "" if cut.part == BETWEEN else self._paths[cut.position]
 

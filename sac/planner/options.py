@@ -93,8 +93,9 @@ def options_of(
     best: list[Option] = []
     for option in sorted(known.values(), key=lambda one: (one.bytes, one.seconds, len(one.saved or ()))):
         if option.seconds < (best[-1].seconds if best else full.seconds):
-            held = {profile.maker.get(value) for value in profile.recomputed(option.saved or ()).held}
-            best.append(priced(frozenset((option.saved or frozenset()) & held)))  # the others hold nothing
+            held, saved = profile.recomputed(option.saved or ()).held, option.saved or frozenset[int]()
+            made = {number: {profile.roots[value] for value in profile.entries[number].makes} for number in saved}
+            best.append(priced(frozenset(number for number in saved if made[number] & held)))  # the rest holds nothing
     step = -(-len(best) // MOST_OPTIONS) or 1
     chosen = dict.fromkeys([full, *best[::step], *best[-1:], *map(priced, more)])
     found = sorted(chosen, key=lambda one: (one is not full, one.bytes, -one.seconds))

@@ -170,7 +170,8 @@ def _planned(steps: Rehearsal, budget: StepBudget, *, explains: bool) -> Plan:
         most = max(least, steps.run(prediction.fastest).peak + steps.extra)
     allowed = budget.within(least, most, device.memory_bytes)
     chosen, peak = steps.choose(allowed)
-    notes = [f"{path} is recomputed in full: {reason}" for path, reason in steps.unplanned.items()]
+    unplanned = [(path, profile.reason) for profile in prediction.profiles for path in profile.paths if profile.reason]
+    notes = [f"{path} is recomputed in full: {reason}" for path, reason in unplanned]
     if chosen == prediction.fastest:
         notes.append("no checkpointing is needed")
     choices = {"plan": chosen, "none": prediction.fastest, "full": prediction.full, "selective": prediction.shipped}

@@ -306,11 +306,10 @@ def _forward_bytes(profile: RegionProfile, option: Option) -> int:
 
     All that a policy saves is held until the end, needed or not; what is written to later is copied.
     """
-    held = profile.needed
-    if option.saved is not None:
-        made = (value for number in option.saved for value in profile.entries[number].makes)
-        held = {profile.roots[value] for value in (*made, *profile.recomputed(option.saved).held)}
-    return profile.bytes_of(held - profile.routed)
+    if option.saved is None:
+        return profile.bytes_of(profile.needed - profile.routed)
+    made = {profile.roots[value] for number in option.saved for value in profile.entries[number].makes}
+    return profile.bytes_of((made | profile.recomputed(option.saved).held) - profile.routed)
 
 
 def _replay_bytes(profile: RegionProfile, option: Option, inputs: int) -> int:
@@ -321,7 +320,7 @@ def _replay_bytes(profile: RegionProfile, option: Option, inputs: int) -> int:
     if option.saved is None:
         return 0
     again, needed = profile.recomputed(option.saved), profile.needed
-    held = {profile.roots[value] for value in again.held}
+    held = again.held
     # Until the replay begins, everything that it starts from is there, also what backward has read already.
     first_read: dict[int, int] = {}
     for need in profile.needs:

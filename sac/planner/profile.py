@@ -59,10 +59,10 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """The cost of a save option: entries that run again, in order, and values that are held, with their bytes."""
+    """The cost of a save option: entries that run again, in order, and storages that are held, with their bytes."""
 
     entries: tuple[int, ...]
-    held: tuple[int, ...]
+    held: frozenset[int]
     bytes: int
 
 
@@ -134,10 +134,9 @@ class RegionProfile:
 
     def recomputed(self, saved: Collection[int]) -> Recompute:
         """Return what replay runs again and holds if the entries ``saved``, and those that must be, are saved."""
-        again, held = self._schedule(self._kept(saved), self.needs)
-        routed = (value for entry in self.entries if entry.must_save for value in entry.makes)
-        values = sorted({*held, *routed})
-        return Recompute(tuple(again), tuple(values), self.bytes_of({self.roots[value] for value in values}))
+        again, starts = self._schedule(self._kept(saved), self.needs)
+        held = frozenset(starts | self.routed)
+        return Recompute(tuple(again), held, self.bytes_of(held))
 
     def late_replay(self, saved: Collection[int]) -> tuple[int, set[int]]:
         """Return when the replay begins if the entries ``saved`` are saved, and the storages that it starts from.
@@ -153,17 +152,15 @@ class RegionProfile:
             if need.value in self.maker
             and not (self.roots[need.value] in roots and self.tape.last_write(need.value) < need.time)
         ]
-        starts = self._schedule(kept, missing)[1]
-        return max((need.time for need in missing), default=-1), {self.roots[value] for value in starts}
+        return max((need.time for need in missing), default=-1), self._schedule(kept, missing)[1]
 
     def _kept(self, saved: Collection[int]) -> set[int]:
         chosen = {*saved, *(entry.number for entry in self.entries if entry.must_save)}
         return {value for number in chosen for value in self.entries[number].makes}
 
-    def _schedule(self, kept: Collection[int], needs: Sequence[Need]) -> tuple[list[int], list[int]]:
-        """Return the entries that run again, and the kept values that they start from."""
-        wanted = [(handle, need.value, need.time) for handle, need in enumerate(needs)]
+    def _schedule(self, kept: Collection[int], needs: Sequence[Need]) -> tuple[list[int], set[int]]:
+        """Return the entries that run again, and the storages of kept values that they start from."""
         tape = copy(self.tape)
         tape.kept = dict.fromkeys(kept)
-        schedule = schedule_replay(tape, wanted)
-        return [step[0] for step in schedule.steps], schedule.kept
+        schedule = schedule_replay(tape, [(handle, need.value, need.time) for handle, need in enumerate(needs)])
+        return [step[0] for step in schedule.steps], {self.roots[value] for value in schedule.kept}

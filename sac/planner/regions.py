@@ -92,6 +92,11 @@ class BudgetRegions:
     def begin(self, inputs: Any, path: str = "") -> None:
         """A forward begins: of the model, or of the region at ``path``."""
 
+    def place(self) -> tuple[str, str]:
+        """Return the part of the observed step that runs, and the path of its region; empty between two."""
+        assert self.observation is not None
+        return self.observation.place()
+
     def stop(self) -> None:
         """Observe nothing more."""
         observation, self.observation = self.observation, None

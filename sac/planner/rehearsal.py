@@ -9,7 +9,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,15 +41,12 @@ _WORTH_A_STEP = 0.01  # of the room between the least peak and the budget
 def scalar_loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
     """Return ``loss_fn(output)``, else ``output.loss``, else a scalar output; raises ``PlanError`` if there is none."""
     loss: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss_fn is not None:
-        loss = loss_fn(output)
-    elif loss is None:
-        loss = output
+    loss = loss_fn(output) if loss_fn is not None else output if loss is None else loss
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss
-    what = f"a tensor of shape {[*loss.shape]}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        what = "a scalar that needs no gradient"
+    what = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        what = "a scalar that needs no gradient" if loss.numel() == 1 else f"a tensor of shape {[*loss.shape]}"
     found = "the model returns" if loss_fn is None else "loss_fn returns"
     fix = "pass loss_fn=, which takes what the model returns" if loss_fn is None else ""
     raise PlanError(Problem("loss", f"{found} {what}", "a scalar tensor that needs a gradient", fix=fix))
@@ -66,15 +62,12 @@ def optimizer_bytes(optimizer: Any, parameters: Iterable[nn.Parameter]) -> int:
     parts = [part for one in parameters if one.requires_grad for part in tensor_parts(one.detach())]
     if optimizer is None:
         return 0
-    if isinstance(optimizer, str):
-        word = optimizer.strip().lower()
-        if word not in STATES:
-            found, fix = f"'{optimizer}' is not known", "pass the optimizer itself"
-            raise PlanError(Problem("optimizer", found, listing([*STATES]), nearest(word, STATES), fix=fix))
+    if isinstance(optimizer, str) and (word := optimizer.strip().lower()) in STATES:
         return STATES[word] * sum(part.numel() * part.element_size() for part in parts)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        found = f"a {type(optimizer).__name__} is not an optimizer"
-        raise PlanError(Problem("optimizer", found, f"{listing([*STATES])}, or a torch.optim.Optimizer"))
+        found = f"'{optimizer}' is not known" if isinstance(optimizer, str) else f"{optimizer!r} is not an optimizer"
+        legal = f"{listing([*STATES])}, or a torch.optim.Optimizer"
+        raise PlanError(Problem("optimizer", found, legal, nearest(str(optimizer), STATES)))
     alike = Counter((tuple(part.shape), part.dtype) for part in parts)
     return sum(
         count * max(_state_bytes(optimizer, group, *part) for group in optimizer.param_groups)
@@ -108,8 +101,7 @@ def _state_bytes(
 class Rehearsal:
     """A copy of ``model`` without data, on whose steps a plan for ``device`` is made; the model is not changed.
 
-    ``parallelize`` shards the copy in place. For the other arguments see ``sac.plan``. ``unplanned``: why blocks, by
-    path, are recomputed in full.
+    ``parallelize`` shards the copy in place. For the other arguments see ``sac.plan``.
     """
 
     def __init__(
@@ -140,50 +132,40 @@ class Rehearsal:
         with _quiet():
             self._regions.put_on()
             self._regions.profile()
-            record = self._step()
+            record = self._step(ledger := Ledger(device, self._gathers))
         profiles = self._regions.profiles()
         if not profiles or not any(phase.position or phase.part != "between" for phase in record.phases):
             found = "no block of this model is called with gradients: there is nothing to plan"
             raise ModelError(Problem(type(model).__name__, found))
-        self.unplanned = {one.paths[0]: one.reason for one in profiles if one.reason}
         self.prediction = Prediction(
-            merged(profiles, self._ledger.block_bytes),
+            merged(profiles, ledger.block_bytes),
             record,
             device,
             extra=self.extra,
             by_hand=lambda profile: saved_by(policy, profile),
         )
         again_s = sum(self.prediction.options[kind][0].ops_s for kind in self.prediction.kinds)
-        self.step_s = self._ledger.seconds - again_s  # without what is recomputed
+        self.step_s = ledger.seconds - again_s  # without what is recomputed
 
-    def run(self, choice: Choice, explains: int | None = None) -> StepRecord:
-        """Run a step with a choice. ``explains``: the level of live bytes at which to note what is alive."""
+    def run(self, choice: Choice, ledger: Ledger | None = None) -> StepRecord:
+        """Run a step with a choice."""
         with _quiet():
-            self._planned = self.prediction.regions(choice)
-            self._policy = policy_of(self._planned, "planned")
-            self._regions.plan(self._planned, self._policy)
-            return self._step(explains)
+            planned = self.prediction.regions(choice)
+            self._regions.plan(planned, policy_of(planned, "planned"))
+            return self._step(ledger or Ledger(self.device, self._gathers))
 
-    def _step(self, explains: int | None = None) -> StepRecord:
+    def _step(self, ledger: Ledger) -> StepRecord:
         model, inputs, regions = self.model, self.inputs, self._regions
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        ledger = Ledger(self.device, self._gathers)
-        if explains is not None:
-            planned, policy = {one.path: one for one in self._planned}, self._policy
-            rule_of: Callable[[str, str], str] = lambda path, op: planned[path].rule_of(policy, op)  # noqa: E731
-            ledger = Origins(self.device, self._gathers, model, inputs, explains, rule_of)
-        self._ledger = ledger
+        leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         state, collects = torch.get_rng_state(), gc.isenabled()
         gc.disable()  # it would repeatedly scan the many objects of a step's graph
         with ledger:
             try:
-                ledger.note(one for one in [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
-                            if isinstance(one, Tensor))  # fmt: skip
+                ledger.note([*model.parameters(), *model.buffers(), *leaves])
                 meter, device = Meter(ledger.read, ledger.block_bytes), next(model.parameters()).device
                 gradients = lambda: bytes_of((one.grad for one in trained), device, ledger.block_bytes)  # noqa: E731
                 observation = regions.observation = Observation(meter, ledger.live, gradients, ())
-                if isinstance(ledger, Origins):
-                    ledger.place = observation.place
                 with torch.enable_grad():
                     loss = scalar_loss(call(model, inputs), self._loss_fn)
                 with without_data(model):
@@ -195,9 +177,8 @@ class Rehearsal:
                 torch.set_rng_state(state)
                 if collects:
                     gc.enable()
-                for tensor in tree_leaves(inputs):
-                    if isinstance(tensor, Tensor):
-                        tensor.grad = None
+                for leaf in leaves:
+                    leaf.grad = None
                 model.zero_grad(set_to_none=True)
         if record is None:
             found = "no backward runs through its blocks: there is nothing to plan"
@@ -231,9 +212,10 @@ class Rehearsal:
 
     def explain(self, choice: Choice, peak: int) -> Explanation:
         """Return what is alive at the peak of a choice."""
-        self.run(choice, explains=peak - self.extra)
-        assert isinstance(self._ledger, Origins)
-        return replace(self._ledger.explanation(), optimizer=self.extra)
+        regions = self._regions
+        ledger = Origins(self.device, self._gathers, self.model, self.inputs, peak - self.extra, regions.place)
+        self.run(choice, ledger)
+        return ledger.explanation(self.prediction.regions(choice), self.extra)
 
 
 @contextmanager
