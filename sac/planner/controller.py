@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +18,14 @@ from sac.blocks import applying
 from sac.blocks.install import Applied
 from sac.config import Config, parse_config
 from sac.config_keys import STATES, StepBudget
-from sac.engine.table import resolve_policy
-from sac.errors import ConfigError, ModelError, PlanError, Problem, SacError, warn
+from sac.errors import ConfigError, ModelError, PlanError, Problem, warn
 from sac.planner.agreeing import Grounds, agreed, meshes_of
 from sac.planner.devices import Device, device_named, figures_of
-from sac.planner.observing import CpuMeter, Meter, Observation, Shapes, StepRecord, bytes_of, meter_of
+from sac.planner.observing import FAILED, WAITS, WHOLE, CpuMeter, Meter, Observation, Shapes, StepRecord, meter_of
 from sac.planner.predict import Choice, Prediction
-from sac.planner.regions import FULL, PLANNED, BudgetRegions
+from sac.planner.regions import FULL, PLANNED, BudgetRegions, merged
 from sac.planner.rules import PlannedRegion, policy_of
-from sac.planner.tracing import merged
-from sac.policy.model import Decision, Policy
+from sac.policy.model import Policy
 from sac.reporting import note_memory
 from sac.tables import bytes_text, seconds_text
 from sac.tensors import tensor_parts
@@ -35,33 +33,28 @@ from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 
 # Note [A budget]
 #
-# A controller is shared by the regions of one `sac.apply` with a budget. In its first step, all regions are recomputed
-# in full, and record their tapes; the allocator is asked at their borders. When the second step begins, the plan is
-# made, and every region gets one that carries it out. Calls of earlier steps are not touched by that: each holds the
-# table and the settings that it began with until its graph is gone.
+# In the first step, all regions are recomputed in full and profiled, and the allocator is asked at their borders. When
+# the second step begins, the plan is made, and every region gets one that carries it out. Calls of earlier steps keep
+# the table and the settings that they began with until their graph is gone.
 #
 # A *pass* is a forward of the model and its backward. The first step is over when a pass begins after parameters have
 # changed, or gradients have gone. Until then, passes accumulate gradients, and are observed too, since later ones find
-# memory in use that the first one did not. Several forwards may also come before their backwards, in any order: those
-# of two losses, or the micro-batches of a pipeline schedule.
+# memory in use that the first one did not.
 #
-# What a later step begins with is asked when it begins, so the optimizer's state is counted when it is there. If no
-# parameter has changed by then (a scaled loss has overflowed), the state is reserved for.
+# What a later step begins with is asked when it begins, with the optimizer's state. If no parameter has changed by then
+# (a scaled loss has overflowed), the state is reserved for.
 #
 # A pass on larger inputs than were observed runs under full recomputation. If it begins a step, that step is observed
-# for a new plan, else the next one; a plan is used if it covers all that the last one was made for. Nothing of this
-# needs other ranks, except the plan itself (`agreeing.py`): ranks that share parameters keep their first one.
-#
-# The first steps of the plan are measured too, and show by how much the bounds of its options were too high. If a
-# faster choice fits by what is then known, it is used from the next step on. Ranks that share parameters would have to
-# agree on that again, and keep their plan.
+# for a new plan, else the next one; a plan is used if it covers all that the last one was made for. The first steps of
+# a plan are measured, and if a faster choice fits by what they show, it is used from the next step on. Ranks that share
+# parameters agree on their first plan (`agreeing.py`) and keep it.
 
 # Note [A profiler in steps]
 #
 # On a CPU, a step is measured by torch's profiler. A `record_function` that begins while a profiler runs must not end
-# while another one does: torch then writes to memory that is free. Pipeline schedules and loops of users have one
-# around each forward. So when a step ends at the begin of a pass, none is measured from there on, but from the next
-# pass; and passes that turn out not to be of the step are measured, too, and left out.
+# while another one does: torch then writes to memory that is free. Pipelines and users' loops have one around each
+# forward. So when a step ends at the begin of a pass, the next one is measured from the next pass on; and passes that
+# turn out not to be of the step are measured, too, and left out.
 
 _UNSEEN_STATES = 2  # per trained parameter
 _MOST_FORWARDS = 64  # of a step that accumulates gradients; further ones are like them
@@ -83,19 +76,16 @@ class BudgetPlan:
     forward_seconds: float
     in_flight: int = 1
     next_faster: tuple[int, str] | None = None  # the least peak with a faster option in one region, and the region
-    is_limited: bool = False  # a policy says what may be saved: ``most`` is with all of that
 
     def __str__(self) -> str:
         again = self.seconds / self.forward_seconds if self.forward_seconds else 0.0
         size, path = self.next_faster or (0, "")
-        most = "with all that the policy saves" if self.is_limited else "without checkpointing"
-        needs_none = self.most <= self.allowed and not self.is_limited
         return (
             f"planned for a budget of {bytes_text(self.allowed)}: predicted peak {bytes_text(self.peak)} (least "
-            f"{bytes_text(self.least)}, {most} {bytes_text(self.most)}), "
+            f"{bytes_text(self.least)}, without checkpointing {bytes_text(self.most)}), "
             f"{seconds_text(self.seconds)} of recomputing and recording, {again:.0%} of the blocks' forward"
             + (f", {self.in_flight} forwards in flight" if self.in_flight > 1 else "")
-            + (": no checkpointing is needed" if needs_none else "")
+            + (": no checkpointing is needed" if self.most <= self.allowed else "")
             + (f"; a faster option of {path} would take {bytes_text(size)}" if path else "")
         )
 
@@ -125,8 +115,7 @@ class Controller(BudgetRegions):
     def _forget(self) -> None:
         """Have observed nothing."""
         self.observation = None
-        self.device = torch.device("meta")  # known when a step is observed: trainers move models after sac.apply
-        self._meter: Meter = CpuMeter()
+        self._meter: Meter = CpuMeter()  # known when a step is observed: trainers move models after sac.apply
         self._record: StepRecord | None = None  # of a step that is over
         self._checks = 0  # steps of the plan that are still to be measured
         self._prediction: Prediction | None = None
@@ -220,11 +209,12 @@ class Controller(BudgetRegions):
     def _goes_on(self, observation: Observation, inputs: Any, shapes: Shapes) -> bool:
         """Return whether the pass that begins is one more of the observed step; otherwise the observation ends."""
         is_check = self.used == PLANNED
-        if observation.has_failed:
+        state = observation.state
+        if state == FAILED:
             self.stop()
-        elif not observation.waits:
+        elif state != WAITS:
             has_changed = observation.has_gradients or self._versions_now() != self._versions
-            if not is_check and not (observation.is_whole and has_changed):
+            if not is_check and not (state == WHOLE and has_changed):
                 observation.begin_again(self._live(inputs), shapes)  # it was a pass to learn the shapes of results
                 return True
             if len(observation.shapes) >= _MOST_FORWARDS or self._step_is_over():
@@ -249,7 +239,7 @@ class Controller(BudgetRegions):
             found = f"a budget applies to one device, but the parameters are on {places}"
             fix = "move the model to one device, a GPU or the CPU; or plan with `sac plan`"
             raise ModelError(Problem(type(self.model).__name__, found, fix=fix))
-        self.device, self._meter = device, meter
+        self._meter = meter
 
     def _observe(self, inputs: Any, shapes: Shapes) -> None:
         if self._hook is None:
@@ -273,9 +263,8 @@ class Controller(BudgetRegions):
         if not any(id(one) in mine for group in optimizer.param_groups for one in group["params"]):
             return
         self._optimizers.add(optimizer)
-        seen = self.observation
-        # In another thread, the begin of the next pass ends this one.
-        if seen is not None and seen.is_here and not seen.waits and current_graph_task_id() == NO_TASK:
+        seen = self.observation  # in another thread, the begin of the next pass ends it
+        if seen is not None and seen.is_here and seen.state != WAITS and current_graph_task_id() == NO_TASK:
             self._end_pass()
 
     def _end_pass(self) -> None:
@@ -304,27 +293,22 @@ class Controller(BudgetRegions):
         return tuple(part._version for parameter in self._trained() for part in tensor_parts(parameter))
 
     def _gradients(self) -> int:
-        return self._bytes_of(parameter.grad for parameter in self._trained())
-
-    def _bytes_of(self, tensors: Iterable[Tensor | None]) -> int:
-        return bytes_of(tensors, self.device, self._meter.block_bytes)
+        return self._meter.bytes_of([parameter.grad for parameter in self._trained()])
 
     def _states(self) -> list[Any]:
         return [[*optimizer.state.values()] for optimizer in self._optimizers]
 
     def _live(self, inputs: Any) -> int:
         parameters = [*self.model.parameters()]
-        gradients = [one.grad for one in parameters if one.grad is not None]
-        return self._meter.live(
-            [*parameters, *gradients, *self.model.buffers(), *tree_leaves((inputs, self._states()))]
-        )
+        gradients = [one.grad for one in parameters]
+        return self._meter.live([parameters, gradients, [*self.model.buffers()], inputs, self._states()])
 
     def _unseen_state(self) -> int:
         """Return the bytes of optimizer state to reserve: none if a step of an optimizer has been seen."""
         if self._versions_now() != self._versions:
             return 0
         states = _UNSEEN_STATES if self.config.optimizer is None else STATES[self.config.optimizer]
-        return max(0, states * self._bytes_of(self._trained()) - self._bytes_of(tree_leaves(self._states())))
+        return max(0, states * self._meter.bytes_of(self._trained()) - self._meter.bytes_of(self._states()))
 
     # -- The plan
 
@@ -344,23 +328,15 @@ class Controller(BudgetRegions):
             more = f" and {len(unplanned) - 1} more blocks are" if len(unplanned) > 1 else " is"
             found = f"it{more} recomputed in full, and not planned op by op: {unplanned[0].reason}"
             warn(Problem(unplanned[0].paths[0], found))
-        profiles, policy = merged(grounds.profiles, self._meter.block_bytes), self.config.policy
-        prediction = Prediction(
-            profiles, grounds.record, _figures_at(self.device), extra=grounds.extra, may_skip=policy is None
-        )
+        profiles = merged(grounds.profiles, self._meter.block_bytes)
+        prediction = Prediction(profiles, grounds.record, _figures_at(self._meter.device), extra=grounds.extra)
         least, most = prediction.least(), prediction.peak_of(prediction.fastest)
         allowed = self.budget.within(least, most, grounds.memory_bytes)
         self._plans += 1
-        error: SacError | None = None
-        if policy is not None and not any(profile.candidates or profile.reason for profile in profiles):
-            found = f"policy {policy.name} saves nothing in these blocks, so there is nothing to choose"
-            fix = "choose another policy, or leave it out to choose among all ops"
-            error = ConfigError(Problem("activation_checkpointing.policy", found, fix=fix))
-        elif least > allowed:
+        if least > allowed:
             error = prediction.refuse("activation_checkpointing.budget", str(self.budget), allowed)
-        if error is not None and self.fitted is None:
-            raise error
-        if error is not None:
+            if self.fitted is None:
+                raise error
             self._plans = _MOST_PLANS
             warn(f"{error}\n    until then: {_LARGER}")
             return
@@ -381,7 +357,6 @@ class Controller(BudgetRegions):
             prediction.forward_s,
             prediction.in_flight,
             prediction.next_faster(choice),
-            self.config.policy is not None,
         )
         if choice == self._choice:
             self._tell(f"{self.fitted}; {took}")
@@ -487,23 +462,9 @@ def apply(
     if config.budget is None or config.mode != "selective":
         applying.apply(model, config, **arguments)
     else:
-        if config.policy is not None:
-            _check_policy(config.policy)
         controller = Controller(model, config)
         applied = controller.put_on(**arguments)
         if applied is not None:
             controller.attach(applied)
     note_memory(model)
     return model
-
-
-def _check_policy(policy: Policy) -> None:
-    resolve_policy(policy)
-    if any(rule.matches_module and rule.do != Decision.RECOMPUTE.value for rule in policy.rules):
-        found = "a rule saves whole modules, but a budget chooses among ops"
-        fix = "add `ops` to the rule, or leave the budget out"
-        raise ConfigError(Problem("activation_checkpointing.policy", found, fix=fix))
-    if policy.default is Decision.OFFLOAD or any(rule.kept_as is Decision.OFFLOAD for rule in policy.rules):
-        found = "it offloads, but with a budget sac only chooses between saving on the device and recomputing"
-        fix = "take the rules that offload out of the policy, or leave the budget out"
-        raise ConfigError(Problem("activation_checkpointing.policy", found, fix=fix))

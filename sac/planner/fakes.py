@@ -61,7 +61,9 @@ def fake_build(mode: FakeTensorMode) -> Build:
     def build(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
         try:
             with mode:
-                return _exchanged(make(), lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+                model = make()
+                known = _changed(model, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+                return copy.deepcopy(model, known)
         except _NEEDS_DATA:  # for initialising weights (ViT), or for its own sizes (stochastic depth)
             return fake_copy(make().to(dtype), mode)
 
@@ -73,32 +75,22 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
     Gradients are not copied. Raises ``PlanError`` if the model cannot be copied.
     """
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     try:
-        for parameter, _ in gradients:
-            parameter.grad = None
-        tensors = [*model.parameters(), *model.buffers()]
-        if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
-            # By default, `deepcopy` also copies the mode of each fake tensor, and the process crashes (torch 2.13).
-            return _exchanged(model, lambda tensor: _of_cpu(tensor, mode))
-        with FakeCopyMode(mode):
-            copied: nn.Module = copy.deepcopy(model)
-        return copied
+        known = _changed(model, lambda tensor: _of_cpu(tensor, mode))
+        with FakeCopyMode(mode):  # for tensors that are plain attributes
+            return copy.deepcopy(model, known)
     except Exception as error:
         found = f"the model cannot be copied: {type(error).__name__}: {error}"
         raise PlanError(Problem(type(model).__name__, found, fix="plan the model before it is sharded")) from error
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
-def _exchanged(model: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Return a deep copy of ``model`` with other parameters and buffers; those that modules share stay shared."""
+def _changed(model: nn.Module, change: Callable[[Tensor], Tensor]) -> dict[int, Any]:
+    """Return other parameters and buffers for a deep copy of ``model``, by the id of each."""
     known: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         new = change(tensor.detach())
         known[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-    return copy.deepcopy(model, known)
+    return known
 
 
 def _of_cpu(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 from sac.errors import PlanError, Problem
-from sac.planner.cost import seconds
+from sac.planner.cost import FREE, op_class, seconds
 from sac.planner.devices import Device
 from sac.planner.observing import BACKWARD, BETWEEN, FORWARD, StepRecord
-from sac.planner.options import Option, options_of
-from sac.planner.profile import RegionProfile
+from sac.planner.profile import Option, RegionProfile
 from sac.planner.rules import PlannedRegion
 from sac.tables import bytes_text
 
@@ -38,6 +38,21 @@ from sac.tables import bytes_text
 # From full recomputation in each region, options are raised along their lower convex hull, the raise with most seconds
 # per byte first, later layers first, as long as the predicted peak fits. Then single regions get faster options, until
 # none fits any more.
+
+# Note [The search for save options]
+#
+# Two walks, one entry at a time: from nothing saved, each step saves the entry that spares most seconds per byte; from
+# everything saved, each step drops the entry that costs fewest seconds per byte. The second finds entries that are
+# worth saving only together. Of all options on the way, those remain that no other one beats in both bytes and time.
+#
+# Next to the ops that run again, checkpointing takes time of the host: each call of a region, and each op that is
+# recorded. On layers of tiny ops this is most of the time. Without it a plan could be slower than saving nothing, for
+# which no op is recorded. A processor runs an op when it is launched, so there this time is added. A GPU runs behind
+# the host: there only what is longer than the kernels of the same forward and recomputation counts.
+
+MOST_OPTIONS = 60  # of a region; of more, every n-th
+_RECORD_S = 3.5e-6  # per op of a forward; measured with torch 2.13.0+cpu on a core of an AMD EPYC
+_CALL_S = 150e-6  # per call of a region
 
 Choice = tuple[int, ...]  # the number of the option of each region
 
@@ -73,7 +88,7 @@ class Prediction:
     """Predicts steps on the grounds of one that was observed; see Note [From an observed step to every other].
 
     ``profiles``: those of the regions, one per kind. ``record``: a step that begins with the bytes of steps to come.
-    ``extra``: bytes that will be there and are not in the record. ``may_skip``: whether no checkpointing is an option.
+    ``extra``: bytes that will be there and are not in the record.
     ``by_hand``: returns entries of a profile that are an option in any case.
     """
 
@@ -84,7 +99,6 @@ class Prediction:
         device: Device,
         *,
         extra: int = 0,
-        may_skip: bool = True,
         by_hand: Callable[[RegionProfile], frozenset[int]] | None = None,
     ) -> None:
         self.profiles, self.record, self.extra = tuple(profiles), record, extra
@@ -95,7 +109,7 @@ class Prediction:
         times = [[seconds(entry, device) for entry in profile.entries] for profile in profiles]
         self.by_hand = [frozenset[int]() if by_hand is None else by_hand(profile) for profile in profiles]
         self.options = [
-            options_of(profile, each, device, [more] if more else [], may_skip=may_skip)
+            options_of(profile, each, device, more)
             for profile, each, more in zip(profiles, times, self.by_hand, strict=True)
         ]
         self.forward_s = sum(sum(times[kind]) for kind in self.kinds)
@@ -255,32 +269,26 @@ class Prediction:
                 peaks.append((self.peak_of((*choice[:at], option, *choice[at + 1 :])), self.paths[at]))
         return min(peaks, default=None)
 
-    # -- What the least peak is made of
-
     def refuse(self, where: str, written: str, allowed: int) -> TooSmallError:
-        """Return the error for a budget below the least peak: the peak, and its largest parts."""
-        least = self.least()
-        found = f"{written} ({allowed} bytes) is below the least peak of a step of this model on these inputs: "
-        expected = f"{least} bytes ({bytes_text(least)}) or more"
-        error = TooSmallError(Problem(where, found + self.parts_of_least(), expected, fix=_FIX))
-        error.least = least
-        return error
-
-    def parts_of_least(self) -> str:
-        """Return what the least peak is made of, largest part first."""
-        phase = max(self.record.phases, key=lambda one: one.peak)
-        is_after = phase.position == len(self.record.paths)
-        where = "in the head and the loss, after the last block" if is_after else "between two blocks"
+        """Return the error for a budget below the least peak: the peak, and its parts, the largest first."""
+        phase, least = max(self.record.phases, key=lambda one: one.peak), self.least()
+        place = "in the head and the loss, after the last block"
         if phase.part != BETWEEN:
-            where = f"in the {phase.part} of {self.record.paths[phase.position]}"
+            place = f"in the {phase.part} of {self.record.paths[phase.position]}"
+        elif phase.position < len(self.record.paths):
+            place = "between two blocks"
         parts = {
             "there when the step begins (parameters, gradients, optimizer state, inputs)": self.record.static,
             "state that the optimizer is going to make": self.extra,
             "made before and still held (inputs of blocks, logits, gradients)": phase.before - self.record.static,
-            f"made {where}, where the peak is": phase.peak - phase.before,
+            f"made {place}, where the peak is": phase.peak - phase.before,
         }
         shown = sorted(((size, text) for text, size in parts.items() if size > 0), reverse=True)
-        return "; ".join(f"{bytes_text(size)} {text}" for size, text in shown)
+        found = f"{written} ({allowed} bytes) is below the least peak of a step of this model on these inputs: "
+        found += "; ".join(f"{bytes_text(size)} {text}" for size, text in shown)
+        error = TooSmallError(Problem(where, found, f"{least} bytes ({bytes_text(least)}) or more", fix=_FIX))
+        error.least = least
+        return error
 
 
 class TooSmallError(PlanError):
@@ -309,7 +317,7 @@ def _forward_bytes(profile: RegionProfile, option: Option) -> int:
     if option.saved is None:
         return profile.bytes_of(profile.needed - profile.routed)
     made = {profile.roots[value] for number in option.saved for value in profile.entries[number].makes}
-    return profile.bytes_of((made | profile.recomputed(option.saved).held) - profile.routed)
+    return profile.bytes_of((made | option.held) - profile.routed)
 
 
 def _replay_bytes(profile: RegionProfile, option: Option, inputs: int) -> int:
@@ -319,8 +327,7 @@ def _replay_bytes(profile: RegionProfile, option: Option, inputs: int) -> int:
     """
     if option.saved is None:
         return 0
-    again, needed = profile.recomputed(option.saved), profile.needed
-    held = again.held
+    held, needed = option.held, profile.needed
     # Until the replay begins, everything that it starts from is there, also what backward has read already.
     first_read: dict[int, int] = {}
     for need in profile.needs:
@@ -330,7 +337,7 @@ def _replay_bytes(profile: RegionProfile, option: Option, inputs: int) -> int:
     begins, starts = profile.late_replay(option.saved)
     waits = {root for root in starts if first_read.get(root, -1) > begins}
     # While entries run again, results count until the last entry that reads them; what autograd saves, until the end.
-    steps = [profile.used_by(profile.entries[number]) for number in again.entries]
+    steps = [profile.used_by(profile.entries[number]) for number in option.entries]
     last = {root: step for step, roots in enumerate(steps) for root in roots}
     first = {root: step for step, roots in reversed([*enumerate(steps)]) for root in roots}
     changes = [0] * (len(steps) + 1)
@@ -341,3 +348,67 @@ def _replay_bytes(profile: RegionProfile, option: Option, inputs: int) -> int:
     between = max(accumulate(changes)) - profile.bytes_of(needed - held)
     more = profile.bytes_of(held - needed | waits) + max(0, between)
     return more + (inputs if begins < max(first_read.values(), default=-1) else 0)
+
+
+# -- What may be saved in a region
+
+
+def options_of(
+    profile: RegionProfile, times: Sequence[float], device: Device, by_hand: frozenset[int]
+) -> tuple[Option, ...]:
+    """Return the options of a region: full recomputation, then those that save more, then no checkpointing.
+
+    Bytes ascend and seconds descend. ``times``: seconds per entry. ``by_hand``: entries that are an option in any case.
+    See Note [The search for save options].
+    """
+    entries, is_gpu = profile.entries, device.name != "cpu"
+
+    @cache
+    def priced(saved: frozenset[int]) -> Option:
+        again, held = profile.recomputed(saved)
+        kernels = [number for number in (*range(len(times)), *again) if op_class(entries[number]) != FREE]
+        behind_s = math.fsum(max(0.0, times[number] - device.launch_s) for number in kernels) if is_gpu else 0.0
+        host_s = max(0.0, _CALL_S + _RECORD_S * len(entries) - behind_s)
+        ops_s, flops = math.fsum(times[number] for number in again), sum(entries[number].flops for number in again)
+        option = Option(saved, profile.bytes_of(held), again, held, ops_s + host_s, ops_s, flops)
+        known.append(option)
+        return option
+
+    known: list[Option] = []
+    candidates = frozenset(entry.number for entry in profile.candidates)
+    full = priced(frozenset())
+    saved = frozenset[int]()
+    while True:
+        now = priced(saved)
+        more_by = {number: priced(saved | {number}) for number in sorted(candidates - saved)}
+        gains = {
+            number: (now.ops_s - one.ops_s) / max(one.bytes - now.bytes, 1)
+            for number, one in more_by.items()
+            if one.ops_s < now.ops_s
+        }
+        if not gains:
+            break
+        saved |= {max(gains, key=gains.__getitem__)}
+    saved = candidates
+    while saved:
+        losses = {number: _loss(priced(saved), priced(saved - {number})) for number in sorted(saved, reverse=True)}
+        saved -= {min(losses, key=losses.__getitem__)}
+    best: list[Option] = []
+    for option in sorted(known, key=lambda one: (one.bytes, one.seconds, len(one.saved or ()))):
+        if option.seconds < (best[-1].seconds if best else full.seconds):
+            made = {n: {profile.roots[value] for value in profile.entries[n].makes} for n in option.saved or ()}
+            best.append(priced(frozenset(n for n, roots in made.items() if roots & option.held)))  # others hold nothing
+    step = -(-len(best) // MOST_OPTIONS) or 1
+    chosen = dict.fromkeys([full, *best[::step], *best[-1:], priced(by_hand)])
+    found = sorted(chosen, key=lambda one: (one is not full, one.bytes, -one.seconds))
+    if not profile.reason:
+        found.append(Option(None, profile.bytes_of(profile.needed | profile.routed)))
+    return tuple(found)
+
+
+def _loss(before: Option, after: Option) -> float:
+    """Return the seconds that are lost per byte that is freed; less than zero if nothing changes."""
+    seconds, size = after.ops_s - before.ops_s, before.bytes - after.bytes
+    if size > 0:
+        return seconds / size
+    return math.inf if seconds > 0 else -1.0

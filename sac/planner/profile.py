@@ -38,7 +38,6 @@ class Entry:
     makes: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     savable: bool = False  # a policy may save it, and saving it would hold memory
-    is_declined: bool = False  # a policy could save it, but the user's does not
     must_save: bool = False  # saved whatever the policy says
     is_collective: bool = False
     is_view: bool = False
@@ -58,12 +57,19 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute:
-    """The cost of a save option: entries that run again, in order, and storages that are held, with their bytes."""
+class Option:
+    """Entries that a region saves in addition to those that must be, or None for no checkpointing.
 
-    entries: tuple[int, ...]
-    held: frozenset[int]
+    ``bytes`` are then held; ``seconds`` and ``flops`` are recomputed, with the time that checkpointing itself takes.
+    """
+
+    saved: frozenset[int] | None
     bytes: int
+    entries: tuple[int, ...] = ()  # that run again, in order
+    held: frozenset[int] = frozenset()  # storages
+    seconds: float = 0.0
+    ops_s: float = 0.0  # of ``seconds``, the ops
+    flops: int = 0
 
 
 def _tape_of(entries: Sequence[Entry], roots: Sequence[int], maker: Mapping[int, int]) -> Tape:
@@ -132,11 +138,10 @@ class RegionProfile:
         """Return the storages that an entry reads, makes or writes to."""
         return {*(self.roots[value] for value in (*entry.reads, *entry.makes)), *entry.writes}
 
-    def recomputed(self, saved: Collection[int]) -> Recompute:
-        """Return what replay runs again and holds if the entries ``saved``, and those that must be, are saved."""
+    def recomputed(self, saved: Collection[int]) -> tuple[tuple[int, ...], frozenset[int]]:
+        """Return the entries that run again, in order, and the storages that are held if the entries ``saved`` are."""
         again, starts = self._schedule(self._kept(saved), self.needs)
-        held = frozenset(starts | self.routed)
-        return Recompute(tuple(again), held, self.bytes_of(held))
+        return tuple(again), frozenset(starts | self.routed)
 
     def late_replay(self, saved: Collection[int]) -> tuple[int, set[int]]:
         """Return when the replay begins if the entries ``saved`` are saved, and the storages that it starts from.

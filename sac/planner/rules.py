@@ -12,8 +12,7 @@ from typing import Any
 from sac.ops.names import resolve_ops
 from sac.ops.registry import find_op
 from sac.ops.save_sets import SAVE_SETS
-from sac.planner.options import Option
-from sac.planner.profile import Entry, RegionProfile
+from sac.planner.profile import Entry, Option, RegionProfile
 from sac.policy.model import Decision, Layers, Policy, Rule
 from sac.policy.patterns import PathPattern
 
@@ -173,8 +172,8 @@ def _sites(layers: Iterable[PlannedRegion]) -> tuple[_Site, ...]:
     recomputed: dict[tuple[str, str, int], set[int]] = {}
     for one in layers:
         for entry in one.profile.entries if one.option.saved is not None else ():
-            if not entry.must_save and (entry.savable or entry.is_declined):
-                into = saved if entry.number in one.option.saved else recomputed
+            if entry.savable and not entry.must_save:
+                into = saved if entry.number in (one.option.saved or ()) else recomputed
                 into.setdefault((entry.op, entry.module, entry.call), set()).add(one.layer)
     keys = dict.fromkeys((*saved, *recomputed))
     return tuple(_Site(*key, frozenset(saved.get(key, ())), frozenset(recomputed.get(key, ()))) for key in keys)

@@ -13,8 +13,7 @@ from sac.config_keys import StepBudget
 from sac.errors import PlanError, Problem
 from sac.planner.devices import figures_of
 from sac.planner.fakes import Build, Inputs, fake_build, fake_inputs, fake_mode
-from sac.planner.planning import Plan, best_size, budget_of, make_plan
-from sac.planner.rehearsal import optimizer_bytes
+from sac.planner.planning import Plan, best_size, budget_of, make_plan, optimizer_bytes
 from sac.tables import Table, bytes_text, screen_width, seconds_text, wrapped_text
 from sac.tensors import describe
 from sac.tools.comparison import loss_of
