@@ -70,11 +70,16 @@ def largest(several: Sequence[Any], name: str = "grounds") -> Any:
         values = {one: largest([getattr(value, one) for value in several], one) for one in names}
         return replace(first, **values)  # type: ignore[type-var]
     if isinstance(first, tuple):
+        if name == "rises":  # pairs of an entry and bytes
+            is_same = len({tuple(entry for entry, _ in one) for one in several}) == 1
+            return tuple(map(max, zip(*several, strict=True))) if is_same else ()
         if len({*map(len, several)}) == 1:
             return tuple(largest(values, name) for values in zip(*several, strict=True))
+        if name == "until":
+            return ()
     elif isinstance(first, int) and name in _SIZES:
         return max(several)
-    elif name == "memory_bytes":
+    elif name in ("memory_bytes", "until"):
         return min(several)
     elif len({*several}) == 1:
         return first

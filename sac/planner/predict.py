@@ -21,7 +21,8 @@ from sac.tables import bytes_text
 # The step was observed under full recomputation. What another choice changes is known from the tape of the region
 # (Note [Profiles]), as an upper bound:
 # - It leaves behind the storages that replay starts from, or for no checkpointing those that autograd saves.
-# - While its forward runs, all of these are alive in addition to what is alive in any case (`_forward_bytes`).
+# - While its forward runs, these are alive in addition to what is alive in any case: the observed forwards are measured
+#   at each op, and of each storage it is known until when it was alive (`_forward_bytes`).
 # - In its backward, everything that autograd saves is there at once after the replay, whatever was kept. On top come
 #   storages that are only the start of a replay, those that backward has already read when the replay begins, and what
 #   is alive between the steps of the replay (`_replay_bytes`).
@@ -122,14 +123,25 @@ class Prediction:
                 kind = self.kinds[place.own]
                 left[kind] = max(left[kind], phase.after - phase.before)
         self.in_flight = max(count for place in self._bases for count in place.alive)
+        forwards: dict[int, list[list[int]]] = {}  # what a forward takes at each entry
         self._held: dict[int, list[int]] = {}  # what each option of a kind holds, above full recomputation
         self._own: dict[tuple[str, int], list[int]] = {}  # what it takes besides in a forward or backward of its own
         for kind, size in left.items():
             profile, (full, *others) = self.profiles[kind], self.options[kind]
             inputs = max(0, size - full.bytes)
             self._held[kind] = [0, *(max(0, option.bytes - full.bytes) for option in others)]
-            self._own[FORWARD, kind] = [0, *(_forward_bytes(profile, option) for option in others)]
+            self._own[FORWARD, kind] = [0] * (len(others) + 1)
             self._own[BACKWARD, kind] = [0, *(_replay_bytes(profile, option, inputs) for option in others)]
+            forwards[kind] = [_forward_bytes(profile, option) for option in self.options[kind]]
+        for place, phase in zip(_places(record, self._numbers), record.phases, strict=True):
+            if place.own is not None and phase.part == FORWARD:
+                kind, above = self.kinds[place.own], phase.before + extra - self._bases[place]
+                # Not observed op by op, or calls differ: all that an option adds may be there at the peak.
+                is_seen = phase.rises and self.profiles[kind].until
+                rises = phase.rises if is_seen else ((-1, phase.peak - phase.before),)
+                own = self._own[FORWARD, kind]
+                for option, more in enumerate(forwards[kind]):
+                    own[option] = max(own[option], *(above + rise + more[entry] for entry, rise in rises))
 
     def learn(self, record: StepRecord, choice: Choice) -> None:
         """Take over what a step that was run with ``choice`` shows of the options in it."""
@@ -309,15 +321,25 @@ def _hull(more: Sequence[int], times: Sequence[float]) -> Iterator[tuple[float, 
         yield rate, now
 
 
-def _forward_bytes(profile: RegionProfile, option: Option) -> int:
-    """Return the most bytes by which a forward under ``option`` may exceed one under full recomputation.
+def _forward_bytes(profile: RegionProfile, option: Option) -> list[int]:
+    """Return the most bytes by which a forward under ``option`` may exceed one under full recomputation at each entry.
 
-    All that a policy saves is held until the end, needed or not; what is written to later is copied.
+    The last number is for the time after all entries. All that a policy saves is held until then, needed or not, and
+    what is written to later once more.
     """
-    if option.saved is None:
-        return profile.bytes_of(profile.needed - profile.routed)
-    made = {profile.roots[value] for number in option.saved for value in profile.entries[number].makes}
-    return profile.bytes_of((made | option.held) - profile.routed)
+    held, copied = profile.needed, set[int]()
+    if option.saved is not None:
+        held = option.held | {
+            profile.roots[value] for number in option.saved for value in profile.entries[number].makes
+        }
+        copied = {root for entry in profile.entries for root in entry.writes}
+    used = dict(enumerate(profile.until))  # the last entry during which a storage is there in any case
+    for entry in profile.entries:
+        used |= {root: max(used.get(root, -1), entry.number) for root in profile.used_by(entry)}
+    more = [0] * (len(profile.entries) + 1)
+    for root in held - profile.routed:
+        more[profile.maker.get(root, 0) if root in copied else used[root] + 1] += profile.bytes[root]
+    return [*accumulate(more)]
 
 
 def _replay_bytes(profile: RegionProfile, option: Option, inputs: int) -> int:

@@ -95,6 +95,8 @@ class RegionProfile:
     """The profile of a region, see Note [Profiles]. ``roots`` and ``bytes`` (of the storage) are per value.
 
     ``paths`` are the regions that it is true of, in forward order, and ``layers`` their positions in ``stack``.
+    ``until``: per value, if it is a root that was seen alive, the last entry after which it was alive in the forward
+    under full recomputation; otherwise -1. Empty if calls ran different ops.
     ``reason``: why the region cannot be planned op by op; it has no entries then.
     """
 
@@ -106,6 +108,7 @@ class RegionProfile:
     needs: tuple[Need, ...] = ()
     stack: str = ""
     stack_size: int = 0
+    until: tuple[int, ...] = field(default=(), compare=False)
     reason: str = ""
     maker: dict[int, int] = field(init=False, compare=False, repr=False)
     tape: Tape = field(init=False, compare=False, repr=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,10 +59,13 @@ class _SizedTape(Tape):
 class _ProfileTrace(OpTraceRecorder):
     """Records the sizes of each entry of a tape, in addition to its row of the op trace."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, after_op: Callable[[int], None]) -> None:
         super().__init__()
-        self._tape = tape
+        self._tape, self._after_op = tape, after_op
         self.entries: dict[int, Entry] = {}  # with what is known while an op runs
+        self.until: dict[int, int] = {}  # root -> the last entry after which it was alive
+        self._alive: list[int] = []  # values
+        self._seen = 0
 
     def add(self, site: CallSite, rule: Any, decision: Decision, args: Any, kwargs: Any, out: Any) -> None:
         """Append the op that just ran, which is the last entry of the tape unless the tape skips it."""
@@ -73,6 +76,12 @@ class _ProfileTrace(OpTraceRecorder):
         call = entry_of_call(site.op, args, kwargs, out)
         savable = site.savable and (site.savable_if is None or site.savable_if(args, kwargs, out))
         self.entries[entry] = replace(call, module=site.path, call=self.rows[-1].call, savable=savable)
+        self._after_op(entry)
+        self._alive += range(self._seen, len(self._tape.refs))
+        self._seen = len(self._tape.refs)
+        tensors = ((value, self._tape.refs[value]()) for value in self._alive)
+        self._alive = [value for value, tensor in tensors if tensor is not None and storage_bytes(tensor)]
+        self.until.update((self._tape.roots[value], entry) for value in self._alive)
 
     def add_unit(self, site: Any, rule: Any, decision: Decision, arguments: Any, returned: Any, first: int) -> None:
         """Append a unit, the last entry of the tape; it runs the ops inside again."""
@@ -106,8 +115,9 @@ class _ProfilingFrame(TapedFrame):
         return _SizedTape(self.group.table, self.owners)
 
     def _new_mode(self) -> TapeMode:
-        self._entries = (trace := _ProfileTrace(self.tape)).entries
-        return TapeMode(self.group.table, self.tape, trace)
+        assert self._region.after_op is not None
+        self._ops = _ProfileTrace(self.tape, self._region.after_op)
+        return TapeMode(self.group.table, self.tape, self._ops)
 
     def _schedule_replay(self) -> None:
         handles = [handle for reference in self._handles if (handle := reference()) is not None]
@@ -122,12 +132,13 @@ class _ProfilingFrame(TapedFrame):
             needs=tuple(needs),
             stack=block.stack,
             stack_size=block.stack_size,
+            until=tuple(self._ops.until.get(value, -1) for value in range(len(self.tape.roots))),
         )
         super()._schedule_replay()
         self._region.made = profile if self._replays else None
 
     def _entry(self, number: int) -> Entry:
-        tape, entry = self.tape, self._entries.get(number, Entry())
+        tape, entry = self.tape, self._ops.entries.get(number, Entry())
         results = tape.results(number)
         return replace(
             entry,
@@ -141,14 +152,16 @@ class _ProfilingFrame(TapedFrame):
 
 
 class FullRegion(Region):
-    """A region that is recomputed in full; while it ``profiles``, it finds out what a policy may save, or why none may.
+    """A region that is recomputed in full, and also finds out what a policy may save, or why none may.
 
-    If its calls differ in size, ``profile`` has the largest sizes.
+    It does so while there is ``after_op``, which is called with the number of each entry of a call's tape whose op has
+    run. If its calls differ in size, ``profile`` has the largest sizes.
     """
 
     def __init__(self, block: Block, group: RegionGroup) -> None:
         super().__init__(group, block.path)
-        self.block, self.profiles = block, False
+        self.block = block
+        self.after_op: Callable[[int], None] | None = None
         self.profile: RegionProfile | None = None
         self.made: RegionProfile | None = None  # by the last call
 
@@ -156,18 +169,18 @@ class FullRegion(Region):
         """See ``Region.run``."""
         self.made = None
         output = super().run(*args, **kwargs)
-        if self.profiles:
+        if self.after_op is not None:
             reason = self.group.not_replayable or "it does not run under the replay engine"
             made = self.made or RegionProfile((self.path,), (self.block.layer,), reason=reason)
             try:
                 self.profile = made if self.profile is None else largest((self.profile, made))
             except PlanError:  # their ops differ
-                self.profile = max(self.profile, made, key=lambda one: sum(one.bytes))
+                self.profile = replace(max(self.profile, made, key=lambda one: sum(one.bytes)), until=())
         return output
 
     def frame(self, function: Any, owners: Any, settings: Settings, outer: PackHooks | None) -> Frame:
         """See ``Region.frame``."""
-        if not self.profiles or (outer is not None and settings.engine != REPLAY) or keeps_fp8_state(owners):
+        if self.after_op is None or (outer is not None and settings.engine != REPLAY) or keeps_fp8_state(owners):
             return super().frame(function, owners, settings, outer)
         return _ProfilingFrame(function, owners, settings, self.path or self.group.name, self.group, region=self)
 
@@ -187,6 +200,7 @@ def merged(profiles: Sequence[RegionProfile], block_bytes: int) -> tuple[RegionP
             paths=tuple(path for one in alike for path in one.paths),
             layers=tuple(layer for one in alike for layer in one.layers),
             bytes=tuple(-(-size // block_bytes) * block_bytes for size in alike[0].bytes),
+            until=tuple(map(min, zip(*(one.until for one in alike), strict=False))),  # none if one has none
         )
         for alike in kinds.values()
     )
@@ -264,6 +278,11 @@ class BudgetRegions:
         if observation is not None:
             observation.end()
 
+    def after_op(self, entry: int) -> None:
+        """The op of an entry of the tape of a region that is profiled has run."""
+        if self.observation is not None:
+            self.observation.after_op(entry)
+
     @property
     def forwards(self) -> list[BudgetForward]:
         """The forwards on the model, in module order."""
@@ -275,7 +294,7 @@ class BudgetRegions:
         self.use(FULL)
         self.used = PROFILED
         for one in self.forwards:
-            one.full.profiles = True
+            one.full.after_op = self.after_op
 
     def profiles(self) -> tuple[RegionProfile, ...]:
         """Take the profiles that the calls have made."""
@@ -289,7 +308,7 @@ class BudgetRegions:
         if which != self.used:
             self.used = which
             for one in self.forwards:
-                one.full.profiles = False
+                one.full.after_op = None
                 one.region = one.planned if which == PLANNED and one.planned is not None else one.full
                 one.regions = (one.region,)
 
