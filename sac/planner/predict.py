@@ -329,9 +329,8 @@ def _forward_bytes(profile: RegionProfile, option: Option) -> list[int]:
     """
     held, copied = profile.needed, set[int]()
     if option.saved is not None:
-        held = option.held | {
-            profile.roots[value] for number in option.saved for value in profile.entries[number].makes
-        }
+        made = (value for number in option.saved for value in profile.entries[number].makes)
+        held = {*option.held, *(profile.roots[value] for value in made)}
         copied = {root for entry in profile.entries for root in entry.writes}
     used = dict(enumerate(profile.until))  # the last entry during which a storage is there in any case
     for entry in profile.entries:

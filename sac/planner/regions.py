@@ -172,10 +172,11 @@ class FullRegion(Region):
         if self.after_op is not None:
             reason = self.group.not_replayable or "it does not run under the replay engine"
             made = self.made or RegionProfile((self.path,), (self.block.layer,), reason=reason)
+            known = made if self.profile is None else self.profile
             try:
-                self.profile = made if self.profile is None else largest((self.profile, made))
+                self.profile = largest((known, made))
             except PlanError:  # their ops differ
-                self.profile = replace(max(self.profile, made, key=lambda one: sum(one.bytes)), until=())
+                self.profile = replace(max(known, made, key=lambda one: sum(one.bytes)), until=())
         return output
 
     def frame(self, function: Any, owners: Any, settings: Settings, outer: PackHooks | None) -> Frame:
