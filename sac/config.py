@@ -233,6 +233,8 @@ def _conflicts(mode: str | None, values: Mapping[str, Any]) -> Iterator[Conflict
         yield in_chunks, "layers", found, "write `mode: full`, or choose layers: {every: k}, {fraction: f}, …"
         found = "it says how a budget is met, and there is none"
         yield values["optimizer"] is not None and not has_budget, "optimizer", found, "give a budget"
+        found = "a budget chooses among all ops"
+        yield values["policy"] is not None and has_budget, "policy", found, "leave out the policy, or the budget"
         found = "a budget is planned for the replay engine"
         yield values["engine"] == RERUN and has_budget, "engine", found, "leave the engine out"
     if mode != "none":

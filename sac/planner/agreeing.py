@@ -22,7 +22,6 @@ from sac.planner.profile import RegionProfile
 
 _SIZES = {"bytes", "flops", "moved_bytes", "before", "peak", "after", "gradients", "static", "extra", "shape", "shapes"}
 _WHERE = "activation_checkpointing.budget"
-_SMALLEST = {"memory_bytes", "until"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +77,10 @@ def largest(several: Sequence[Any], name: str = "grounds") -> Any:
             return tuple(largest(values, name) for values in zip(*several, strict=True))
         if name == "until":
             return ()
-    elif isinstance(first, int) and name in _SIZES | _SMALLEST:
-        return min(several) if name in _SMALLEST else max(several)
+    elif isinstance(first, int) and name in _SIZES:
+        return max(several)
+    elif name in ("memory_bytes", "until"):
+        return min(several)
     elif len({*several}) == 1:
         return first
     what = f"the {name} of their regions, so that no plan is right for all"

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from sac.blocks import applying
 from sac.blocks.install import Applied
 from sac.config import Config, parse_config
 from sac.config_keys import STATES, StepBudget
-from sac.engine.table import resolve_policy
-from sac.errors import ConfigError, ModelError, PlanError, Problem, SacError, warn
+from sac.errors import ConfigError, ModelError, PlanError, Problem, warn
 from sac.planner.agreeing import Grounds, agreed, meshes_of
-from sac.planner.devices import Device, device_at_hand, device_named
-from sac.planner.observing import CpuMeter, Meter, Observation, Shapes, StepRecord, bytes_of, meter_of
+from sac.planner.devices import Device, device_named, figures_of
+from sac.planner.observing import FAILED, WAITS, WHOLE, CpuMeter, Meter, Observation, Shapes, StepRecord, meter_of
 from sac.planner.predict import Choice, Prediction
-from sac.planner.profile import RegionProfile
-from sac.planner.regions import FULL, PLANNED, BudgetRegions
+from sac.planner.regions import FULL, PLANNED, BudgetRegions, merged
 from sac.planner.rules import PlannedRegion, policy_of
-from sac.planner.tracing import merged
-from sac.policy.model import Decision, Policy
+from sac.policy.model import Policy
 from sac.reporting import note_memory
 from sac.tables import bytes_text, seconds_text
 from sac.tensors import tensor_parts
@@ -35,33 +33,28 @@ from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 
 # Note [A budget]
 #
-# A controller is shared by the regions of one `sac.apply` with a budget. In its first step, all regions are recomputed
-# in full, and record their tapes; the allocator is asked at their borders. When the second step begins, the plan is
-# made, and every region gets one that carries it out. Calls of earlier steps are not touched by that: each holds the
-# table and the settings that it began with until its graph is gone.
+# In the first step, all regions are recomputed in full and profiled, and the allocator is asked at their borders. When
+# the second step begins, the plan is made, and every region gets one that carries it out. Calls of earlier steps keep
+# the table and the settings that they began with until their graph is gone.
 #
 # A *pass* is a forward of the model and its backward. The first step is over when a pass begins after parameters have
 # changed, or gradients have gone. Until then, passes accumulate gradients, and are observed too, since later ones find
-# memory in use that the first one did not. Several forwards may also come before their backwards, in any order: those
-# of two losses, or the micro-batches of a pipeline schedule.
+# memory in use that the first one did not.
 #
-# What a later step begins with is asked when it begins, so the optimizer's state is counted when it is there. If no
-# parameter has changed by then (a scaled loss has overflowed), the state is reserved for.
+# What a later step begins with is asked when it begins, with the optimizer's state. If no parameter has changed by then
+# (a scaled loss has overflowed), the state is reserved for.
 #
 # A pass on larger inputs than were observed runs under full recomputation. If it begins a step, that step is observed
-# for a new plan, else the next one; a plan is used if it covers all that the last one was made for. Nothing of this
-# needs other ranks, except the plan itself (`agreeing.py`): ranks that share parameters keep their first one.
-#
-# The first steps of the plan are measured too, and show by how much the bounds of its options were too high. If a
-# faster choice fits by what is then known, it is used from the next step on. Ranks that share parameters would have to
-# agree on that again, and keep their plan.
+# for a new plan, else the next one; a plan is used if it covers all that the last one was made for. The first steps of
+# a plan are measured, and if a faster choice fits by what they show, it is used from the next step on. Ranks that share
+# parameters agree on their first plan (`agreeing.py`) and keep it.
 
 # Note [A profiler in steps]
 #
 # On a CPU, a step is measured by torch's profiler. A `record_function` that begins while a profiler runs must not end
-# while another one does: torch then writes to memory that is free. Pipeline schedules and loops of users have one
-# around each forward. So when a step ends at the begin of a pass, none is measured from there on, but from the next
-# pass; and passes that turn out not to be of the step are measured, too, and left out.
+# while another one does: torch then writes to memory that is free. Pipelines and users' loops have one around each
+# forward. So when a step ends at the begin of a pass, the next one is measured from the next pass on; and passes that
+# turn out not to be of the step are measured, too, and left out.
 
 _UNSEEN_STATES = 2  # per trained parameter
 _MOST_FORWARDS = 64  # of a step that accumulates gradients; further ones are like them
@@ -83,50 +76,18 @@ class BudgetPlan:
     forward_seconds: float
     in_flight: int = 1
     next_faster: tuple[int, str] | None = None  # the least peak with a faster option in one region, and the region
-    is_limited: bool = False  # a policy says what may be saved: ``most`` is with all of that
 
     def __str__(self) -> str:
         again = self.seconds / self.forward_seconds if self.forward_seconds else 0.0
         size, path = self.next_faster or (0, "")
-        most = "with all that the policy saves" if self.is_limited else "without checkpointing"
-        needs_none = self.most <= self.allowed and not self.is_limited
         return (
             f"planned for a budget of {bytes_text(self.allowed)}: predicted peak {bytes_text(self.peak)} (least "
-            f"{bytes_text(self.least)}, {most} {bytes_text(self.most)}), "
+            f"{bytes_text(self.least)}, without checkpointing {bytes_text(self.most)}), "
             f"{seconds_text(self.seconds)} of recomputing and recording, {again:.0%} of the blocks' forward"
             + (f", {self.in_flight} forwards in flight" if self.in_flight > 1 else "")
-            + (": no checkpointing is needed" if needs_none else "")
+            + (": no checkpointing is needed" if self.most <= self.allowed else "")
             + (f"; a faster option of {path} would take {bytes_text(size)}" if path else "")
         )
-
-
-class _ForwardHooks:
-    """Hooks of the model around its forward."""
-
-    def __init__(self, controller: Controller) -> None:
-        self.controller = controller
-        model = controller.model
-        # In front of the hook that gathers parameters.
-        self.handles = [model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)]
-        self.handles.append(model.register_forward_hook(self.after, always_call=True))
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Begin a pass."""
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.controller.begin((args, kwargs))
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """End the forward of a pass; ``output`` is None if it has raised."""
-        if not torch.compiler.is_compiling():
-            self.controller.is_in_forward = False
-            if output is None and torch.is_grad_enabled():
-                self.controller.stop()
-
-    def undo(self) -> None:
-        """Take the hooks off the model, and stop observing."""
-        self.controller.close()
-        for handle in self.handles:
-            handle.remove()
 
 
 class Controller(BudgetRegions):
@@ -140,6 +101,7 @@ class Controller(BudgetRegions):
         self.told = ""
         self.shapes: tuple[Shapes, ...] = ()  # of the inputs that the plan was made for
         self.new: tuple[PlannedRegion, ...] = ()  # a plan that begins with the next pass
+        self.handles: list[RemovableHandle] = []  # of hooks around the model's forward
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -153,78 +115,83 @@ class Controller(BudgetRegions):
     def _forget(self) -> None:
         """Have observed nothing."""
         self.observation = None
-        self.is_in_forward = False
-        self.device = torch.device("meta")  # known when a step is observed: trainers move models after sac.apply
-        self._meter: Meter = CpuMeter()
+        self._meter: Meter = CpuMeter()  # known when a step is observed: trainers move models after sac.apply
         self._record: StepRecord | None = None  # of a step that is over
-        self._is_check = False  # the observed step is of the plan
-        self._checks = 0  # that are still to come
+        self._checks = 0  # steps of the plan that are still to be measured
         self._prediction: Prediction | None = None
         self._choice: Choice = ()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._hooks: list[Any] = []
-        self._versions: tuple[int, ...] = ()  # of parameters when the observed step began
-        self._last: tuple[int, ...] = ()  # when the last pass began
-        self._first = ""  # the path of the region that begins a pass, if the model's own forward is not called
-        self._has_forward = False
+        self._hook: RemovableHandle | None = None  # of each step of an optimizer
+        self._versions: tuple[int, ...] = ()  # of parameters when the observed step began, else the last pass
+        self._first: str | None = None  # what begins a pass: a path if the model's own forward, "", is not called
+        self._is_in_forward = False  # of the model
         self._wants = False  # larger inputs came within a step: the next one is observed, from its begin
         self._plans = 0
 
     def attach(self, applied: Applied) -> None:
         """Take charge of the regions of ``applied``."""
-        applied.restores = (*applied.restores, _ForwardHooks(self))
+        # In front of the hook that gathers parameters.
+        self.handles = [self.model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)]
+        self.handles.append(self.model.register_forward_hook(self.after, always_call=True))
+        applied.restores = (*applied.restores, self)
         self._tell(f"budget {self.budget}: no step has been observed yet")
+
+    def undo(self) -> None:
+        """Take the hooks off the model, and stop observing."""
+        self.close()
+        for handle in self.handles:
+            handle.remove()
 
     def close(self) -> None:
         """Observe nothing any more; also when the model is gone."""
         self.stop()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def __del__(self) -> None:
-        if vars(self).get("_hooks"):
+        if vars(self).get("_hook"):
             self.close()
 
     # -- The begin of a pass
 
-    def begin(self, inputs: Any, path: str | None = None) -> None:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Begin a pass; a hook of the model."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.begin((args, kwargs))
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """End the forward of a pass; a hook of the model. ``output`` is None if it has raised."""
+        if not torch.compiler.is_compiling():
+            self._is_in_forward = False
+            if output is None and torch.is_grad_enabled():
+                self.stop()
+
+    def begin(self, inputs: Any, path: str = "") -> None:
         """See ``BudgetRegions.begin``."""
-        if path is None:
-            self._has_forward = self.is_in_forward = True
-        elif self._has_forward or self._first not in ("", path):
-            return
-        else:
+        if not path:
+            self._first, self._is_in_forward = "", True
+        elif self._first is None:
             self._first = path
+        if path != self._first:
+            return
         shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
-        observation, ends = self.observation, self.observation is not None
-        if observation is not None and observation.has_failed:
-            self.stop()
-        elif observation is not None and not observation.waits:
-            has_changed = observation.has_gradients or self._versions_now() != self._versions
-            if not self._is_check and not (observation.is_whole and has_changed):
-                observation.begin_again(self._live(inputs), shapes)  # it was a pass to learn the shapes of results
-                return
-            if len(observation.shapes) >= _MOST_FORWARDS or self._step_is_over():
-                self._end_pass()
-        if self.observation is not None and self._is_check and not self._is_known(shapes):
-            self.stop()
-        if self.observation is not None:
-            self.observation.shapes.append(shapes)
+        observation = self.observation
+        if observation is not None and self._goes_on(observation, inputs, shapes):
             return
         if self._record is not None and self._step_is_over():
             self._make_plan(self._record, inputs)
-        now = self._versions_now() if self.fitted is not None else ()
-        starts, self._last = now != self._last, now
-        may_observe = not ends and self._record is None  # see Note [A profiler in steps]
-        if self.fitted is not None and self._is_known(shapes) and not (self._wants and starts and may_observe):
+        versions = self._versions_now()
+        starts, self._versions = versions != self._versions, versions
+        may_observe = observation is None and self._record is None  # see Note [A profiler in steps]
+        if self.fitted is not None and _cover(self.shapes, [shapes]) and not (self._wants and starts and may_observe):
             if self.new:
                 self.plan(self.new, self.fitted.policy)
                 self.new = ()
             self.use(PLANNED)
             if may_observe and self._checks and self._meter.is_free():
                 self._checks -= 1
-                self._start(inputs, shapes, is_check=True)
+                self._observe(inputs, shapes)
             elif may_observe:
                 self.close()
             return
@@ -233,21 +200,35 @@ class Controller(BudgetRegions):
             self._tell(f"{self.told}; {_LARGER}")
         if self.fitted is not None and not starts:
             self._wants = True
-        elif may_observe and self._may_plan() and (self._wants or self._covers([shapes])):
-            self._observe(inputs, shapes)
+        elif may_observe and self._may_plan() and (self._wants or _cover([shapes], self.shapes)):
+            self._find_device()
+            if self._meter.is_free():
+                self.profile()
+                self._observe(inputs, shapes)
+
+    def _goes_on(self, observation: Observation, inputs: Any, shapes: Shapes) -> bool:
+        """Return whether the pass that begins is one more of the observed step; otherwise the observation ends."""
+        is_check = self.used == PLANNED
+        state = observation.state
+        if state == FAILED:
+            self.stop()
+        elif state != WAITS:
+            has_changed = observation.has_gradients or self._versions_now() != self._versions
+            if not is_check and not (state == WHOLE and has_changed):
+                observation.begin_again(self._live(inputs), shapes)  # it was a pass to learn the shapes of results
+                return True
+            if len(observation.shapes) >= _MOST_FORWARDS or self._step_is_over():
+                self._end_pass()
+        if self.observation is not None and is_check and not _cover(self.shapes, [shapes]):
+            self.stop()
+        if self.observation is not None:
+            self.observation.shapes.append(shapes)
+        return self.observation is not None
 
     def _may_plan(self) -> bool:
         if self.fitted is not None:
             return self._plans < _MOST_PLANS and not meshes_of(self.model)
         return not any(map(is_lazy, self.model.parameters()))  # this pass makes them
-
-    def _is_known(self, shapes: Shapes) -> bool:
-        """Return whether the plan was made for inputs that are at least as large in each dimension."""
-        return any(_is_within(shapes, known) for known in self.shapes)
-
-    def _covers(self, shapes: Sequence[Shapes]) -> bool:
-        """Return whether a plan for inputs of these shapes is right for all that the last one was made for."""
-        return all(any(_is_within(known, one) for one in shapes) for known in self.shapes)
 
     def _find_device(self) -> None:
         devices = {part.device for parameter in self.model.parameters() for part in tensor_parts(parameter)}
@@ -258,33 +239,23 @@ class Controller(BudgetRegions):
             found = f"a budget applies to one device, but the parameters are on {places}"
             fix = "move the model to one device, a GPU or the CPU; or plan with `sac plan`"
             raise ModelError(Problem(type(self.model).__name__, found, fix=fix))
-        self.device, self._meter = device, meter
+        self._meter = meter
 
     def _observe(self, inputs: Any, shapes: Shapes) -> None:
-        self._find_device()
-        if self._meter.is_free():
-            self.profile()
-            self._start(inputs, shapes, is_check=False)
-
-    def _start(self, inputs: Any, shapes: Shapes, *, is_check: bool) -> None:
-        self._is_check, self._versions = is_check, self._versions_now()
-        if not self._hooks:  # some trainers run forward and backward inside of the optimizer's step
-            mine = weakref.ref(self)
+        if self._hook is None:
+            mine = weakref.WeakMethod(self._optimizer_steps)
 
             def steps(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-                controller = mine()
-                if controller is not None:
-                    controller._optimizer_steps(optimizer)
+                if (method := mine()) is not None:
+                    method(optimizer)
 
-            self._hooks = [
-                register(steps) for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
-            ]
+            self._hook = register_optimizer_step_pre_hook(steps)
         self.observation = Observation(self._meter, self._live(inputs), self._gradients, shapes, self._lost)
 
     def _lost(self) -> None:
         """The graph of the observed step was freed before its backward was over: its loss or backward has raised."""
         observation = self.observation
-        if self._has_forward and not self.is_in_forward and observation is not None and observation.is_here:
+        if self._first == "" and not self._is_in_forward and observation is not None and observation.is_here:
             self.stop()
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
@@ -292,22 +263,19 @@ class Controller(BudgetRegions):
         if not any(id(one) in mine for group in optimizer.param_groups for one in group["params"]):
             return
         self._optimizers.add(optimizer)
-        observation = self.observation
-        if observation is None or observation.waits or current_graph_task_id() != NO_TASK:
-            return
-        if observation.is_here:  # in another thread, the begin of the next pass ends this one
+        seen = self.observation  # in another thread, the begin of the next pass ends it
+        if seen is not None and seen.is_here and seen.state != WAITS and current_graph_task_id() == NO_TASK:
             self._end_pass()
 
     def _end_pass(self) -> None:
         assert self.observation is not None
         observation, self.observation = self.observation, None
         record = observation.end()
-        if self._is_check:
-            self._is_check = False
+        if self.used == PLANNED:
             if record is not None:
                 self._compare(record)
             return
-        if record is not None and self._covers(record.shapes) and not all(map(self._is_known, record.shapes)):
+        if record is not None and _cover(record.shapes, self.shapes) and not _cover(self.shapes, record.shapes):
             self._record = record
         self._wants = False
         self.use(FULL)
@@ -325,27 +293,22 @@ class Controller(BudgetRegions):
         return tuple(part._version for parameter in self._trained() for part in tensor_parts(parameter))
 
     def _gradients(self) -> int:
-        return self._bytes_of(parameter.grad for parameter in self._trained())
-
-    def _bytes_of(self, tensors: Iterable[Tensor | None]) -> int:
-        return bytes_of(tensors, self.device, self._meter.block_bytes)
+        return self._meter.bytes_of([parameter.grad for parameter in self._trained()])
 
     def _states(self) -> list[Any]:
-        return tree_leaves([[*optimizer.state.values()] for optimizer in self._optimizers])
+        return [[*optimizer.state.values()] for optimizer in self._optimizers]
 
     def _live(self, inputs: Any) -> int:
         parameters = [*self.model.parameters()]
-        gradients = [one.grad for one in parameters if one.grad is not None]
-        known = [*parameters, *gradients, *self.model.buffers(), *tree_leaves(inputs), *self._states()]
-        return self._meter.live([one for one in known if isinstance(one, Tensor)])
+        gradients = [one.grad for one in parameters]
+        return self._meter.live([parameters, gradients, [*self.model.buffers()], inputs, self._states()])
 
     def _unseen_state(self) -> int:
         """Return the bytes of optimizer state to reserve: none if a step of an optimizer has been seen."""
         if self._versions_now() != self._versions:
             return 0
         states = _UNSEEN_STATES if self.config.optimizer is None else STATES[self.config.optimizer]
-        there = [state for state in self._states() if isinstance(state, Tensor)]
-        return max(0, states * self._bytes_of(self._trained()) - self._bytes_of(there))
+        return max(0, states * self._meter.bytes_of(self._trained()) - self._meter.bytes_of(self._states()))
 
     # -- The plan
 
@@ -361,24 +324,19 @@ class Controller(BudgetRegions):
             self._meter.memory_bytes,
         )
         grounds = agreed(mine, self.model)
-        self._warn_of_full(grounds.profiles)
-        profiles, policy = merged(grounds.profiles, self._meter.block_bytes), self.config.policy
-        prediction = Prediction(
-            profiles, grounds.record, _figures_at(self.device), extra=grounds.extra, may_skip=policy is None
-        )
+        if unplanned := [one for one in grounds.profiles if one.reason]:
+            more = f" and {len(unplanned) - 1} more blocks are" if len(unplanned) > 1 else " is"
+            found = f"it{more} recomputed in full, and not planned op by op: {unplanned[0].reason}"
+            warn(Problem(unplanned[0].paths[0], found))
+        profiles = merged(grounds.profiles, self._meter.block_bytes)
+        prediction = Prediction(profiles, grounds.record, _figures_at(self._meter.device), extra=grounds.extra)
         least, most = prediction.least(), prediction.peak_of(prediction.fastest)
         allowed = self.budget.within(least, most, grounds.memory_bytes)
         self._plans += 1
-        error: SacError | None = None
-        if policy is not None and not any(profile.candidates or profile.reason for profile in profiles):
-            found = f"policy {policy.name} saves nothing in these blocks, so there is nothing to choose"
-            fix = "choose another policy, or leave it out to choose among all ops"
-            error = ConfigError(Problem("activation_checkpointing.policy", found, fix=fix))
-        elif least > allowed:
+        if least > allowed:
             error = prediction.refuse("activation_checkpointing.budget", str(self.budget), allowed)
-        if error is not None and self.fitted is None:
-            raise error
-        if error is not None:
+            if self.fitted is None:
+                raise error
             self._plans = _MOST_PLANS
             warn(f"{error}\n    until then: {_LARGER}")
             return
@@ -399,7 +357,6 @@ class Controller(BudgetRegions):
             prediction.forward_s,
             prediction.in_flight,
             prediction.next_faster(choice),
-            self.config.policy is not None,
         )
         if choice == self._choice:
             self._tell(f"{self.fitted}; {took}")
@@ -407,14 +364,6 @@ class Controller(BudgetRegions):
         self._choice, self.new = choice, planned
         self._tell(str(self.fitted))
         _say(f"sac: {took}{', so a faster choice fits: ' if took else ''}{self.fitted}")
-
-    def _warn_of_full(self, profiles: Sequence[RegionProfile]) -> None:
-        """Warn of the regions that cannot be planned, which run under full recomputation."""
-        unplanned = [one for one in profiles if one.reason]
-        if unplanned:
-            more = f" and {len(unplanned) - 1} more blocks are" if len(unplanned) > 1 else " is"
-            found = f"it{more} recomputed in full, and not planned op by op: {unplanned[0].reason}"
-            warn(Problem(unplanned[0].paths[0], found))
 
     def _compare(self, record: StepRecord) -> None:
         """Report the peak of a step of the plan; use a faster choice if one fits by what the step shows."""
@@ -450,15 +399,19 @@ class Controller(BudgetRegions):
 def _figures_at(device: torch.device) -> Device:
     """Return the figures of a device; of another GPU if it is unknown, since only their ratios matter here."""
     try:
-        return device_at_hand(device)
+        return figures_of(device)
     except PlanError:
         return device_named("h100")
 
 
+def _cover(several: Sequence[Shapes], others: Sequence[Shapes]) -> bool:
+    """Return whether each of the ``others`` is no larger than one of ``several`` in any dimension."""
+    return all(any(_is_within(one, known) for known in several) for one in others)
+
+
 def _is_within(shapes: Shapes, known: Shapes) -> bool:
-    return len(shapes) == len(known) and all(
-        len(one) == len(other) and all(size <= most for size, most in zip(one, other, strict=True))
-        for one, other in zip(shapes, known, strict=True)
+    return [*map(len, shapes)] == [*map(len, known)] and all(
+        size <= most for one, other in zip(shapes, known, strict=True) for size, most in zip(one, other, strict=True)
     )
 
 
@@ -509,23 +462,9 @@ def apply(
     if config.budget is None or config.mode != "selective":
         applying.apply(model, config, **arguments)
     else:
-        if config.policy is not None:
-            _check_policy(config.policy)
         controller = Controller(model, config)
         applied = controller.put_on(**arguments)
         if applied is not None:
             controller.attach(applied)
     note_memory(model)
     return model
-
-
-def _check_policy(policy: Policy) -> None:
-    resolve_policy(policy)
-    if any(rule.matches_module and rule.do != Decision.RECOMPUTE.value for rule in policy.rules):
-        found = "a rule saves whole modules, but a budget chooses among ops"
-        fix = "add `ops` to the rule, or leave the budget out"
-        raise ConfigError(Problem("activation_checkpointing.policy", found, fix=fix))
-    if policy.default is Decision.OFFLOAD or any(rule.kept_as is Decision.OFFLOAD for rule in policy.rules):
-        found = "it offloads, but with a budget sac only chooses between saving on the device and recomputing"
-        fix = "take the rules that offload out of the policy, or leave the budget out"
-        raise ConfigError(Problem("activation_checkpointing.policy", found, fix=fix))

@@ -52,6 +52,8 @@ _AMPERE = _tera(half=312, tf32=156, float32=19.5, float64=19.5)
 _HOPPER = _tera(float8=1978.9, half=989.4, tf32=494.7, float32=66.9, float64=66.9)
 _BLACKWELL = _tera(float8=4500, half=2250, tf32=1100, float32=80, float64=40)
 _MI300X = _tera(float8=2614.9, half=1307.4, tf32=653.7, float32=163.4, float64=163.4)
+_AVX2 = _tera(half=1.28, float32=1.28, float64=0.64)
+_AMD = "(amd)?(instinct)?mi300x(oam)?(192gb)?(hbm3)?"
 _NVIDIA = "(nvidia)?{}(sxm[4-6]?)?({}gb)?(hbm3e?)?"
 
 DEVICES: Mapping[str, Device] = {
@@ -63,27 +65,10 @@ DEVICES: Mapping[str, Device] = {
         Device("h200", "NVIDIA H200 SXM, 141 GB", _NVIDIA.format("h200", 141), _HOPPER, 4.8e12, 141 * _GIB, 450e9),
         Device("b200", "NVIDIA B200 SXM, 180 GB", _NVIDIA.format("b200", 180), _BLACKWELL, 8e12, 180 * _GIB, 900e9),
         # AMD's data sheet; seven links
-        Device(
-            "mi300x",
-            "AMD Instinct MI300X, 192 GB",
-            "(amd)?(instinct)?mi300x(oam)?(192gb)?(hbm3)?",
-            _MI300X,
-            5.3e12,
-            192 * _GIB,
-            448e9,
-        ),
+        Device("mi300x", "AMD Instinct MI300X, 192 GB", _AMD, _MI300X, 5.3e12, 192 * _GIB, 448e9),
         # Processors differ too much for a data sheet: 16 cores with AVX2 at 2.5 GHz, two channels of DDR4-3200, and
         # 100 Gb/s Ethernet are assumed. The ratio of the figures matters.
-        Device(
-            "cpu",
-            "a processor, rough figures",
-            "cpu",
-            _tera(half=1.28, float32=1.28, float64=0.64),
-            51.2e9,
-            64 * _GIB,
-            12.5e9,
-            launch_s=2e-6,
-        ),
+        Device("cpu", "a processor, rough figures", "cpu", _AVX2, 51.2e9, 0, 12.5e9, launch_s=2e-6),
     )
 }
 
@@ -103,8 +88,14 @@ def device_named(text: str) -> Device:
     raise PlanError(Problem("device", f"the planner has no figures for '{text}'", legal, kin))
 
 
-def device_at_hand(device: torch.device) -> Device:
-    """Return the figures of a local device, with tf32 if torch uses it; raises ``PlanError`` if it is unknown."""
+def figures_of(device: str | torch.device) -> Device:
+    """Return the figures of a local device, with tf32 if torch uses it, or of the one that is called so.
+
+    Raises ``PlanError`` if it is unknown.
+    """
+    if isinstance(device, str) and device.partition(":")[0] != "cuda":
+        return device_named(device.partition(":")[0])
+    device = torch.device(device)
     if device.type != "cuda":
         return device_named(device.type)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from sac.blocks.paths import group_label
 from sac.ops.registry import op_name
 from sac.planner.ledger import Ledger
-from sac.planner.observing import BETWEEN, FORWARD
+from sac.planner.observing import FORWARD
+from sac.planner.rules import PlannedRegion, policy_of
 from sac.tables import bytes_text
 from sac.tensors import tensor_parts, tensors_of
 from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
@@ -37,15 +38,14 @@ _SNAPSHOT = "for single tensors: torch.cuda.memory._record_memory_history() and 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What is alive at a peak: bytes by category, and for blocks by what keeps them. ``optimizer``: state to come."""
+    """What is alive at a peak, largest first: the category, where and why, and bytes."""
 
-    rows: tuple[tuple[str, str, int], ...]  # category, where and why, bytes
-    optimizer: int = 0
+    rows: tuple[tuple[str, str, int], ...]
 
     @property
     def categories(self) -> dict[str, int]:
         """The bytes of each category that has any, largest first."""
-        found = Counter({OPTIMIZER: self.optimizer})
+        found: Counter[str] = Counter()
         for category, _, size in self.rows:
             found[category] += size
         return {name: size for name, size in found.most_common() if size}
@@ -71,17 +71,14 @@ class Explanation:
 class Origins(Ledger):
     """A ledger that knows who made each storage, and notes what is alive when the live bytes reach ``level``.
 
-    ``place``: returns the part of the step and the path of the block that is running. ``rule_of``: returns what a plan
-    says of an op in the block at a path.
+    ``place``: returns the part of the step and the path of the block that is running.
     """
 
-    place: Callable[[], tuple[str, str]] = staticmethod(lambda: (BETWEEN, ""))
-
     def __init__(
-        self, device: Any, gathers: Any, model: nn.Module, inputs: Any, level: int, rule_of: Callable[[str, str], str]
+        self, device: Any, gathers: Any, model: nn.Module, inputs: Any, level: int, place: Callable[[], tuple[str, str]]
     ) -> None:
         super().__init__(device, gathers)
-        self._model, self._level, self._rule_of = model, level, rule_of
+        self._model, self._level, self._place = model, level, place
         self._alive: dict[int, int] = {}
         self._origins: dict[int, tuple[str, str, str]] = {}  # category, path of the block, op
         self._note(PARAMETERS, model.parameters())
@@ -101,7 +98,7 @@ class Origins(Ledger):
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """See ``Ledger.run``."""
         out = super().run(func, args, kwargs)
-        part, path = self.place()
+        part, path = self._place()
         category = BLOCKS if part == FORWARD else OTHERS if current_graph_task_id() == NO_TASK else BACKWARD
         for piece in (piece for tensor in tensors_of(out) for piece in tensor_parts(tensor)):
             key = piece.untyped_storage()._cdata
@@ -109,18 +106,20 @@ class Origins(Ledger):
                 self._origins[key] = category, path, op_name(func)
         return out
 
-    def explanation(self) -> Explanation:
-        """Return what was alive."""
-        found: Counter[tuple[str, str, str]] = Counter()
+    def explanation(self, planned: Sequence[PlannedRegion], optimizer: int) -> Explanation:
+        """Return what was alive under a plan, with the bytes of ``optimizer`` state to come."""
+        policy, of_path = policy_of(planned, "planned"), {one.path: one for one in planned}
+        sizes: Counter[tuple[str, str, str]] = Counter({(OPTIMIZER, "", ""): optimizer})
         paths: dict[tuple[str, str, str], set[str]] = {}
         for key, size in self._alive.items():
             category, path, op = self._known.get(key, (GATHERED if self.gathers is not None else OTHERS, "", ""))
-            row = category, op, f" ({rule})" if category == BLOCKS and (rule := self._rule_of(path, op)) else ""
-            found[row] += size
+            rule = of_path[path].rule_of(policy, op) if category == BLOCKS else ""
+            row = category, op, f" ({rule})" if rule else ""
+            sizes[row] += size
             paths.setdefault(row, set()).update({path} - {""})
         rows = []
-        for row, size in found.most_common():
-            where = f"{row[1]} in {group_label(sorted(paths[row]))}" if paths[row] else row[1]
+        for row, size in (+sizes).most_common():  # without rows of no bytes
+            where = f"{row[1]} in {group_label(sorted(paths[row]))}" if paths.get(row) else row[1]
             is_shown = size >= _WORTH_A_ROW * sum(self._alive.values())
             rows.append((row[0], where + row[2] if is_shown else "", size))
         return Explanation(tuple(rows))

@@ -39,6 +39,14 @@ Build = Callable[[Callable[[], nn.Module], torch.dtype], nn.Module]
 _NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
+def arguments_of(inputs: Any, error: type[SacError]) -> Inputs:
+    """Return the arguments of a model; raises ``error`` if ``inputs`` are neither a tuple nor a dict."""
+    if not isinstance(inputs, (tuple, list, Mapping)):
+        found = f"a {type(inputs).__name__} is not what a model is called with"
+        raise error(Problem("inputs", found, "a tuple or a dict of arguments", fix="write (x,) for one argument"))
+    return dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)  # pytrees look into dicts only
+
+
 def fake_mode() -> FakeTensorMode:
     """Return the fake mode that the fake tensors of one step share."""
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -53,7 +61,9 @@ def fake_build(mode: FakeTensorMode) -> Build:
     def build(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
         try:
             with mode:
-                return _exchanged(make(), lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+                model = make()
+                known = _changed(model, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+                return copy.deepcopy(model, known)
         except _NEEDS_DATA:  # for initialising weights (ViT), or for its own sizes (stochastic depth)
             return fake_copy(make().to(dtype), mode)
 
@@ -65,32 +75,22 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
     Gradients are not copied. Raises ``PlanError`` if the model cannot be copied.
     """
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     try:
-        for parameter, _ in gradients:
-            parameter.grad = None
-        tensors = [*model.parameters(), *model.buffers()]
-        if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
-            # By default, `deepcopy` also copies the mode of each fake tensor, and the process crashes (torch 2.13).
-            return _exchanged(model, lambda tensor: _of_cpu(tensor, mode))
-        with FakeCopyMode(mode):
-            copied: nn.Module = copy.deepcopy(model)
-        return copied
+        known = _changed(model, lambda tensor: _of_cpu(tensor, mode))
+        with FakeCopyMode(mode):  # for tensors that are plain attributes
+            return copy.deepcopy(model, known)
     except Exception as error:
         found = f"the model cannot be copied: {type(error).__name__}: {error}"
         raise PlanError(Problem(type(model).__name__, found, fix="plan the model before it is sharded")) from error
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
-def _exchanged(model: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Return a deep copy of ``model`` with other parameters and buffers; those that modules share stay shared."""
+def _changed(model: nn.Module, change: Callable[[Tensor], Tensor]) -> dict[int, Any]:
+    """Return other parameters and buffers for a deep copy of ``model``, by the id of each."""
     known: dict[int, Any] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         new = change(tensor.detach())
         known[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-    return copy.deepcopy(model, known)
+    return known
 
 
 def _of_cpu(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

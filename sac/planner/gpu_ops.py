@@ -19,11 +19,10 @@ from sac.torch_private import FakeTensor, scoped_library
 # Note [Lowering]
 #
 # Some functions of torch run other ops on a GPU than on the CPU: RMS norm and dropout are one op each on a GPU, and
-# attention is a kernel chosen by sizes, dtype and device. These ops save other tensors for backward than the CPU's ops,
-# so a plan for a GPU has to see them. Tensors without data need no kernels, only shapes. So this module makes torch
-# call the GPU's ops for CPU tensors. It registers them at autograd's dispatch key, above the level where modes
-# intercept ops, so everything that runs later, including backward and recomputation, sees the same ops. (A
-# TorchFunctionMode is inactive in backward.)
+# attention is a kernel chosen by sizes, dtype and device. They save other tensors for backward, so a plan for a GPU has
+# to see them. So this module makes torch call the GPU's ops for CPU tensors without data, which need shapes only. It
+# registers them at autograd's dispatch key, above the level where modes intercept ops: backward and recomputation see
+# them too, where a TorchFunctionMode is inactive.
 #
 # This changes torch for all threads while the plan is made; a fused norm with data, of another thread, raises.
 # Attention follows torch 2.11 to 2.13 (`sdp_utils.cpp`) by one rule per kernel; flags that a model sets
@@ -75,12 +74,11 @@ def _rms_norm_backward(
     return torch.empty_like(x) if wanted[0] else None, of_weight
 
 
-def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+def _dropout(x: Tensor, p: float, train: bool) -> Any:
     if not train or p == 0 or not x.numel():
         return x
     if p < 1:
-        out: Tensor = torch.ops.aten.native_dropout.default(x, p, train)[0]
-        return out
+        return torch.ops.aten.native_dropout.default(x, p, train)[0]
     return x * torch.zeros((), dtype=x.dtype)  # everything is dropped
 
 
@@ -95,7 +93,7 @@ def _attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
+) -> Any:
     """Run attention by the kernel that ``device`` takes. Tensors are [batch, heads, length, head]."""
     heads, dtype, flags = (query.shape[-1], value.shape[-1]), query.dtype, torch.backends.cuda
     alike = query.shape[:2] == key.shape[:2] == value.shape[:2]
@@ -107,11 +105,9 @@ def _attention(
     is_wanted = flags.cudnn_sdp_enabled() and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
     most = _CUDNN_HEADS.get(device, 0) if is_wanted else 0
     is_const = mask is None or not mask.requires_grad
-    out: Tensor
     if fits and dtype in _HALF and is_const and all(size <= most and size % 8 == 0 for size in heads):
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
-        out = cudnn(query, key, value, mask, learns, dropout_p, is_causal, False, scale=scale)[0]
-        return out
+        return cudnn(query, key, value, mask, learns, dropout_p, is_causal, False, scale=scale)[0]
     is_square = not is_causal or query.shape[-2] == key.shape[-2]
     if fits and dtype in _HALF and mask is None and flags.flash_sdp_enabled() and is_square and max(heads) <= 256:
         scale = heads[0] ** -0.5 if scale is None else scale
@@ -128,8 +124,6 @@ def _attention(
                 *query.shape[:3], length
             )
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
-        out = efficient(query, key, value, mask, learns, dropout_p, is_causal, scale=scale)[0]
-        return out
+        return efficient(query, key, value, mask, learns, dropout_p, is_causal, scale=scale)[0]
     math = torch.ops.aten._scaled_dot_product_attention_math.default
-    out = math(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
-    return out
+    return math(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]

@@ -139,7 +139,7 @@ class Ledger(BareMode):
         if not func.is_view:
             self.seconds += seconds(entry_of_call(func, args, kwargs or {}, out), self.device)
         self.note(tensors_of(out))
-        if torch.Tag.nondeterministic_seeded in func.tags and _would_draw(func, args, kwargs or {}, out):
+        if torch.Tag.nondeterministic_seeded in func.tags and any(type(one) is FakeTensor for one in tensors_of(out)):
             torch.empty(1).uniform_()  # nothing is drawn without data; advance the generator's state visibly
         return out
 
@@ -150,13 +150,3 @@ def _run_grouped(args: Any, kwargs: Any) -> Any:
     op: Any = _GROUPED
     out = op.default(left.bfloat16(), right.bfloat16(), *rest, **{**kwargs, "out_dtype": None})
     return out.new_empty(out.shape, dtype=kwargs.get("out_dtype") or left.dtype)
-
-
-def _would_draw(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
-    """Return whether a random op without data would have drawn numbers: false if nothing is to be dropped."""
-    if not any(isinstance(tensor, FakeTensor) for tensor in tensors_of(out)):
-        return False
-    named = {argument.name: argument.default_value for argument in func._schema.arguments}
-    named |= dict(zip(named, args, strict=False)) | kwargs
-    share = named.get("dropout_p", named.get("p") if "dropout" in func.name() else None)
-    return share != 0.0 and named.get("train") is not False

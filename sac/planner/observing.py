@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,15 +27,13 @@ from sac.torch_private import (
 
 # Note [An observed step]
 #
-# A step begins with a forward of the model and ends with its last backward. It is divided into the phases of
-# `StepPhase`, by marks at the borders of regions: in forward around each call, in backward by hooks on a region's
-# result and on its first input that has a graph. Several forwards whose backward is still to come belong to one step,
-# whatever the order of their backwards is: those of two losses, or of the micro-batches that a pipeline stage has in
-# flight. So do passes that follow one another and accumulate gradients: what is kept of one (its loss, what a stage has
-# computed) is there in the next one.
+# A step begins with a forward of the model and ends with its last backward. Marks divide it into phases (`StepPhase`):
+# in forward around each call of a region, in backward by hooks on its result and on its first input that has a graph.
+# Forwards may come before the backwards of others, in any order (two losses, micro-batches of a pipeline), and passes
+# that accumulate gradients follow one another: what is kept of one is there in the next.
 #
 # A backward that retains its graph may be the first part of one that a schedule divides: for the inputs, and later for
-# the weights, which no hook sees begin. What the region keeps counts until the end of the step.
+# the weights, which no hook sees begin. What the region keeps then counts until the end of the step.
 #
 # The hooks belong to the graph, and hold the token of the step: when the graph is freed without a backward, the token
 # goes, and with it the step.
@@ -48,12 +46,20 @@ class Meter:
     up to a multiple of this. ``memory_bytes``: of the device.
     """
 
-    def __init__(self, read: Callable[[], tuple[int, int]], block_bytes: int = 1, memory_bytes: int = 0) -> None:
-        self._read, self.block_bytes, self.memory_bytes = read, block_bytes, memory_bytes
+    def __init__(
+        self, read: Callable[[], tuple[int, int]], device: torch.device, block_bytes: int = 1, memory_bytes: int = 0
+    ) -> None:
+        self._read, self.device, self.block_bytes, self.memory_bytes = read, device, block_bytes, memory_bytes
         self._levels: list[tuple[int, int]] = []
 
-    def live(self, known: Iterable[Tensor]) -> int:
-        """Return the bytes that are live now; ``known``: the tensors that count where the allocator cannot be asked."""
+    def bytes_of(self, values: Any) -> int:
+        """Return the bytes of the storages of tensors in a pytree on the device, each once, as its allocator rounds."""
+        parts = (part for leaf in tree_leaves(values) if isinstance(leaf, Tensor) for part in tensor_parts(leaf))
+        sizes = {part.untyped_storage()._cdata: storage_bytes(part) for part in parts if part.device == self.device}
+        return sum(-(-size // self.block_bytes) * self.block_bytes for size in sizes.values())
+
+    def live(self, known: Any) -> int:
+        """Return the bytes that are live now; ``known``: what counts where the allocator cannot be asked."""
         return self._read()[1]
 
     def is_free(self) -> bool:
@@ -74,22 +80,16 @@ class Meter:
         return self._levels
 
 
-def bytes_of(tensors: Iterable[Tensor | None], device: torch.device, block_bytes: int = 1) -> int:
-    """Return the bytes of the storages of tensors on a device, each counted once, as its allocator rounds them."""
-    parts = (part for tensor in tensors if tensor is not None for part in tensor_parts(tensor) if part.device == device)
-    sizes = {part.untyped_storage()._cdata: storage_bytes(part) for part in parts}
-    return sum(-(-size // block_bytes) * block_bytes for size in sizes.values())
-
-
 class CpuMeter(Meter):
     """Has torch's profiler record each allocation. Memory that is not of a known tensor at the start does not count."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: (0, 0), 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        super().__init__(lambda: (0, 0), torch.device("cpu"), 1, memory_bytes)
 
-    def live(self, known: Iterable[Tensor]) -> int:
+    def live(self, known: Any) -> int:
         """See ``Meter``."""
-        return bytes_of(known, torch.device("cpu"))
+        return self.bytes_of(known)
 
     def is_free(self) -> bool:
         """See ``Meter``. A thread has one profiler at most."""
@@ -118,10 +118,11 @@ def meter_of(device: torch.device) -> Meter | None:
         torch.cuda.reset_peak_memory_stats(device)
         return peak, torch.cuda.memory_allocated(device)
 
-    return Meter(read, CUDA_BLOCK, int(torch.cuda.get_device_properties(device).total_memory))
+    return Meter(read, device, CUDA_BLOCK, int(torch.cuda.get_device_properties(device).total_memory))
 
 
 FORWARD, BACKWARD, BETWEEN = "forward", "backward", "between"
+WAITS, FAILED, WHOLE, PARTIAL = "waits", "failed", "whole", "partial"  # partial: a forward has had no backward
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -131,18 +132,16 @@ class StepPhase:
 
     Positions count the calls of regions in forward order. Between regions, ``position`` is the number of regions whose
     forward is over and whose backward has not ended. ``before``, ``peak`` and ``after`` are live bytes, ``gradients``
-    the bytes of gradients of parameters at its start.
-
-    ``rises``: of a forward that was observed op by op, for each entry of its tape the peak since the entry before it,
-    in bytes above ``before``; the last one, of entry -1, is that after all entries.
+    the bytes of gradients of parameters at its start. ``rises``: of a forward that was observed op by op, for each
+    entry of its tape the peak since the one before it, above ``before``; the last, of entry -1, is that after all.
     """
 
     part: str
     position: int
     gradients: int
-    before: int
-    peak: int
-    after: int
+    before: int = 0
+    peak: int = 0
+    after: int = 0
     rises: tuple[tuple[int, int], ...] = ()
 
 
@@ -169,13 +168,11 @@ class StepRecord:
 
         If gradients are there from the start only now, backward finds those that it would have made.
         """
-        more = max(0, gradients - self.phases[0].gradients)
-        others = max(0, (live - gradients) - (self.static - self.phases[0].gradients))
-        phases: list[StepPhase] = []
-        in_backward = False
+        first, phases, found = self.phases[0].gradients, [], False
+        more, others = max(0, gradients - first), max(0, (live - gradients) - (self.static - first))
         for phase in self.phases:
-            in_backward = in_backward or phase.part == BACKWARD
-            shift = others + (max(0, more - phase.gradients) if in_backward else more)
+            found = found or phase.part == BACKWARD
+            shift = others + (max(0, more - phase.gradients) if found else more)
             sizes = {name: getattr(phase, name) + shift for name in ("before", "peak", "after")}
             phases.append(replace(phase, **sizes))
         return replace(self, phases=tuple(phases), static=live)
@@ -183,15 +180,6 @@ class StepRecord:
 
 class _Token:
     """Held by the hooks of a step's graph."""
-
-
-class _Cut(NamedTuple):
-    """The phase that begins at a mark, or goes on ``after`` an entry of a tape, and the bytes of gradients there."""
-
-    part: str
-    position: int
-    gradients: int
-    after: int | None = None
 
 
 class Observation:
@@ -210,7 +198,8 @@ class Observation:
     ) -> None:
         self._meter, self._gradients, self._on_lost = meter, gradients, lost
         self._thread = threading.get_ident()
-        self._cuts = [_Cut(BETWEEN, 0, gradients())]
+        self._cuts = [StepPhase(BETWEEN, 0, gradients())]  # begun
+        self._entries: dict[int, int] = {}  # by cut that goes on after an op: the entry of the op
         self._tasks: set[int] = set()  # backwards that are running
         self._begin(live, shapes)
         meter.start(live)
@@ -231,14 +220,13 @@ class Observation:
         self._begin(live, shapes)
 
     @property
-    def waits(self) -> bool:
-        """Whether the graph of a forward is alive whose backward is still to come, or runs."""
-        return bool(self._tasks) or (bool(self._waiting) and self._token is not None and self._token() is not None)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every forward so far has had its backward."""
-        return self._ended and not self._waiting
+    def state(self) -> str:
+        """What is to come: the backward of a forward whose graph is alive, or nothing; or one has begun and failed."""
+        if self._tasks:
+            return FAILED if current_graph_task_id() == NO_TASK else WAITS
+        if self._waiting and self._token is not None and self._token() is not None:
+            return WAITS
+        return WHOLE if self._ended and not self._waiting else PARTIAL
 
     @property
     def has_gradients(self) -> bool:
@@ -249,11 +237,6 @@ class Observation:
     def is_here(self) -> bool:
         """Whether it was begun in this thread, the only one in which it can be ended."""
         return threading.get_ident() == self._thread
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether a backward has begun that will not end."""
-        return bool(self._tasks) and current_graph_task_id() == NO_TASK
 
     def enter(self, path: str, args: Any, kwargs: Any) -> None:
         """The forward of a region begins."""
@@ -274,7 +257,8 @@ class Observation:
     def after_op(self, entry: int) -> None:
         """The op of an entry of the tape of the region that was entered last has run."""
         self._meter.mark()
-        self._cuts.append(self._cuts[-1]._replace(after=entry))
+        self._entries[len(self._cuts)] = entry
+        self._cuts.append(self._cuts[-1])
 
     def leave(self, output: Any) -> None:
         """The forward of the region that was entered last is over."""
@@ -288,7 +272,7 @@ class Observation:
         self._cut(BETWEEN, position + 1, self._cuts[-1].gradients)
 
     def place(self) -> tuple[str, str]:
-        """Return the part of the step that runs, and the path of its region; empty between two."""
+        """See ``BudgetRegions.place``."""
         cut = self._cuts[-1]
         return cut.part, "" if cut.part == BETWEEN else self._paths[cut.position]
 
@@ -298,7 +282,7 @@ class Observation:
 
     def _cut(self, part: str, position: int, gradients: int | None = None) -> None:
         self._meter.mark()
-        self._cuts.append(_Cut(part, position, self._gradients() if gradients is None else gradients))
+        self._cuts.append(StepPhase(part, position, self._gradients() if gradients is None else gradients))
 
     def _begin_backward(self, token: _Token, position: int, gradient: Tensor) -> None:
         is_current = self._token is not None and self._token() is token
@@ -329,17 +313,16 @@ class Observation:
             return None
         self._meter.mark()
         levels = self._meter.stop()
-        if not self.is_whole or len(levels) != len(self._cuts):
+        if not self._ended or self._waiting or len(levels) != len(self._cuts):
             return None
         phases: list[StepPhase] = []
         before = levels[self._first - 1][1] if self._first else self._live
         rises: list[tuple[int, int]] = []
-        ends = [cut.after for cut in self._cuts[1:]]
-        for cut, end, (peak, live) in [*zip(self._cuts, [*ends, None], levels, strict=True)][self._first :]:
-            rises.append((-1 if end is None else end, peak - before))
-            if end is None:
+        for number, (cut, (peak, live)) in [*enumerate(zip(self._cuts, levels, strict=True), 1)][self._first :]:
+            rises.append((self._entries.get(number, -1), peak - before))
+            if number not in self._entries:
                 most, several = before + max(rise for _, rise in rises), tuple(rises) if len(rises) > 1 else ()
-                phases.append(StepPhase(cut.part, cut.position, cut.gradients, before, most, live, several))
+                phases.append(replace(cut, before=before, peak=most, after=live, rises=several))
                 rises, before = [], live
         if not self._retained:
             del phases[-1]  # what came after backward

@@ -1,9 +1,14 @@
-"""`sac.plan`: compute a policy for a budget."""
+"""`sac.plan`: a policy for a budget, from steps of a copy of the model without data."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import inspect
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,21 +16,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sac.config_keys import StepBudget, read_budget
-from sac.errors import PlanError, Problem, listing
+from sac.blocks.applying import refuse_second
+from sac.blocks.find import find_blocks
+from sac.blocks.install import remove
+from sac.blocks.kv_cache import turn_off_cache
+from sac.blocks.other_checkpointing import refuse_existing_checkpointing
+from sac.config import Config, family_policy
+from sac.config_keys import STATES, StepBudget, read_budget
+from sac.engine.settings import NEVER
+from sac.errors import ModelError, PlanError, Problem, SacWarning, listing, nearest
 from sac.planner.cost import MEMORY, PRIORS
-from sac.planner.devices import Device, device_at_hand, device_named
-from sac.planner.explain import Explanation
-from sac.planner.fakes import Inputs
+from sac.planner.devices import Device, figures_of
+from sac.planner.explain import Explanation, Origins
+from sac.planner.fakes import Inputs, arguments_of, call, fake_copy, fake_inputs, fake_mode, mode_of, without_data
 from sac.planner.gpu_ops import lowered_to
-from sac.planner.predict import TooSmallError
-from sac.planner.rehearsal import Rehearsal, refuse_unfit
-from sac.planner.rules import policy_of
-from sac.planner.sharding import fake_ranks, fsdp_over
+from sac.planner.ledger import Ledger
+from sac.planner.observing import Meter, Observation, StepRecord
+from sac.planner.predict import Choice, Prediction, TooSmallError
+from sac.planner.regions import BudgetRegions, merged
+from sac.planner.rules import policy_of, saved_by
+from sac.planner.sharding import fake_ranks, fsdp_over, refuse_senders
 from sac.policy.model import Policy, dump_policy
 from sac.policy.syntax import all_problems, node_of
-from sac.tables import Table, bytes_text, flops_text, seconds_text
+from sac.tables import LEGAL_BYTES, Table, bytes_text, flops_text, seconds_text
 from sac.tensors import tensor_parts
+from sac.torch_private import DataDependentOutputException, tree_leaves
+
+_CHECKS = 5  # steps with a choice, the first one included
+_WORTH_A_STEP = 0.01  # of the room between the least peak and the budget
 
 # -- A plan and its figures
 
@@ -34,21 +52,20 @@ from sac.tensors import tensor_parts
 class Row:
     """One way to checkpoint the model: its peak in bytes, and what it recomputes in FLOPs and seconds.
 
-    ``is_checked``: a step was run with it; otherwise the peak is predicted, as an upper bound.
+    A step was run with the plan; the other peaks are predicted, as an upper bound.
     """
 
     label: str
     peak: int
     flops: int
     seconds: float
-    is_checked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A plan, its figures, and those of the usual ways. ``rows``: the plan first.
 
-    ``step_s``: the predicted seconds of a step with its optimizer, without what is recomputed.
+    ``once_s``: the predicted seconds of a step with its optimizer, without what is recomputed.
     """
 
     policy: Policy
@@ -60,9 +77,14 @@ class Plan:
     static: int
     extra: int
     forward_s: float
-    step_s: float
+    once_s: float
     notes: tuple[str, ...] = ()
     explanation: Explanation | None = None
+
+    @property
+    def step_s(self) -> float:
+        """The predicted seconds of a step with its optimizer."""
+        return self.once_s + self.rows[0].seconds
 
     def heading(self) -> tuple[str, ...]:
         """Return the lines above the table: device, budget and peaks."""
@@ -81,19 +103,21 @@ class Plan:
     def _cells(self, row: Row) -> tuple[str, ...]:
         share = f"{row.seconds / self.forward_s:.1%}" if self.forward_s else "–"
         fits = "yes" if row.peak <= self.budget else "no"
-        how = "checked" if row.is_checked else "predicted"
+        how = "checked" if row is self.rows[0] else "predicted"
         return row.label, bytes_text(row.peak), flops_text(row.flops), seconds_text(row.seconds), share, fits, how
 
     def text(self, about: Mapping[str, str] | None = None) -> str:
         """Return the policy as YAML with the figures in comments. ``about``: further lines of the header by title."""
         row = self.rows[0]
-        head = [f"Planned by sac with torch {torch.__version__}."]
-        head += [f"{name}: {value}" for name, value in (about or {}).items()]
-        head.append(f"device: {self.device.name} ({self.device.title})")
-        head.append(f"budget: {self.budget} bytes ({bytes_text(self.budget)})")
-        head.append(f"peak: {row.peak} bytes ({bytes_text(row.peak)}), {'checked' if row.is_checked else 'predicted'}")
-        head.append(f"recomputed: {flops_text(row.flops)} in {seconds_text(row.seconds)} per step (predicted)")
-        head += [f"note: {note}" for note in self.notes]
+        head = [
+            f"Planned by sac with torch {torch.__version__}.",
+            *(f"{name}: {value}" for name, value in (about or {}).items()),
+            f"device: {self.device.name} ({self.device.title})",
+            f"budget: {self.budget} bytes ({bytes_text(self.budget)})",
+            f"peak: {row.peak} bytes ({bytes_text(row.peak)}), checked",
+            f"recomputed: {flops_text(row.flops)} in {seconds_text(row.seconds)} per step (predicted)",
+            *(f"note: {note}" for note in self.notes),
+        ]
         shown = ("".join(letter if letter.isprintable() else " " for letter in line) for line in head)
         lines = [f"# {part}" for line in shown for part in textwrap.wrap(line, 98, subsequent_indent="  ")]
         return "\n".join([*lines, dump_policy(self.policy)])
@@ -104,22 +128,208 @@ class Plan:
         found: dict[str, Any] = {f"{name}_bytes": getattr(self, name) for name in names}
         rows = [
             {"label": one.label, "peak_bytes": one.peak, "fits": one.peak <= self.budget, "recompute_flops": one.flops,
-             "recompute_s": one.seconds, "checked": one.is_checked}
+             "recompute_s": one.seconds, "checked": one is self.rows[0]}
             for one in self.rows
         ]  # fmt: skip
         found |= {"device": self.device.name, "torch": torch.__version__, "forward_s": self.forward_s}
-        found |= {"step_s": self.step_s + self.rows[0].seconds, "rows": rows, "notes": [*self.notes]}
-        found["explained"] = None if self.explanation is None else self.explanation.to_dict()
-        return found
+        explained = None if self.explanation is None else self.explanation.to_dict()
+        return found | {"step_s": self.step_s, "rows": rows, "notes": [*self.notes], "explained": explained}
 
 
-NEEDS_NONE = "no checkpointing is needed"
+# -- What a step needs besides the model
 
 
-def budget_of(value: Any) -> StepBudget:
-    """Return the parsed budget; raises ``PlanError`` if ``value`` is not a budget."""
+def scalar_loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
+    """Return ``loss_fn(output)``, else ``output.loss``, else a scalar output; raises ``PlanError`` if there is none."""
+    loss: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = loss_fn(output) if loss_fn is not None else output if loss is None else loss
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    what = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        what = "a scalar that needs no gradient" if loss.numel() == 1 else f"a tensor of shape {[*loss.shape]}"
+    found = "the model returns" if loss_fn is None else "loss_fn returns"
+    fix = "pass loss_fn=, which takes what the model returns" if loss_fn is None else ""
+    raise PlanError(Problem("loss", f"{found} {what}", "a scalar tensor that needs a gradient", fix=fix))
+
+
+def optimizer_bytes(optimizer: Any, parameters: Iterable[nn.Parameter]) -> int:
+    """Return the bytes of the optimizer's state on this rank for the trained ones of ``parameters``.
+
+    ``optimizer``: None (no state), a name (sgd, momentum, adam, adamw: states with the shape of each parameter), or an
+    optimizer, which is run on a parameter without data of each shape; if its groups differ, with the options of the
+    group that holds the most. Counters, one number per parameter, are ignored. Raises ``PlanError`` otherwise.
+    """
+    parts = [part for one in parameters if one.requires_grad for part in tensor_parts(one.detach())]
+    if optimizer is None:
+        return 0
+    if isinstance(optimizer, str) and (word := optimizer.strip().lower()) in STATES:
+        return STATES[word] * sum(part.numel() * part.element_size() for part in parts)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        found = f"'{optimizer}' is not known" if isinstance(optimizer, str) else f"{optimizer!r} is not an optimizer"
+        legal = f"{listing([*STATES])}, or a torch.optim.Optimizer"
+        raise PlanError(Problem("optimizer", found, legal, nearest(str(optimizer), STATES)))
+    alike = Counter((tuple(part.shape), part.dtype) for part in parts)
+    return sum(
+        count * max(_state_bytes(optimizer, group, *part) for group in optimizer.param_groups)
+        for part, count in alike.items()
+    )
+
+
+def _state_bytes(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype
+) -> int:
+    """Return the bytes of state that such an optimizer holds for one parameter with the options of ``group``."""
+    with fake_mode():
+        parameter = nn.Parameter(torch.empty(shape, dtype=dtype))
+        parameter.grad = torch.empty_like(parameter)
+    same: Any = type(optimizer)
+    accepted = inspect.signature(same).parameters  # a group also holds options that the class has added itself
+    options = {name: value for name, value in group.items() if name in accepted and name != "params"}
+    options |= {name: False for name in ("foreach", "fused") if name in options}  # other kernels, same state
+    try:
+        tried = same([parameter], **options)
+        with contextlib.suppress(DataDependentOutputException):  # for example of a norm; by then the state exists
+            tried.step()
+    except Exception as error:
+        found = f"a step of {same.__name__} cannot be tried without data: {type(error).__name__}: {error}"
+        fix = f"name one that has as many states ({listing([*STATES])}), or give none and leave room"
+        raise PlanError(Problem("optimizer", found, fix=fix)) from error
+    states = (one for one in tried.state[parameter].values() if isinstance(one, torch.Tensor) and one.dim())
+    return sum(one.numel() * one.element_size() for one in states)
+
+
+# -- Steps without data
+
+
+class Rehearsal:
+    """A copy of ``model`` without data, on whose steps a plan for ``device`` is made; the model is not changed.
+
+    ``parallelize`` shards the copy in place. For the other arguments see ``sac.plan``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        device: Device,
+        *,
+        loss_fn: Callable[[Any], Tensor] | None = None,
+        optimizer: Any = None,
+        parallelize: Callable[[nn.Module], Any] | None = None,
+    ) -> None:
+        if loss_fn is not None and not callable(loss_fn):
+            raise PlanError(Problem("loss_fn", f"a {type(loss_fn).__name__} cannot be called", "a function"))
+        if parallelize is not None:
+            refuse_senders()
+        mode = fake_mode()
+        self.model = fake_copy(model, mode)
+        self.inputs = fake_inputs(inputs, mode)
+        self.device, self._loss_fn = device, loss_fn
+        if parallelize is not None:
+            parallelize(self.model)
+        self._gathers = mode_of(self.model) if parallelize is not None else None
+        self.extra = optimizer_bytes(optimizer, self.model.parameters())
+        turn_off_cache(self.model)
+        policy = family_policy(self.model, (block.module for block in find_blocks(self.model)))
+        self._regions = BudgetRegions(self.model, Config(mode="selective", verify=NEVER))
+        self._regions.put_on()
+        self._regions.profile()
+        record = self._step(ledger := Ledger(device, self._gathers))
+        profiles = self._regions.profiles()
+        if not profiles or not any(phase.position or phase.part != "between" for phase in record.phases):
+            found = "no block of this model is called with gradients: there is nothing to plan"
+            raise ModelError(Problem(type(model).__name__, found))
+        self.prediction = Prediction(
+            merged(profiles, ledger.block_bytes),
+            record,
+            device,
+            extra=self.extra,
+            by_hand=lambda profile: saved_by(policy, profile),
+        )
+        again_s = sum(self.prediction.options[kind][0].ops_s for kind in self.prediction.kinds)
+        self.step_s = ledger.seconds - again_s  # without what is recomputed
+
+    def run(self, choice: Choice, ledger: Ledger | None = None) -> StepRecord:
+        """Run a step with a choice."""
+        planned = self.prediction.regions(choice)
+        self._regions.plan(planned, policy_of(planned, "planned"))
+        return self._step(ledger or Ledger(self.device, self._gathers))
+
+    def _step(self, ledger: Ledger) -> StepRecord:
+        model, inputs, regions = self.model, self.inputs, self._regions
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        state, collects = torch.get_rng_state(), gc.isenabled()
+        gc.disable()  # it would repeatedly scan the many objects of a step's graph
+        with ledger:
+            try:
+                ledger.note([*model.parameters(), *model.buffers(), *leaves])
+                meter = Meter(ledger.read, next(model.parameters()).device, ledger.block_bytes)
+                gradients = lambda: meter.bytes_of([one.grad for one in trained])  # noqa: E731
+                observation = regions.observation = Observation(meter, ledger.live, gradients, ())
+                with torch.enable_grad():
+                    loss = scalar_loss(call(model, inputs), self._loss_fn)
+                with without_data(model):
+                    loss.backward()
+                record = observation.end()
+                del loss
+            finally:
+                regions.observation = None
+                torch.set_rng_state(state)
+                if collects:
+                    gc.enable()
+                for leaf in leaves:
+                    leaf.grad = None
+                model.zero_grad(set_to_none=True)
+        if record is None:
+            found = "no backward runs through its blocks: there is nothing to plan"
+            raise ModelError(Problem(type(model).__name__, found))
+        return record
+
+    def choose(self, allowed: int) -> tuple[Choice, int]:
+        """Return the fastest choice whose step was run within ``allowed`` bytes, and the peak of that step.
+
+        Raises ``TooSmallError`` for less than the least peak.
+        """
+        prediction = self.prediction
+        if prediction.least() > allowed:
+            raise prediction.refuse("budget", bytes_text(allowed), allowed)
+        room = allowed - prediction.least()
+        best, aim, tried = (prediction.full, prediction.least()), allowed, set[Choice]()
+        for _ in range(_CHECKS):
+            choice = prediction.search(aim)
+            if choice in tried or choice == prediction.full:
+                break
+            tried.add(choice)
+            record = self.run(choice)
+            peak = record.peak + self.extra
+            if peak <= allowed and prediction.time_of(choice) < prediction.time_of(best[0]):
+                best = choice, peak
+            if 0 <= allowed - peak <= _WORTH_A_STEP * room or choice == prediction.fastest:
+                break
+            prediction.learn(record, choice)
+            aim = allowed if peak > allowed else aim + (prediction.peak_of(choice) - peak)
+        return best
+
+    def explain(self, choice: Choice, peak: int) -> Explanation:
+        """Return what is alive at the peak of a choice."""
+        regions = self._regions
+        ledger = Origins(self.device, self._gathers, self.model, self.inputs, peak - self.extra, regions.place)
+        self.run(choice, ledger)
+        return ledger.explanation(self.prediction.regions(choice), self.extra)
+
+
+# -- `sac.plan`
+
+
+def budget_of(value: Any, device: Device) -> StepBudget:
+    """Return the parsed budget; raises ``PlanError`` if ``value`` is not a budget for ``device``."""
     with all_problems(PlanError) as attempt:
         budget: StepBudget = attempt(read_budget, node_of(value, "", "budget"))
+    if budget.of_device is not None and device.name == "cpu":
+        found = "a share of the device's memory, but the memory of a CPU is not known"
+        raise PlanError(Problem("budget", found, LEGAL_BYTES, fix="give bytes, or name a GPU"))
     return budget
 
 
@@ -136,22 +346,23 @@ def make_plan(
     explains: bool = False,
 ) -> Plan:
     """Return the plan of ``sac.plan`` with its figures. ``fsdp``: the number of ranks that shard the model by FSDP2."""
-    refuse_unfit(model)
-    if not isinstance(inputs, (tuple, list, Mapping)):
-        found = f"a {type(inputs).__name__} is not what a model is called with"
-        raise PlanError(Problem("inputs", found, "a tuple or a dict of arguments", fix="write (x,) for one argument"))
-    arguments: Inputs = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)  # pytrees look into dicts only
-    figures = figures_of(model, device)
-    wanted = budget_of(budget)
-
+    if not isinstance(model, nn.Module):
+        raise ModelError(Problem("model", f"a {type(model).__name__} is not a torch.nn.Module"))
+    refuse_second(model)
+    refuse_existing_checkpointing(model)
+    arguments = arguments_of(inputs, PlanError)
+    figures = _figures_of(model, device)
+    wanted = budget_of(budget, figures)
     is_there = "cuda" in {parameter.device.type for parameter in model.parameters()}
     shards = parallelize if fsdp is None else fsdp_over(fsdp)
     with ExitStack() as scopes:
+        scopes.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", SacWarning)  # about the policies that are tried, not about the user's
         scopes.enter_context(torch.random.fork_rng(devices=()))
         scopes.enter_context(lowered_to("cpu" if is_there else figures.name))
         scopes.enter_context(fake_ranks(fsdp) if fsdp is not None else nullcontext())
         steps = Rehearsal(model, arguments, figures, loss_fn=loss_fn, optimizer=optimizer, parallelize=shards)
-        scopes.callback(steps.close)
+        scopes.callback(remove, steps.model)  # so that the copy can be freed
         return _planned(steps, wanted, explains=explains)
 
 
@@ -162,13 +373,16 @@ def _planned(steps: Rehearsal, budget: StepBudget, *, explains: bool) -> Plan:
         most = max(least, steps.run(prediction.fastest).peak + steps.extra)
     allowed = budget.within(least, most, device.memory_bytes)
     chosen, peak = steps.choose(allowed)
-    notes = [f"{path} is recomputed in full: {reason}" for path, reason in steps.unplanned.items()]
+    unplanned = [(path, profile.reason) for profile in prediction.profiles for path in profile.paths if profile.reason]
+    notes = [f"{path} is recomputed in full: {reason}" for path, reason in unplanned]
+    if chosen == prediction.fastest:
+        notes.append("no checkpointing is needed")
     choices = {"plan": chosen, "none": prediction.fastest, "full": prediction.full, "selective": prediction.shipped}
     rows = []
     for label, choice in choices.items():
         flops = sum(region.option.flops for region in prediction.regions(choice))
         shown = peak if label == "plan" else prediction.peak_of(choice)
-        rows.append(Row(label, shown, flops, prediction.time_of(choice), label == "plan"))
+        rows.append(Row(label, shown, flops, prediction.time_of(choice)))
     trained = (part for one in steps.model.parameters() if one.requires_grad for part in tensor_parts(one))
     moved = 3 * sum(part.numel() * part.element_size() for part in trained) + 2 * steps.extra
     return Plan(
@@ -182,27 +396,22 @@ def _planned(steps: Rehearsal, budget: StepBudget, *, explains: bool) -> Plan:
         steps.extra,
         prediction.forward_s,
         steps.step_s + moved / (device.bytes_per_s * PRIORS[MEMORY]),
-        (*notes, NEEDS_NONE) if chosen == prediction.fastest else tuple(notes),
+        tuple(notes),
         steps.explain(chosen, peak) if explains else None,
     )
 
 
-def figures_of(model: nn.Module, device: str | torch.device | None) -> Device:
+def _figures_of(model: nn.Module, device: str | torch.device | None) -> Device:
     """Return the figures of the named device, or by default of the device of the parameters."""
-    types = sorted({parameter.device.type for parameter in model.parameters()})
-    if others := [name for name in types if name not in ("cpu", "cuda", "meta")]:
-        found = f"its parameters are on {listing(others)}"
+    types = {parameter.device.type for parameter in model.parameters()}
+    if others := sorted(types - {"cpu", "cuda", *(["meta"] if device is not None else [])}):
         fix = 'plan it on the CPU or on the meta device and name the GPU: device="h100"'
-        raise PlanError(Problem(type(model).__name__, found, "cpu, cuda, meta", fix=fix))
-    if isinstance(device, str) and device.partition(":")[0] not in ("cpu", "cuda"):
-        return device_named(device)
+        raise PlanError(Problem(type(model).__name__, f"its parameters are on {listing(others)}", "cpu, cuda", fix=fix))
     if not isinstance(device, str | torch.device | None):
         raise PlanError(Problem("device", f"{device!r} names no device", "a name such as h100, or a torch.device"))
-    if device is None and "meta" in types:
-        raise PlanError(Problem("device", "the model is on the meta device", fix='name the device: device="h100"'))
     if device is None:
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return device_at_hand(torch.device(device))
+        device = next((parameter.device for parameter in model.parameters()), "cpu")
+    return figures_of(device)
 
 
 def plan(
@@ -234,9 +443,8 @@ def plan(
     Raises ``PlanError`` for a budget below the least peak, an unknown loss or device, inputs that are neither a tuple
     nor a dict, or a forward that needs data; ``ModelError`` for a model that sac is already on or that has no blocks.
     """
-    made = make_plan(
-        model, inputs, budget, loss_fn=loss_fn, device=device, optimizer=optimizer, parallelize=parallelize
-    )
+    options: Any = {"loss_fn": loss_fn, "device": device, "optimizer": optimizer, "parallelize": parallelize}
+    made = make_plan(model, inputs, budget, **options)
     return replace(made.policy, figures=made)
 
 
@@ -268,11 +476,9 @@ def best_size(
                 high = size
                 break
             low = size
-    for _ in range(2 if low and high else 0):
+    for _ in range(2):
         middle = (low + high) // 2
-        if middle not in (low, high):
+        if 0 < low < middle < high:
             low, high = (middle, high) if fits(middle) else (low, middle)
-    speeds = {
-        size: size / (made.step_s + made.rows[0].seconds) for size, (made, _) in tried.items() if made is not None
-    }
+    speeds = {size: size / made.step_s for size, (made, _) in tried.items() if made is not None}
     return max(speeds, key=speeds.__getitem__, default=None), dict(sorted(tried.items()))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 from sac.errors import PlanError, Problem
-from sac.planner.cost import seconds
+from sac.planner.cost import FREE, op_class, seconds
 from sac.planner.devices import Device
-from sac.planner.observing import BACKWARD, BETWEEN, FORWARD, StepPhase, StepRecord
-from sac.planner.options import Option, options_of
-from sac.planner.profile import RegionProfile
+from sac.planner.observing import BACKWARD, BETWEEN, FORWARD, StepRecord
+from sac.planner.profile import Option, RegionProfile
 from sac.planner.rules import PlannedRegion
 from sac.tables import bytes_text
 
@@ -39,6 +39,21 @@ from sac.tables import bytes_text
 # From full recomputation in each region, options are raised along their lower convex hull, the raise with most seconds
 # per byte first, later layers first, as long as the predicted peak fits. Then single regions get faster options, until
 # none fits any more.
+
+# Note [The search for save options]
+#
+# Two walks, one entry at a time: from nothing saved, each step saves the entry that spares most seconds per byte; from
+# everything saved, each step drops the entry that costs fewest seconds per byte. The second finds entries that are
+# worth saving only together. Of all options on the way, those remain that no other one beats in both bytes and time.
+#
+# Next to the ops that run again, checkpointing takes time of the host: each call of a region, and each op that is
+# recorded. On layers of tiny ops this is most of the time. Without it a plan could be slower than saving nothing, for
+# which no op is recorded. A processor runs an op when it is launched, so there this time is added. A GPU runs behind
+# the host: there only what is longer than the kernels of the same forward and recomputation counts.
+
+MOST_OPTIONS = 60  # of a region; of more, every n-th
+_RECORD_S = 3.5e-6  # per op of a forward; measured with torch 2.13.0+cpu on a core of an AMD EPYC
+_CALL_S = 150e-6  # per call of a region
 
 Choice = tuple[int, ...]  # the number of the option of each region
 
@@ -74,7 +89,7 @@ class Prediction:
     """Predicts steps on the grounds of one that was observed; see Note [From an observed step to every other].
 
     ``profiles``: those of the regions, one per kind. ``record``: a step that begins with the bytes of steps to come.
-    ``extra``: bytes that will be there and are not in the record. ``may_skip``: whether no checkpointing is an option.
+    ``extra``: bytes that will be there and are not in the record.
     ``by_hand``: returns entries of a profile that are an option in any case.
     """
 
@@ -85,77 +100,76 @@ class Prediction:
         device: Device,
         *,
         extra: int = 0,
-        may_skip: bool = True,
         by_hand: Callable[[RegionProfile], frozenset[int]] | None = None,
     ) -> None:
-        self.profiles, self.record, self.extra, self.device = tuple(profiles), record, extra, device
+        self.profiles, self.record, self.extra = tuple(profiles), record, extra
         self.paths = tuple(dict.fromkeys(record.paths))
         self._numbers = {path: number for number, path in enumerate(self.paths)}
         of_path = {path: kind for kind, profile in enumerate(profiles) for path in profile.paths}
         self.kinds = tuple(of_path[path] for path in self.paths)
-        self.times = [[seconds(entry, device) for entry in profile.entries] for profile in profiles]
+        times = [[seconds(entry, device) for entry in profile.entries] for profile in profiles]
         self.by_hand = [frozenset[int]() if by_hand is None else by_hand(profile) for profile in profiles]
         self.options = [
-            options_of(profile, times, device, [more] if more else [], may_skip=may_skip)
-            for profile, times, more in zip(profiles, self.times, self.by_hand, strict=True)
+            options_of(profile, each, device, more)
+            for profile, each, more in zip(profiles, times, self.by_hand, strict=True)
         ]
-        self.forward_s = sum(sum(self.times[kind]) for kind in self.kinds)
+        self.forward_s = sum(sum(times[kind]) for kind in self.kinds)
         self.seconds = [tuple(option.seconds for option in self.options[kind]) for kind in self.kinds]
-        held = dict.fromkeys(self.kinds, 0)
-        for phase in record.phases:
-            if phase.part == FORWARD:
-                kind = self.kinds[self._numbers[record.paths[phase.position]]]
-                held[kind] = max(held[kind], phase.after - phase.before)
-        self._more: dict[int, list[int]] = {}  # what each option of a kind holds, above full recomputation
-        replays: dict[int, list[int]] = {}  # what a backward takes besides
+        self._bases: dict[_Place, int] = {}
+        left = dict.fromkeys(self.kinds, 0)  # by a forward under full recomputation
+        for place, phase in zip(_places(record, self._numbers), record.phases, strict=True):
+            self._bases[place] = max(self._bases.get(place, 0), phase.peak + extra)
+            if place.own is not None and phase.part == FORWARD:
+                kind = self.kinds[place.own]
+                left[kind] = max(left[kind], phase.after - phase.before)
+        self.in_flight = max(count for place in self._bases for count in place.alive)
         forwards: dict[int, list[list[int]]] = {}  # what a forward takes at each entry
-        for kind, size in held.items():
+        self._held: dict[int, list[int]] = {}  # what each option of a kind holds, above full recomputation
+        self._own: dict[tuple[str, int], list[int]] = {}  # what it takes besides in a forward or backward of its own
+        for kind, size in left.items():
             profile, (full, *others) = self.profiles[kind], self.options[kind]
             inputs = max(0, size - full.bytes)
-            self._more[kind] = [0, *(max(0, option.bytes - full.bytes) for option in others)]
-            replays[kind] = [0, *(_replay_bytes(profile, option, inputs) for option in others)]
+            self._held[kind] = [0, *(max(0, option.bytes - full.bytes) for option in others)]
+            self._own[FORWARD, kind] = [0] * (len(others) + 1)
+            self._own[BACKWARD, kind] = [0, *(_replay_bytes(profile, option, inputs) for option in others)]
             forwards[kind] = [_forward_bytes(profile, option) for option in self.options[kind]]
-        phases: dict[_Place, list[StepPhase]] = {}
         for place, phase in zip(_places(record, self._numbers), record.phases, strict=True):
-            phases.setdefault(place, []).append(phase)
-        self._bases = {place: max(phase.peak for phase in alike) + extra for place, alike in phases.items()}
-        self._own: dict[_Place, list[int]] = {}  # what an option of the region of a place takes there besides
-        for place, alike in phases.items():
-            if place.own is not None and place.part == BACKWARD:
-                self._own[place] = [*replays[self.kinds[place.own]]]
-            elif place.own is not None:
-                rises = [*_rises(self.profiles[self.kinds[place.own]], alike, self._bases[place] - extra)]
-                each = forwards[self.kinds[place.own]]
-                self._own[place] = [max(rise + more[entry] for entry, rise in rises) for more in each]
-        self.in_flight = max(count for place in self._bases for count in place.alive)
+            if place.own is not None and phase.part == FORWARD:
+                kind, above = self.kinds[place.own], phase.before + extra - self._bases[place]
+                # Not observed op by op, or calls differ: all that an option adds may be there at the peak.
+                is_seen = phase.rises and self.profiles[kind].until
+                rises = phase.rises if is_seen else ((-1, phase.peak - phase.before),)
+                own = self._own[FORWARD, kind]
+                for option, more in enumerate(forwards[kind]):
+                    own[option] = max(own[option], *(above + rise + more[entry] for entry, rise in rises))
 
     def learn(self, record: StepRecord, choice: Choice) -> None:
         """Take over what a step that was run with ``choice`` shows of the options in it."""
         if record.paths != self.record.paths:
             return
         measured: dict[tuple[int, int], int] = {}
-        numbers, full = self._numbers, _left_by(self.record)
-        for position, left in _left_by(record).items():
-            at = numbers[record.paths[position]]
-            key = self.kinds[at], choice[at]
-            measured[key] = max(measured.get(key, 0), left - full[position])
-        for (kind, option), size in measured.items():
-            self._more[kind][option] = max(0, size) if option else 0
+        full = {phase.position: phase.after - phase.before for phase in self.record.phases if phase.part == FORWARD}
         above = self.extra + max(0, self.record.static - record.static)  # this step may have begun with fewer bytes
-        places = zip(_places(record, numbers), record.phases, strict=True)
-        seen = [(place, phase.peak + above) for place, phase in places if place in self._bases]
+        peaks: dict[_Place, int] = {}
+        for place, phase in zip(_places(record, self._numbers), record.phases, strict=True):
+            if place in self._bases:
+                peaks[place] = max(peaks.get(place, 0), phase.peak + above)
+            if place.own is not None and phase.part == FORWARD:
+                key = self.kinds[place.own], choice[place.own]
+                held = phase.after - phase.before - full[phase.position]
+                measured[key] = max(measured.get(key, 0), held)
+        for (kind, option), size in measured.items():
+            self._held[kind][option] = size if option else 0
         rises: dict[tuple[str, int, int], int] = {}  # by part, kind and option
-        for place, peak in seen:
+        for place, peak in peaks.items():
             if place.own is not None and choice[place.own]:
                 mine = place.part, self.kinds[place.own], choice[place.own]
                 rise = peak - self._bases[place] - self._held_at(place, choice)
                 rises[mine] = max(rises.get(mine, rise), rise)
-        for place, own in self._own.items():
-            for (part, kind, option), rise in rises.items():
-                if place.own is not None and (part, kind) == (place.part, self.kinds[place.own]):
-                    own[option] = rise
+        for (part, kind, option), rise in rises.items():
+            self._own[part, kind][option] = rise
         live = dict(zip(self._bases, self.live(choice), strict=True))
-        for place, peak in seen:
+        for place, peak in peaks.items():
             self._bases[place] += max(0, peak - live[place])
 
     # -- The peak of a choice
@@ -163,14 +177,16 @@ class Prediction:
     def live(self, choice: Sequence[int]) -> list[int]:
         """Return the predicted peak at each place of the step."""
         return [
-            base + self._held_at(place, choice) + (0 if place.own is None else self._own[place][choice[place.own]])
+            base
+            + self._held_at(place, choice)
+            + (0 if place.own is None else self._own[place.part, self.kinds[place.own]][choice[place.own]])
             for place, base in self._bases.items()
         ]
 
     def _held_at(self, place: _Place, choice: Sequence[int]) -> int:
         """Return the bytes that regions hold at a place with a choice, above full recomputation."""
         numbers = zip(place.alive, self.kinds, choice, strict=True)
-        return sum(count * self._more[kind][option] for count, kind, option in numbers if count)
+        return sum(count * self._held[kind][option] for count, kind, option in numbers if count)
 
     def peak_of(self, choice: Sequence[int]) -> int:
         """Return the predicted peak of a choice, in bytes."""
@@ -219,40 +235,40 @@ class Prediction:
     def _filled(self, choice: Choice, allowed: int) -> Choice:
         """Return a choice no slower than ``choice``, none of whose regions can get a faster option that fits."""
         chosen, live = [*choice], self.live(choice)
-        touched: list[list[tuple[int, int, Sequence[int]]]] = [[] for _ in self.paths]  # place, calls alive, own
-        for index, place in enumerate(self._bases):
-            for at, count in enumerate(place.alive):
-                own = self._own[place] if place.own == at else ()
-                if count or own:
-                    touched[at].append((index, count, own))
+
+        def take(at: int, option: int) -> bool:
+            nonlocal live
+            old, kind = chosen[at], self.kinds[at]
+            if self.seconds[at][option] >= self.seconds[at][old]:
+                return False
+            held = self._held[kind][option] - self._held[kind][old]
+            own = {part: self._own[part, kind][option] - self._own[part, kind][old] for part in (FORWARD, BACKWARD)}
+            after = [
+                size + place.alive[at] * held + (own[place.part] if place.own == at else 0)
+                for size, place in zip(live, self._bases, strict=True)
+            ]
+            if max(after) > allowed:
+                return False
+            chosen[at], live = option, after
+            return True
+
         raises = [
             (rate, at, option)
             for at, kind in enumerate(self.kinds if choice == self.full else ())
-            for rate, option in _hull(self._more[kind], self.seconds[at])
+            for rate, option in _hull(self._held[kind], self.seconds[at])
         ]
-        moves = [(at, option) for _, at, option in sorted(raises, key=lambda one: (-one[0], -one[1]))]
-        fast = [sorted(range(len(times)), key=times.__getitem__) for times in self.seconds]
-        singles = [(at, option) for at in reversed(range(len(chosen))) for option in fast[at]]
         blocked: set[int] = set()  # regions whose next raise has not fitted
+        for _, at, option in sorted(raises, key=lambda one: (-one[0], -one[1])):
+            if at not in blocked and not take(at, option):
+                blocked.add(at)
+        fast = [sorted(range(len(times)), key=times.__getitem__) for times in self.seconds]
         while True:
             before = [*chosen]
-            for at, option in moves:
-                old, more = chosen[at], self._more[self.kinds[at]]
-                if at in blocked or self.seconds[at][option] >= self.seconds[at][old]:
-                    continue
-                added = [
-                    (index, count * (more[option] - more[old]) + (own[option] - own[old] if own else 0))
-                    for index, count, own in touched[at]
-                ]
-                if all(size <= 0 or live[index] + size <= allowed for index, size in added):
-                    chosen[at] = option
-                    for index, size in added:
-                        live[index] += size
-                elif moves is not singles:
-                    blocked.add(at)
-            if chosen == before and moves is singles:
+            for at in reversed(range(len(chosen))):
+                for option in fast[at]:
+                    take(at, option)
+            if chosen == before:
                 return tuple(chosen)
-            moves, blocked = singles, set()
 
     def next_faster(self, choice: Choice) -> tuple[int, str] | None:
         """Return the least peak of a choice in which one more region gets a faster option, and the region's path."""
@@ -265,32 +281,26 @@ class Prediction:
                 peaks.append((self.peak_of((*choice[:at], option, *choice[at + 1 :])), self.paths[at]))
         return min(peaks, default=None)
 
-    # -- What the least peak is made of
-
     def refuse(self, where: str, written: str, allowed: int) -> TooSmallError:
-        """Return the error for a budget below the least peak: the peak, and its largest parts."""
-        least = self.least()
-        found = f"{written} ({allowed} bytes) is below the least peak of a step of this model on these inputs: "
-        expected = f"{least} bytes ({bytes_text(least)}) or more"
-        error = TooSmallError(Problem(where, found + self.parts_of_least(), expected, fix=_FIX))
-        error.least = least
-        return error
-
-    def parts_of_least(self) -> str:
-        """Return what the least peak is made of, largest part first."""
-        phase = max(self.record.phases, key=lambda one: one.peak)
-        is_after = phase.position == len(self.record.paths)
-        where = "in the head and the loss, after the last block" if is_after else "between two blocks"
+        """Return the error for a budget below the least peak: the peak, and its parts, the largest first."""
+        phase, least = max(self.record.phases, key=lambda one: one.peak), self.least()
+        place = "in the head and the loss, after the last block"
         if phase.part != BETWEEN:
-            where = f"in the {phase.part} of {self.record.paths[phase.position]}"
+            place = f"in the {phase.part} of {self.record.paths[phase.position]}"
+        elif phase.position < len(self.record.paths):
+            place = "between two blocks"
         parts = {
             "there when the step begins (parameters, gradients, optimizer state, inputs)": self.record.static,
             "state that the optimizer is going to make": self.extra,
             "made before and still held (inputs of blocks, logits, gradients)": phase.before - self.record.static,
-            f"made {where}, where the peak is": phase.peak - phase.before,
+            f"made {place}, where the peak is": phase.peak - phase.before,
         }
         shown = sorted(((size, text) for text, size in parts.items() if size > 0), reverse=True)
-        return "; ".join(f"{bytes_text(size)} {text}" for size, text in shown)
+        found = f"{written} ({allowed} bytes) is below the least peak of a step of this model on these inputs: "
+        found += "; ".join(f"{bytes_text(size)} {text}" for size, text in shown)
+        error = TooSmallError(Problem(where, found, f"{least} bytes ({bytes_text(least)}) or more", fix=_FIX))
+        error.least = least
+        return error
 
 
 class TooSmallError(PlanError):
@@ -311,29 +321,6 @@ def _hull(more: Sequence[int], times: Sequence[float]) -> Iterator[tuple[float, 
         yield rate, now
 
 
-def _rises(profile: RegionProfile, phases: Sequence[StepPhase], peak: int) -> Iterator[tuple[int, int]]:
-    """Yield for forwards of a region by how much each entry exceeds ``peak``; entry -1 is the time after all."""
-    for phase in phases:
-        # Not observed op by op, or calls differ: all that an option adds may be there at the peak.
-        seen = phase.rises if phase.rises and profile.until else ((-1, phase.peak - phase.before),)
-        yield from ((entry, phase.before + rise - peak) for entry, rise in seen)
-
-
-def _left_by(record: StepRecord) -> dict[int, int]:
-    """Return the bytes that the forward at each position has left behind when the next one begins, or at its end."""
-    found: dict[int, int] = {}
-    last: StepPhase | None = None
-    for phase in record.phases:
-        if phase.part == FORWARD:
-            if last is not None:
-                found[last.position] = phase.before - last.before
-            found[phase.position] = phase.after - phase.before
-            last = phase
-        elif phase.part == BACKWARD:
-            last = None
-    return found
-
-
 def _forward_bytes(profile: RegionProfile, option: Option) -> list[int]:
     """Return the most bytes by which a forward under ``option`` may exceed one under full recomputation at each entry.
 
@@ -343,16 +330,14 @@ def _forward_bytes(profile: RegionProfile, option: Option) -> list[int]:
     held, copied = profile.needed, set[int]()
     if option.saved is not None:
         made = (value for number in option.saved for value in profile.entries[number].makes)
-        held = {profile.roots[value] for value in (*made, *profile.recomputed(option.saved).held)}
+        held = {*option.held, *(profile.roots[value] for value in made)}
         copied = {root for entry in profile.entries for root in entry.writes}
     used = dict(enumerate(profile.until))  # the last entry during which a storage is there in any case
     for entry in profile.entries:
-        for root in profile.used_by(entry):
-            used[root] = max(used.get(root, -1), entry.number)
+        used |= {root: max(used.get(root, -1), entry.number) for root in profile.used_by(entry)}
     more = [0] * (len(profile.entries) + 1)
     for root in held - profile.routed:
-        begins = profile.maker.get(root, 0) if root in copied else used[root] + 1
-        more[begins] += profile.bytes[root]
+        more[profile.maker.get(root, 0) if root in copied else used[root] + 1] += profile.bytes[root]
     return [*accumulate(more)]
 
 
@@ -363,35 +348,88 @@ def _replay_bytes(profile: RegionProfile, option: Option, inputs: int) -> int:
     """
     if option.saved is None:
         return 0
-    again = profile.recomputed(option.saved)
-    held, needed = {profile.roots[value] for value in again.held}, profile.needed
-    needs = sorted((need for need in profile.needs if need.value in profile.maker), key=lambda one: one.time)
+    held, needed = option.held, profile.needed
     # Until the replay begins, everything that it starts from is there, also what backward has read already.
+    first_read: dict[int, int] = {}
+    for need in profile.needs:
+        root = profile.roots[need.value]
+        if need.value in profile.maker:
+            first_read[root] = max(need.time, first_read.get(root, 0))
     begins, starts = profile.late_replay(option.saved)
-    first_read = {profile.roots[need.value]: need.time for need in reversed(needs)}
     waits = {root for root in starts if first_read.get(root, -1) > begins}
-    between = _replay_peak(profile, again.entries, held) - profile.bytes_of(held | needed)
-    more = profile.bytes_of(held - needed) + profile.bytes_of(waits) + max(0, between)
-    return more + (inputs if needs and begins < needs[-1].time else 0)
+    # While entries run again, results count until the last entry that reads them; what autograd saves, until the end.
+    steps = [profile.used_by(profile.entries[number]) for number in option.entries]
+    last = {root: step for step, roots in enumerate(steps) for root in roots}
+    first = {root: step for step, roots in reversed([*enumerate(steps)]) for root in roots}
+    changes = [0] * (len(steps) + 1)
+    for root in last.keys() & profile.maker.keys() - held:
+        changes[first[root]] += profile.bytes[root]
+        if root not in needed:
+            changes[last[root] + 1] -= profile.bytes[root]
+    between = max(accumulate(changes)) - profile.bytes_of(needed - held)
+    more = profile.bytes_of(held - needed | waits) + max(0, between)
+    return more + (inputs if begins < max(first_read.values(), default=-1) else 0)
 
 
-def _replay_peak(profile: RegionProfile, entries: Sequence[int], held: set[int]) -> int:
-    """Return the peak bytes while ``entries`` run again, without the region's inputs.
+# -- What may be saved in a region
 
-    Results are counted until the last entry that reads them; those that autograd saves, until the end.
+
+def options_of(
+    profile: RegionProfile, times: Sequence[float], device: Device, by_hand: frozenset[int]
+) -> tuple[Option, ...]:
+    """Return the options of a region: full recomputation, then those that save more, then no checkpointing.
+
+    Bytes ascend and seconds descend. ``times``: seconds per entry. ``by_hand``: entries that are an option in any case.
+    See Note [The search for save options].
     """
-    last: dict[int, int] = {}
-    for step, number in enumerate(entries):
-        last |= dict.fromkeys(profile.used_by(profile.entries[number]), step)
-    stays = profile.needed | held
-    alive = {*held}
-    live = high = profile.bytes_of(alive)
-    for step, number in enumerate(entries):
-        made = {profile.roots[value] for value in profile.entries[number].makes} & profile.maker.keys() - alive
-        alive |= made
-        live += profile.bytes_of(made)
-        high = max(high, live)
-        done = {root for root in alive - stays if last[root] <= step}
-        alive -= done
-        live -= profile.bytes_of(done)
-    return high
+    entries, is_gpu = profile.entries, device.name != "cpu"
+
+    @cache
+    def priced(saved: frozenset[int]) -> Option:
+        again, held = profile.recomputed(saved)
+        kernels = [number for number in (*range(len(times)), *again) if op_class(entries[number]) != FREE]
+        behind_s = math.fsum(max(0.0, times[number] - device.launch_s) for number in kernels) if is_gpu else 0.0
+        host_s = max(0.0, _CALL_S + _RECORD_S * len(entries) - behind_s)
+        ops_s, flops = math.fsum(times[number] for number in again), sum(entries[number].flops for number in again)
+        option = Option(saved, profile.bytes_of(held), again, held, ops_s + host_s, ops_s, flops)
+        known.append(option)
+        return option
+
+    known: list[Option] = []
+    candidates = frozenset(entry.number for entry in profile.candidates)
+    full = priced(frozenset())
+    saved = frozenset[int]()
+    while True:
+        now = priced(saved)
+        more_by = {number: priced(saved | {number}) for number in sorted(candidates - saved)}
+        gains = {
+            number: (now.ops_s - one.ops_s) / max(one.bytes - now.bytes, 1)
+            for number, one in more_by.items()
+            if one.ops_s < now.ops_s
+        }
+        if not gains:
+            break
+        saved |= {max(gains, key=gains.__getitem__)}
+    saved = candidates
+    while saved:
+        losses = {number: _loss(priced(saved), priced(saved - {number})) for number in sorted(saved, reverse=True)}
+        saved -= {min(losses, key=losses.__getitem__)}
+    best: list[Option] = []
+    for option in sorted(known, key=lambda one: (one.bytes, one.seconds, len(one.saved or ()))):
+        if option.seconds < (best[-1].seconds if best else full.seconds):
+            made = {n: {profile.roots[value] for value in profile.entries[n].makes} for n in option.saved or ()}
+            best.append(priced(frozenset(n for n, roots in made.items() if roots & option.held)))  # others hold nothing
+    step = -(-len(best) // MOST_OPTIONS) or 1
+    chosen = dict.fromkeys([full, *best[::step], *best[-1:], priced(by_hand)])
+    found = sorted(chosen, key=lambda one: (one is not full, one.bytes, -one.seconds))
+    if not profile.reason:
+        found.append(Option(None, profile.bytes_of(profile.needed | profile.routed)))
+    return tuple(found)
+
+
+def _loss(before: Option, after: Option) -> float:
+    """Return the seconds that are lost per byte that is freed; less than zero if nothing changes."""
+    seconds, size = after.ops_s - before.ops_s, before.bytes - after.bytes
+    if size > 0:
+        return seconds / size
+    return math.inf if seconds > 0 else -1.0

@@ -38,7 +38,6 @@ class Entry:
     makes: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     savable: bool = False  # a policy may save it, and saving it would hold memory
-    is_declined: bool = False  # a policy could save it, but the user's does not
     must_save: bool = False  # saved whatever the policy says
     is_collective: bool = False
     is_view: bool = False
@@ -58,12 +57,19 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute:
-    """The cost of a save option: entries that run again, in order, and values that are held, with their bytes."""
+class Option:
+    """Entries that a region saves in addition to those that must be, or None for no checkpointing.
 
-    entries: tuple[int, ...]
-    held: tuple[int, ...]
+    ``bytes`` are then held; ``seconds`` and ``flops`` are recomputed, with the time that checkpointing itself takes.
+    """
+
+    saved: frozenset[int] | None
     bytes: int
+    entries: tuple[int, ...] = ()  # that run again, in order
+    held: frozenset[int] = frozenset()  # storages
+    seconds: float = 0.0
+    ops_s: float = 0.0  # of ``seconds``, the ops
+    flops: int = 0
 
 
 def _tape_of(entries: Sequence[Entry], roots: Sequence[int], maker: Mapping[int, int]) -> Tape:
@@ -135,12 +141,10 @@ class RegionProfile:
         """Return the storages that an entry reads, makes or writes to."""
         return {*(self.roots[value] for value in (*entry.reads, *entry.makes)), *entry.writes}
 
-    def recomputed(self, saved: Collection[int]) -> Recompute:
-        """Return what replay runs again and holds if the entries ``saved``, and those that must be, are saved."""
-        again, held = self._schedule(self._kept(saved), self.needs)
-        routed = (value for entry in self.entries if entry.must_save for value in entry.makes)
-        values = sorted({*held, *routed})
-        return Recompute(tuple(again), tuple(values), self.bytes_of({self.roots[value] for value in values}))
+    def recomputed(self, saved: Collection[int]) -> tuple[tuple[int, ...], frozenset[int]]:
+        """Return the entries that run again, in order, and the storages that are held if the entries ``saved`` are."""
+        again, starts = self._schedule(self._kept(saved), self.needs)
+        return tuple(again), frozenset(starts | self.routed)
 
     def late_replay(self, saved: Collection[int]) -> tuple[int, set[int]]:
         """Return when the replay begins if the entries ``saved`` are saved, and the storages that it starts from.
@@ -156,17 +160,15 @@ class RegionProfile:
             if need.value in self.maker
             and not (self.roots[need.value] in roots and self.tape.last_write(need.value) < need.time)
         ]
-        starts = self._schedule(kept, missing)[1]
-        return max((need.time for need in missing), default=-1), {self.roots[value] for value in starts}
+        return max((need.time for need in missing), default=-1), self._schedule(kept, missing)[1]
 
     def _kept(self, saved: Collection[int]) -> set[int]:
         chosen = {*saved, *(entry.number for entry in self.entries if entry.must_save)}
         return {value for number in chosen for value in self.entries[number].makes}
 
-    def _schedule(self, kept: Collection[int], needs: Sequence[Need]) -> tuple[list[int], list[int]]:
-        """Return the entries that run again, and the kept values that they start from."""
-        wanted = [(handle, need.value, need.time) for handle, need in enumerate(needs)]
+    def _schedule(self, kept: Collection[int], needs: Sequence[Need]) -> tuple[list[int], set[int]]:
+        """Return the entries that run again, and the storages of kept values that they start from."""
         tape = copy(self.tape)
         tape.kept = dict.fromkeys(kept)
-        schedule = schedule_replay(tape, wanted)
-        return [step[0] for step in schedule.steps], schedule.kept
+        schedule = schedule_replay(tape, [(handle, need.value, need.time) for handle, need in enumerate(needs)])
+        return [step[0] for step in schedule.steps], {self.roots[value] for value in schedule.kept}

@@ -2,30 +2,209 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sac.blocks.applying import apply, groups_of
 from sac.blocks.find import Block
 from sac.blocks.install import Applied, RegionForward, ours_on, regions_of
 from sac.config import Config
 from sac.engine.compiled import run_in_eager
-from sac.engine.op_trace import RegionStats, SavedFigures
+from sac.engine.fp8 import keeps_fp8_state
+from sac.engine.frame import Frame
+from sac.engine.handles import EXTERNAL
+from sac.engine.op_trace import OpTraceRecorder, RegionStats, SavedFigures
+from sac.engine.recorder import TapeMode
 from sac.engine.region import Region, RegionGroup
-from sac.engine.settings import REPLAY
-from sac.engine.table import resolve_policy
+from sac.engine.settings import REPLAY, Settings
+from sac.engine.table import CallSite, DecisionTable, resolve_policy
+from sac.engine.tape import Tape
+from sac.engine.taped import TapedFrame
+from sac.errors import PlanError
+from sac.outer_hooks import PackHooks
+from sac.planner.agreeing import largest
+from sac.planner.cost import attention_flops, entry_of_call, moved_bytes
 from sac.planner.observing import Observation
-from sac.planner.profile import RegionProfile
-from sac.planner.rules import PlannedRegion
-from sac.planner.tracing import ProfiledRegion
-from sac.policy.model import Decision, Policy, Rule
+from sac.planner.profile import Entry, Need, RegionProfile
+from sac.planner.rules import PlannedRegion, stack_pattern
+from sac.policy.model import Decision, Policy
+from sac.tensors import storage_bytes
 
-_EVERYTHING = Policy("everything", (Rule("everything", Decision.SAVE.value, ("*",)),))
+# Note [How a profile comes about]
+#
+# In the observed step, each block runs under full recomputation and the recorder of the engine. So the engine itself
+# determines what a policy may save, the identity of each value, and what autograd has saved. Sizes and FLOPs come from
+# the arguments as each op runs. Regions with equal tapes get one profile.
+
 FULL, PROFILED, PLANNED = "full", "profiled", "planned"
+
+
+class _SizedTape(Tape):
+    """A tape that knows the bytes of each value's storage."""
+
+    def __init__(self, table: DecisionTable, owners: Sequence[nn.Module]) -> None:
+        super().__init__(table, owners)
+        self.value_bytes: list[int] = []
+
+    def add_value(self, tensor: Tensor, root: int, maker: int) -> int:
+        """See ``Tape.add_value``."""
+        self.value_bytes.append(storage_bytes(tensor) if maker >= 0 else 0)
+        return super().add_value(tensor, root, maker)
+
+
+class _ProfileTrace(OpTraceRecorder):
+    """Records the sizes of each entry of a tape, in addition to its row of the op trace."""
+
+    def __init__(self, tape: Tape, after_op: Callable[[int], None]) -> None:
+        super().__init__()
+        self._tape, self._after_op = tape, after_op
+        self.entries: dict[int, Entry] = {}  # with what is known while an op runs
+        self.until: dict[int, int] = {}  # root -> the last entry after which it was alive
+        self._alive: list[int] = []  # values
+        self._seen = 0
+
+    def add(self, site: CallSite, rule: Any, decision: Decision, args: Any, kwargs: Any, out: Any) -> None:
+        """Append the op that just ran, which is the last entry of the tape unless the tape skips it."""
+        super().add(site, rule, decision, args, kwargs, out)
+        entry = len(self._tape.sites) - 1
+        if entry < 0 or entry in self.entries or self._tape.sites[entry] is not site:
+            return
+        call = entry_of_call(site.op, args, kwargs, out)
+        savable = site.savable and (site.savable_if is None or site.savable_if(args, kwargs, out))
+        self.entries[entry] = replace(call, module=site.path, call=self.rows[-1].call, savable=savable)
+        self._after_op(entry)
+        self._alive += range(self._seen, len(self._tape.refs))
+        self._seen = len(self._tape.refs)
+        tensors = ((value, self._tape.refs[value]()) for value in self._alive)
+        self._alive = [value for value, tensor in tensors if tensor is not None and storage_bytes(tensor)]
+        self.until.update((self._tape.roots[value], entry) for value in self._alive)
+
+    def add_unit(self, site: Any, rule: Any, decision: Decision, arguments: Any, returned: Any, first: int) -> None:
+        """Append a unit, the last entry of the tape; it runs the ops inside again."""
+        super().add_unit(site, rule, decision, arguments, returned, first)
+        entry, row = len(self._tape.sites) - 1, self.rows[-1]
+        inside = [self.entries[number] for number in range(first, entry) if number in self.entries]
+        self.entries[entry] = Entry(
+            module=site.path,
+            op=site.rule_name,
+            call=row.call,
+            savable=True,
+            flops=sum(one.flops for one in inside) or attention_flops(site.rule_name, arguments),
+            moved_bytes=max(sum(one.moved_bytes for one in inside), moved_bytes(arguments, {}, returned)),
+            shape=row.shape,
+            dtype=row.dtype,
+        )
+
+
+class _ProfilingFrame(TapedFrame):
+    """A call that makes a profile of its tape for its region, unless it cannot be replayed."""
+
+    tape: _SizedTape
+
+    def __init__(self, *args: Any, region: FullRegion) -> None:
+        self._region = region
+        super().__init__(*args, trace=None, replays=True)
+        assert self.mode is not None
+        self.mode.keeps_units = False  # later steps do not
+
+    def _new_tape(self) -> _SizedTape:
+        return _SizedTape(self.group.table, self.owners)
+
+    def _new_mode(self) -> TapeMode:
+        assert self._region.after_op is not None
+        self._ops = _ProfileTrace(self.tape, self._region.after_op)
+        return TapeMode(self.group.table, self.tape, self._ops)
+
+    def _schedule_replay(self) -> None:
+        handles = [handle for reference in self._handles if (handle := reference()) is not None]
+        needs = dict.fromkeys(Need(*handle.position) for handle in handles if handle.state != EXTERNAL)
+        block = self._region.block
+        profile = RegionProfile(
+            paths=(block.path,),
+            layers=(block.layer,),
+            entries=tuple(map(self._entry, range(len(self.tape.sites)))),
+            roots=tuple(self.tape.roots),
+            bytes=tuple(self.tape.value_bytes),
+            needs=tuple(needs),
+            stack=block.stack,
+            stack_size=block.stack_size,
+            until=tuple(self._ops.until.get(value, -1) for value in range(len(self.tape.roots))),
+        )
+        super()._schedule_replay()
+        self._region.made = profile if self._replays else None
+
+    def _entry(self, number: int) -> Entry:
+        tape, entry = self.tape, self._ops.entries.get(number, Entry())
+        results = tape.results(number)
+        return replace(
+            entry,
+            number=number,
+            reads=tuple(tape.reads[number]),
+            makes=tuple(results),
+            writes=tuple(dict.fromkeys(tape.writes_of(number))),
+            savable=bool(results) and entry.savable,
+            must_save=any(value in tape.kept for value in results),
+        )
+
+
+class FullRegion(Region):
+    """A region that is recomputed in full, and also finds out what a policy may save, or why none may.
+
+    It does so while there is ``after_op``, which is called with the number of each entry of a call's tape whose op has
+    run. If its calls differ in size, ``profile`` has the largest sizes.
+    """
+
+    def __init__(self, block: Block, group: RegionGroup) -> None:
+        super().__init__(group, block.path)
+        self.block = block
+        self.after_op: Callable[[int], None] | None = None
+        self.profile: RegionProfile | None = None
+        self.made: RegionProfile | None = None  # by the last call
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """See ``Region.run``."""
+        self.made = None
+        output = super().run(*args, **kwargs)
+        if self.after_op is not None:
+            reason = self.group.not_replayable or "it does not run under the replay engine"
+            made = self.made or RegionProfile((self.path,), (self.block.layer,), reason=reason)
+            known = made if self.profile is None else self.profile
+            try:
+                self.profile = largest((known, made))
+            except PlanError:  # their ops differ
+                self.profile = replace(max(known, made, key=lambda one: sum(one.bytes)), until=())
+        return output
+
+    def frame(self, function: Any, owners: Any, settings: Settings, outer: PackHooks | None) -> Frame:
+        """See ``Region.frame``."""
+        if self.after_op is None or (outer is not None and settings.engine != REPLAY) or keeps_fp8_state(owners):
+            return super().frame(function, owners, settings, outer)
+        return _ProfilingFrame(function, owners, settings, self.path or self.group.name, self.group, region=self)
+
+
+def merged(profiles: Sequence[RegionProfile], block_bytes: int) -> tuple[RegionProfile, ...]:
+    """Return one profile for all regions of a stack that run the same ops on the same sizes.
+
+    The sizes are those that an allocator counts that rounds up to ``block_bytes``.
+    """
+    kinds: dict[Any, list[RegionProfile]] = {}
+    for one in profiles:
+        own = one.paths if one.reason else ()
+        kinds.setdefault((stack_pattern(one), one.entries, one.roots, one.bytes, one.needs, own), []).append(one)
+    return tuple(
+        replace(
+            alike[0],
+            paths=tuple(path for one in alike for path in one.paths),
+            layers=tuple(layer for one in alike for layer in one.layers),
+            bytes=tuple(-(-size // block_bytes) * block_bytes for size in alike[0].bytes),
+            until=tuple(map(min, zip(*(one.until for one in alike), strict=False))),  # none if one has none
+        )
+        for alike in kinds.values()
+    )
 
 
 class BudgetForward(RegionForward):
@@ -34,9 +213,9 @@ class BudgetForward(RegionForward):
     def __init__(self, block: Block, group: RegionGroup, applied: Applied) -> None:
         super().__init__(block, group, applied)
         self.block = block
-        self.full = self.region
+        self.region = self.full = FullRegion(block, group)
+        self.regions = (self.full,)
         self.planned: Region | None = None
-        self.profiled: ProfiledRegion | None = None
         self.is_plain = False  # whether the plan is no checkpointing
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,10 +257,7 @@ class BudgetRegions:
 
     def put_on(self, **arguments: Any) -> Applied | None:
         """Put regions on the model that are recomputed in full; returns their record, None if there are none."""
-        policy = self.config.policy
         nothing = Policy("full, until the plan is made")
-        if policy is not None:
-            nothing = replace(policy, rules=(), default=Decision.RECOMPUTE)
         observed = replace(self.config, policy=nothing, engine=REPLAY, budget=None)
         apply(self.model, observed, **arguments, forward=BudgetForward)
         applied = next((one.applied for one in regions_of(self.model)), None)
@@ -89,8 +265,13 @@ class BudgetRegions:
             applied.fitting = self
         return applied
 
-    def begin(self, inputs: Any, path: str | None = None) -> None:
-        """A forward begins: of the model, or if that is not called itself of the region at ``path``."""
+    def begin(self, inputs: Any, path: str = "") -> None:
+        """A forward begins: of the model, or of the region at ``path``."""
+
+    def place(self) -> tuple[str, str]:
+        """Return the part of the observed step that runs, and the path of its region; empty between two."""
+        assert self.observation is not None
+        return self.observation.place()
 
     def stop(self) -> None:
         """Observe nothing more."""
@@ -111,18 +292,16 @@ class BudgetRegions:
 
     def profile(self) -> None:
         """Have the next calls profiled."""
+        self.use(FULL)
         self.used = PROFILED
-        forwards = {one.block.path: one for one in self.forwards}
-        resolved = resolve_policy(self.config.policy or _EVERYTHING)
-        for block, group in groups_of(resolved, [one.block for one in forwards.values()], "selective"):
-            forwards[block.path].region = forwards[block.path].profiled = ProfiledRegion(block, group, self.after_op)
+        for one in self.forwards:
+            one.full.after_op = self.after_op
 
     def profiles(self) -> tuple[RegionProfile, ...]:
         """Take the profiles that the calls have made."""
-        regions = [one.profiled for one in self.forwards if one.profiled is not None]
-        profiles = tuple(region.profile for region in regions if region.profile is not None)
-        for region in regions:
-            region.profile = None
+        profiles = tuple(one.full.profile for one in self.forwards if one.full.profile is not None)
+        for one in self.forwards:
+            one.full.profile = None
         return profiles
 
     def use(self, which: str) -> None:
@@ -130,29 +309,25 @@ class BudgetRegions:
         if which != self.used:
             self.used = which
             for one in self.forwards:
-                if isinstance(one.region, ProfiledRegion):
-                    one.full.stats = one.region.stats  # it was recomputed in full, too
+                one.full.after_op = None
                 one.region = one.planned if which == PLANNED and one.planned is not None else one.full
                 one.regions = (one.region,)
 
     def plan(self, planned: Sequence[PlannedRegion], policy: Policy) -> None:
         """Have the next calls run as ``planned``; ``policy``: that of the plan."""
-        forwards = {one.block.path: one for one in self.forwards}
-        of_path = {one.path: one for one in planned}
-        resolved = resolve_policy(policy)
-        for block, group in groups_of(resolved, [one.block for one in forwards.values()], "selective"):
-            forward, region, mine = forwards[block.path], Region(group, block.path), of_path.get(block.path)
-            forward.planned = region
-            if (profiled := forward.profiled) is not None:  # a planned call keeps nothing to verify units anew
-                group.functions.update(profiled.group.functions)
-                group.verified = group.verified or profiled.group.verified
+        forwards, of_path = {one.block.path: one for one in self.forwards}, {one.path: one for one in planned}
+        for block, group in groups_of(resolve_policy(policy), [one.block for one in forwards.values()], "selective"):
+            forward, path, mine = forwards[block.path], block.path, of_path.get(block.path)
+            forward.planned, full = Region(group, path), forward.full.group
+            group.functions.update(full.functions)  # a planned call keeps nothing to verify units anew
+            group.verified = group.verified or full.verified
             if mine is not None and mine.profile.reason:
                 forward.planned = forward.full
-                forward.full.group.give_up("it is not planned", block.path)
+                full.give_up("it is not planned", path)
             forward.is_plain = mine is not None and mine.option.saved is None
             if mine is not None and forward.is_plain:
                 size = mine.option.bytes
                 rule = next(one.index for one in group.table.rules if one.rule.matches_module)  # saves the whole block
-                region.stats = RegionStats(1, SavedFigures(size, 0, {rule: size}, {rule: 1}))
+                forward.planned.stats = RegionStats(1, SavedFigures(size, 0, {rule: size}, {rule: 1}))
         self.used = ""
         self.use(PLANNED)

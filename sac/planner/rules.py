@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, groupby, pairwise
@@ -12,8 +12,7 @@ from typing import Any
 from sac.ops.names import resolve_ops
 from sac.ops.registry import find_op
 from sac.ops.save_sets import SAVE_SETS
-from sac.planner.options import Option
-from sac.planner.profile import Entry, RegionProfile
+from sac.planner.profile import Entry, Option, RegionProfile
 from sac.policy.model import Decision, Layers, Policy, Rule
 from sac.policy.patterns import PathPattern
 
@@ -121,34 +120,29 @@ def rules_of(layers: Sequence[PlannedRegion], blocks: tuple[PathPattern, ...], p
 
     ``blocks`` matches the regions of the stack, if there are others. ``prefix`` begins the names of the rules.
     """
-    plain = frozenset(one.layer for one in layers if one.option.saved is None)
     everywhere = frozenset(one.layer for one in layers)
+    plain = frozenset(one.layer for one in layers if one.option.saved is None)
+    sites = _sites(layers)
+    modules = dict.fromkeys(("", *(site.module for site in sites)))
     found: list[Rule] = []
     taken: Counter[str] = Counter()
-
-    def add(word: str, chosen: frozenset[int], barred: Collection[int], **matchers: object) -> None:
+    for product in ([_Product((), frozenset([""]), None, plain)] if plain else []) + _products(sites):
+        word = _word(product.names)
         taken[word] += 1
-        name = prefix + (word if taken[word] == 1 else f"{word}-{taken[word]}")
-        ranges = _filled(chosen, everywhere - chosen - frozenset(barred))
-        limit = None if len(ranges) == layers[0].profile.stack_size else layers_of(ranges)
-        found.append(Rule(name, Decision.SAVE.value, layers=limit, blocks=blocks, **matchers))  # type: ignore[arg-type]
-
-    if plain:
-        add("none", plain, everywhere - plain, module=PathPattern.parse(""))
-    sites = _sites(layers)
-    for product in _products(sites):
-        barred = frozenset[int]().union(*(site.recomputed for site in sites if product.matches(site)))
-        modules = [
-            module for module in dict.fromkeys(site.module for site in sites) if module in (product.modules or ())
-        ]
-        add(
-            _word(product.names),
-            product.layers,
-            barred,
-            **_named(product.names),
-            module=None if product.modules is None else PathPattern.parse(_pattern(modules)),
+        barred = everywhere.difference(plain) if not product.names else frozenset[int]()
+        barred = barred.union(*(site.recomputed for site in sites if product.matches(site)))
+        numbers = _filled(product.layers, everywhere - product.layers - barred)
+        inside = [module for module in modules if module in (product.modules or ())]
+        rule = Rule(
+            prefix + (word if taken[word] == 1 else f"{word}-{taken[word]}"),
+            Decision.SAVE.value,
+            layers=None if len(numbers) == layers[0].profile.stack_size else layers_of(numbers),
+            blocks=blocks,
+            module=None if product.modules is None else PathPattern.any_of(inside),
             call=None if product.calls is None else Layers("index", tuple(sorted(product.calls))),
+            **_named(product.names),
         )
+        found.append(rule)
     return found
 
 
@@ -178,20 +172,18 @@ def _sites(layers: Iterable[PlannedRegion]) -> tuple[_Site, ...]:
     recomputed: dict[tuple[str, str, int], set[int]] = {}
     for one in layers:
         for entry in one.profile.entries if one.option.saved is not None else ():
-            if not entry.must_save and (entry.savable or entry.is_declined):
+            if entry.savable and not entry.must_save:
                 into = saved if entry.number in (one.option.saved or ()) else recomputed
                 into.setdefault((entry.op, entry.module, entry.call), set()).add(one.layer)
-    return tuple(
-        _Site(*key, frozenset(saved.get(key, ())), frozenset(recomputed.get(key, ())))
-        for key in dict.fromkeys((*saved, *recomputed))
-    )
+    keys = dict.fromkeys((*saved, *recomputed))
+    return tuple(_Site(*key, frozenset(saved.get(key, ())), frozenset(recomputed.get(key, ()))) for key in keys)
 
 
 def _products(sites: Sequence[_Site]) -> list[_Product]:
     """Return products that together match each site in all layers that save it, and in none that recomputes it."""
 
     def is_allowed(product: _Product) -> bool:
-        is_mixed = len({name.partition(" ")[0] if " " in name else "" for name in product.names}) > 1
+        is_mixed = len({*map(_kind, product.names)}) > 1
         return not is_mixed and not any(site.recomputed & product.layers and product.matches(site) for site in sites)
 
     found: list[_Product] = []
@@ -204,21 +196,25 @@ def _products(sites: Sequence[_Site]) -> list[_Product]:
         for change in wider:
             product = next(filter(is_allowed, [replace(product, **change)]), product)
         found.append(product)
-    pairs = [*combinations(found, 2)]
-    while pairs:
-        first, second = pairs.pop(0)
-        both = first.with_all_of(second)
-        if is_allowed(both):
-            found = [both, *(one for one in found if one not in (first, second))]
-            pairs = [*combinations(found, 2)]
+    while True:
+        pairs = ((first, second, first.with_all_of(second)) for first, second in combinations(found, 2))
+        merged = next((one for one in pairs if is_allowed(one[2])), None)
+        if merged is None:
+            break
+        found = [merged[2], *(one for one in found if one not in merged)]
     order = {site: number for number, site in enumerate(sites)}
     return sorted(found, key=lambda one: min(order[site] for site in sites if one.matches(site)))
 
 
-def _named(names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+def _named(names: tuple[str, ...]) -> dict[str, Any]:
     """Return the matcher of a rule on these ops, Functions or units."""
-    kind = names[0].partition(" ")[0] if " " in names[0] else ""
+    kind = _kind(names[0]) if names else ""
     return {kind or "ops": tuple(name.removeprefix(f"{kind} ") for name in names)}
+
+
+def _kind(name: str) -> str:
+    """Return ``function`` or ``unit``, or nothing for an op."""
+    return name.partition(" ")[0] if " " in name else ""
 
 
 def _packet(op: str) -> str:
@@ -244,21 +240,7 @@ def layers_of(numbers: Iterable[int]) -> Layers:
 
 
 def _word(names: Sequence[str]) -> str:
-    """Return the name of a rule on these ops."""
-    if " " in names[0]:
-        return names[0].rpartition(" ")[2].rpartition(".")[2]
-    first = names[0].split(".")
-    return (first[1] if len(first) > 1 else first[0]).split("::")[-1].strip("_")
-
-
-def _pattern(modules: Iterable[str]) -> str:
-    """Return one pattern for the modules, with those of one parent as ``parent.{a,b}``."""
-    of_parent: dict[str, list[str]] = {}
-    for module in modules:
-        parent, dot, name = module.rpartition(".")
-        of_parent.setdefault(parent + dot, []).append(name)
-    return _any_of([parent + _any_of(names) for parent, names in of_parent.items()])
-
-
-def _any_of(texts: Sequence[str]) -> str:
-    return texts[0] if len(texts) == 1 else "{" + ",".join(texts) + "}"
+    """Return the name of a rule on these ops; that of none is no checkpointing."""
+    name = names[0] if names else "none"
+    parts = name.removeprefix(f"{_kind(name)} ").split(".")
+    return parts[-1] if _kind(name) else parts[:2][-1].split("::")[-1].strip("_")

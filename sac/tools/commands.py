@@ -110,12 +110,12 @@ def compare(arguments: argparse.Namespace) -> int:
 
 def plan(arguments: argparse.Namespace) -> int:
     """Compute a policy for a memory budget; print it, or write it and print what it costs."""
-    check_wish(arguments)
+    budget = check_wish(arguments)
     if arguments.out:
         _check_writable(Path(arguments.out))
     with progress_lines() as progress:
         progress(0, 0, "planning on tensors without data")
-        planned = plan_model(arguments, lambda build: _build(arguments, build))
+        planned = plan_model(arguments, budget, lambda build: _build(arguments, build))
     if arguments.out:
         Path(arguments.out).write_text(planned.policy_text(), encoding="utf-8")
     if arguments.json:

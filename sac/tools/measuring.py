@@ -16,7 +16,7 @@ from sac.engine.rng import random_state_kept
 from sac.engine.table import resolve_policy
 from sac.errors import ConfigError, ModelError, Problem, SacError
 from sac.planner.controller import apply
-from sac.planner.fakes import Inputs
+from sac.planner.fakes import Inputs, arguments_of
 from sac.policy.model import Policy
 from sac.reporting import Trace, decisions_of
 from sac.tools.comparison import Comparison, Progress, Training, forward_backward, inputs_on
@@ -130,11 +130,9 @@ def label_of(value: Any) -> str:
 
 def _checked(model: nn.Module, inputs: Any) -> tuple[Inputs, str]:
     refuse_second(model)
-    if not isinstance(inputs, (tuple, list, Mapping)):
-        found = f"a {type(inputs).__name__} is not what a model is called with"
-        raise ConfigError(Problem("inputs", found, "a tuple or a dict of arguments", fix="write (x,) for one argument"))
+    arguments = arguments_of(inputs, ConfigError)
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1 or "meta" in devices:
         found = f"its parameters are on {', '.join(sorted(devices))}"
         raise ModelError(Problem(type(model).__name__, found, "one device that holds data"))
-    return dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs), next(iter(devices), "cpu")
+    return arguments, next(iter(devices), "cpu")

@@ -7,15 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from sac.config_keys import LEGAL_BUDGET
+from sac.config_keys import StepBudget
 from sac.errors import PlanError, Problem
-from sac.planner.devices import Device, device_at_hand, device_named
+from sac.planner.devices import figures_of
 from sac.planner.fakes import Build, Inputs, fake_build, fake_inputs, fake_mode
-from sac.planner.planning import Plan, best_size, budget_of, make_plan
-from sac.planner.rehearsal import optimizer_bytes
+from sac.planner.planning import Plan, best_size, budget_of, make_plan, optimizer_bytes
 from sac.tables import Table, bytes_text, screen_width, seconds_text, wrapped_text
 from sac.tensors import describe
 from sac.tools.comparison import loss_of
@@ -42,7 +40,7 @@ class Planned:
         """Return what was predicted for each batch that was tried; ``step_s`` is None where it does not fit."""
         return [
             {"batch": size, "peak_bytes": peak, "fits": plan is not None, "best": size == self.batch,
-             "step_s": None if plan is None else plan.step_s + plan.rows[0].seconds}
+             "step_s": None if plan is None else plan.step_s}
             for size, (plan, peak) in self.sizes.items()
         ]  # fmt: skip
 
@@ -52,9 +50,9 @@ class Planned:
         return {**self.about, **self.plan.to_dict(), **sizes, "policy": self.policy_text()}
 
 
-def plan_model(arguments: argparse.Namespace, load: Callable[[Build], BuiltModel]) -> Planned:
+def plan_model(arguments: argparse.Namespace, budget: StepBudget, load: Callable[[Build], BuiltModel]) -> Planned:
     """Return the plan that the arguments of `sac plan` ask for; ``load`` builds their model."""
-    batch, budget = arguments.batch, check_wish(arguments)
+    batch = arguments.batch
     built: dict[int, BuiltModel] = {}
 
     def plan_of(size: int) -> Plan:
@@ -80,28 +78,16 @@ def plan_model(arguments: argparse.Namespace, load: Callable[[Build], BuiltModel
     return Planned(plan, {"model": built[batch].name, "inputs": inputs, "made_by": arguments.typed}, batch, sizes)
 
 
-def check_wish(arguments: argparse.Namespace) -> str:
+def check_wish(arguments: argparse.Namespace) -> StepBudget:
     """Return the budget; raise ``PlanError`` for what is wrong in the arguments that do not depend on the model."""
-    device = _figures(arguments.device)
-    if arguments.budget is None and device.name == "cpu":
-        raise PlanError(Problem("--budget", "it is missing, and the memory of a CPU is not known", LEGAL_BUDGET))
-    budget: str = "auto" if arguments.budget is None else arguments.budget
-    is_share = budget_of(budget).share is not None
+    budget = budget_of("auto" if arguments.budget is None else arguments.budget, figures_of(arguments.device))
     optimizer_bytes(arguments.optimizer, ())
     if arguments.fsdp is not None and arguments.fsdp < 2:
         raise PlanError(Problem("ranks", f"{arguments.fsdp!r} ranks to shard over", "2, 3, 4, …"))
-    if not isinstance(arguments.batch, int) and is_share:
+    if not isinstance(arguments.batch, int) and budget.share is not None:
         found = f'"{arguments.budget}" is a share of a range of peaks, but each size has its own range'
         raise PlanError(Problem("budget", found, 'bytes, such as "72GiB"'))
     return budget
-
-
-def _figures(name: str) -> Device:
-    if name.partition(":")[0] != "cuda":
-        return device_named(name)
-    if not torch.cuda.is_available():
-        raise PlanError(Problem("--device", "torch sees no CUDA device here", fix="name the GPU: --device h100"))
-    return device_at_hand(torch.device(name))
 
 
 def print_plan(planned: Planned) -> None:

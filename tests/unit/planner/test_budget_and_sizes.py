@@ -135,19 +135,6 @@ def test_copies_that_are_made_while_a_plan_is_made_or_waits(copied: Any, when: s
         other.optimizer.zero_grad()
 
 
-def test_a_policy_that_saves_nothing_of_larger_inputs_does_not_end_the_training() -> None:
-    rules = [{"id": "small", "ops": "matmul", "shape": ["<=128", "_"], "do": "save"}]
-    loop = Loop(within("50%", policy={"schema": "sac/v1", "name": "mine", "rules": rules}))
-    for _ in range(3):
-        loop.step(SMALL)
-    loop.step(WIDE)
-    with pytest.warns(SacWarning, match="saves nothing in these blocks"):
-        loop.step(WIDE)
-    assert loop.used == "full"
-    loop.step(SMALL)
-    assert loop.used == "planned"
-
-
 def test_larger_inputs_run_under_full_recomputation_where_nothing_can_be_observed() -> None:
     """As here, while another profiler measures; the report says so."""
     loop, low = Loop(within("1GiB")), ends(LARGE)[0]

@@ -15,8 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 import sac
-from sac.errors import ConfigError, ModelError, PlanError, SacWarning
-from sac.reporting import decisions_of
+from sac.errors import ModelError, PlanError, SacWarning
 from sac.tables import bytes_text
 from sac.torch_private import profiler_is_on
 from tests.support.blocks import llama_stack
@@ -138,23 +137,6 @@ def test_auto_and_shares_of_the_device() -> None:
         controller = controller_of(trained(within(budget), steps=2).model)
         assert controller.fitted is not None
         assert controller.fitted.allowed == int(part * controller._meter.memory_bytes)
-
-
-@pytest.mark.parametrize("budget", ["1GiB", "50%"])
-def test_the_search_stays_within_the_rules_of_a_policy(budget: str) -> None:
-    """Of an op, the policy saves the calls in some modules: the plan saves none of the others."""
-    rules = [{"id": "products", "ops": "matmul", "module": "mlp.{gate_proj,up_proj}", "do": "save"}]
-    found = trained(within(budget, policy={"schema": "sac/v1", "name": "mine", "rules": rules}))
-    rows = [row for row in decisions_of(found.model) if row.decision == "save"]
-    assert rows
-    assert {row.module.partition(".")[0] for row in rows} == {"mlp"}
-    assert {row.op for row in rows} == {"aten.mm.default"}
-    fitted = controller_of(found.model).fitted
-    assert fitted is not None
-    assert "with all that the policy saves" in str(fitted)
-    assert "no checkpointing is needed" not in str(fitted)
-    assert max(found.peaks) <= fitted.allowed
-    assert found.is_equal(trained(None))
 
 
 @pytest.mark.parametrize(
@@ -315,22 +297,6 @@ def test_budget_below_the_least_peak() -> None:
     assert "there when the step begins" in text
     assert f"legal: {ends()[0]} bytes ({bytes_text(ends()[0])}) or more" in text
     assert not profiler_is_on()
-
-
-@pytest.mark.parametrize(
-    ("rule", "text"),
-    [
-        (
-            {"ops": "convolution", "do": "save"},
-            "policy mine saves nothing in these blocks, so there is nothing to choo",
-        ),
-        ({"module": "mlp", "do": "save"}, "a rule saves whole modules, but a budget chooses among ops"),
-        ({"ops": "matmul", "do": "offload"}, "it offloads, but with a budget sac only chooses between saving on the d"),
-    ],
-)
-def test_policies_that_no_budget_can_choose_from(rule: dict[str, str], text: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^activation_checkpointing\.policy: {text}.*\n    fix: "):
-        trained(within("1GiB", policy={"schema": "sac/v1", "name": "mine", "rules": [rule]}))
 
 
 def test_model_without_a_device() -> None:

@@ -49,6 +49,10 @@ ILLEGAL: list[tuple[dict[str, Any], str]] = [
     ({"mode": "full", "budget": "1GiB"}, "budget: mode full leaves nothing to choose / fix: write `mode: selective`, "),
     ({"optimizer": "sgd"}, "optimizer: it says how a budget is met, and there is none / fix: give a budget"),
     ({"budget": "1GiB", "engine": "rerun"}, "engine: a budget is planned for the replay engine / fix: leave the eng"),
+    (
+        {"budget": "1GiB", "policy": "llama"},
+        "policy: a budget chooses among all ops / fix: leave out the policy, or the b",
+    ),
     ({"budget": "1GiB", "optimizer": "adamwx"}, 'optimizer: optimizer is "adamwx" / did you mean: '),
 ]
 

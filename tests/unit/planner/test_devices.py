@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sac.errors import PlanError
-from sac.planner.devices import DEVICES, device_at_hand, device_named
+from sac.planner.devices import DEVICES, device_named, figures_of
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,13 @@ def test_dtype_without_a_figure_has_that_of_float32() -> None:
     assert h100.peak("int32") == h100.peak("float32") < h100.peak("bfloat16") < h100.peak("float8_e4m3fn")
 
 
-def test_device_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert device_at_hand(torch.device("cpu")) is DEVICES["cpu"]
+def test_figures_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert figures_of(torch.device("cpu")) is DEVICES["cpu"]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    assert device_at_hand(torch.device("cuda", 0)) == DEVICES["h100"]
+    assert figures_of(torch.device("cuda", 0)) == DEVICES["h100"]
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
-        assert device_at_hand(torch.device("cuda", 0)).peak("float32") == DEVICES["h100"].flops_per_s["tf32"]
+        assert figures_of(torch.device("cuda", 0)).peak("float32") == DEVICES["h100"].flops_per_s["tf32"]
     finally:
         torch.backends.cuda.matmul.fp32_precision = before

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import sac
 from sac.planner.planning import make_plan
-from sac.reporting import decisions_of
 from tests.support.training import built
 from tests.unit.planner.small_training import trained, within
 
@@ -97,31 +96,3 @@ def test_a_budget_in_the_config_is_met(part: float) -> None:
     assert max(found.peaks) <= budget
     assert found.is_equal(trained(None, model=built(Language), steps=5))
     assert "not planned" not in str(sac.report(found.model))
-
-
-class Cosine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.cos()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return -grad * x.sin()
-
-
-def test_ops_inside_of_a_function_that_the_policy_recomputes_are_not_saved() -> None:
-    class WithCosine(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(Cosine.apply(x).tanh())
-
-    rules = [
-        {"id": "cosines", "function": "Cosine", "do": "recompute"},
-        {"id": "others", "ops": ["matmul", "aten.cos"], "do": "save"},
-    ]
-    policy = {"schema": "sac/v1", "name": "mine", "rules": rules}
-    found = trained(within("1GiB", policy=policy), model=built(lambda: Language(WithCosine)))
-    saved = {row.op for row in decisions_of(found.model) if row.decision == "save"}
-    assert saved
-    assert "aten.cos.default" not in saved
