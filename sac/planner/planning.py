@@ -35,7 +35,7 @@ from sac.planner.observing import Meter, Observation, StepRecord
 from sac.planner.predict import Choice, Prediction, TooSmallError
 from sac.planner.regions import BudgetRegions, merged
 from sac.planner.rules import policy_of, saved_by
-from sac.planner.sharding import fake_ranks, fsdp_over, refuse_senders
+from sac.planner.sharding import QuickChunks, fake_ranks, fsdp_over, refuse_senders
 from sac.policy.model import Policy, dump_policy
 from sac.policy.syntax import all_problems, node_of
 from sac.tables import LEGAL_BYTES, Table, bytes_text, flops_text, seconds_text
@@ -227,7 +227,8 @@ class Rehearsal:
         self.inputs = fake_inputs(inputs, mode)
         self.device, self._loss_fn = device, loss_fn
         if parallelize is not None:
-            parallelize(self.model)
+            with QuickChunks():
+                parallelize(self.model)
         self._gathers = mode_of(self.model) if parallelize is not None else None
         self.extra = optimizer_bytes(optimizer, self.model.parameters())
         turn_off_cache(self.model)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from sac.blocks.find import find_blocks
 from sac.errors import PlanError, Problem
-from sac.torch_private import silent_store
+from sac.torch_private import FakeTensor, silent_store
 
 
 @contextmanager
@@ -59,3 +62,25 @@ def fsdp_over(count: int) -> Callable[[nn.Module], None]:
             fully_shard(module, mesh=mesh)
 
     return parallelize
+
+
+class QuickChunks(TorchFunctionMode):
+    """Cuts a tensor without data into at most two tensors: the chunks of equal size are one tensor, the first.
+
+    FSDP2 and DTensor cut each parameter into a chunk per rank, and the one rank there is (`fake_ranks`) uses the first.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.chunk and len(args) > 1 and type(args[0]) is FakeTensor:
+            return _chunks(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _chunks(whole: Tensor, count: int, dim: int = 0) -> tuple[Tensor, ...]:
+    length = whole.shape[dim]
+    size = -(-length // count)
+    if not size:
+        return torch.chunk(whole, count, dim)
+    full, rest = divmod(length, size)
+    last = (whole.narrow(dim, length - rest, rest),) if rest else ()
+    return (whole.narrow(dim, 0, size),) * full + last
