@@ -101,12 +101,11 @@ def runs_of_a_compiled_function(function: Any, way: str, hidden: bool) -> tuple[
     return seen, runs, len(log.forward)
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    ("function", "hidden"),
+    ("function", "hidden", "way"),
     [
-        (products, False),
-        *(pytest.param(attention, hidden, marks=pytest.mark.slow) for hidden in (False, True)),
+        *((products, hidden, way) for way in WAYS for hidden in (False, True)),
+        *((attention, bool(place % 2), way) for place, way in enumerate(WAYS)),
     ],
 )
 def test_what_is_compiled_inside_a_region_stays_compiled(

@@ -170,14 +170,14 @@ def examples(draw: st.DrawFn, each: Sequence[Entries]) -> tuple[Program, Any, En
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@settings(CALM, max_examples=240, derandomize=True)
+@settings(CALM, max_examples=80, derandomize=True)
 @given(example=examples(BOTH_ENGINES * 4 + UNDER_TORCH))
 def test_random_programs(device: str, example: tuple[Program, Any, Entries, Backward]) -> None:
     """The same programs each time; scripts/fuzz draws as many others as it is asked for."""
     assert_exact_and_free(*example, device=device)
 
 
-@settings(CALM, max_examples=60, derandomize=True)
+@settings(CALM, max_examples=30, derandomize=True)
 @given(example=examples([(REFUSED,), (FAILED,)]))
 def test_random_programs_that_cannot_be_replayed(example: tuple[Program, Any, Entries, Backward]) -> None:
     assert_exact_and_free(*example)

@@ -33,6 +33,7 @@ from tests.support.blocks import (
     whole,
     with_dropout,
 )
+from tests.support.pairs import in_pairs
 from tests.support.recording import backward_ops
 from tests.support.runs import runs_of
 from tests.support.training import assert_same, assert_same_training, built, train
@@ -123,9 +124,7 @@ def test_deepcopy_still_recomputes_and_can_be_removed_alone(value: Any) -> None:
     assert products(model) == expected
 
 
-@ON_EACH_VALUE
-@pytest.mark.parametrize("after_a_step", [False, True], ids=["fresh", "after a step"])
-@pytest.mark.parametrize("way", ["pickle", "torch.save"])
+@in_pairs(value=VALUES, way=["pickle", "torch.save"], after_a_step={"fresh": False, "after a step": True})
 def test_round_trip_through_bytes(value: Any, way: str, after_a_step: bool) -> None:
     model = sac.apply(built(llama_stack), value)
     expected = products(model) if after_a_step else products(sac.apply(built(llama_stack), value))

@@ -24,11 +24,9 @@ from tests.stacks.composition import differences
 from tests.stacks.composition import train as measured
 from tests.support.blocks import (
     FULL,
-    LlamaLikeBlock,
     Stack,
     alternate,
     install,
-    llama_stack,
     policy,
     save,
     selective,
@@ -36,7 +34,15 @@ from tests.support.blocks import (
     tokens,
     with_dropout,
 )
-from tests.support.compiling import Compiled, count, nothing, skip_if_results_are_not_told, train_compiled
+from tests.support.compiling import (
+    Compiled,
+    LeanBlock,
+    count,
+    lean_stack,
+    nothing,
+    skip_if_results_are_not_told,
+    train_compiled,
+)
 from tests.support.model_zoo import tiny
 from tests.support.training import Backward, assert_same, built, plain_backward, train
 
@@ -72,7 +78,7 @@ def clean(seen: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @functools.cache
 def without_us(way: Way) -> tuple[dict[str, Tensor], Compiled]:
-    return train_compiled(llama_stack, nothing, compile_it=way)
+    return train_compiled(lean_stack, nothing, compile_it=way)
 
 
 def compiled(value: Any, way: Way) -> tuple[Any, Compiled, nn.Module]:
@@ -80,12 +86,12 @@ def compiled(value: Any, way: Way) -> tuple[Any, Compiled, nn.Module]:
     models: list[nn.Module] = []
     with warnings.catch_warnings():
         warnings.simplefilter("error", SacWarning)
-        seen, log = train_compiled(llama_stack, lambda m: models.append(sac.apply(m, value)), compile_it=way)
+        seen, log = train_compiled(lean_stack, lambda m: models.append(sac.apply(m, value)), compile_it=way)
     return seen, log, models[0]
 
 
 def eager_hits(value: Any) -> dict[str, list[int]]:
-    model = sac.apply(built(llama_stack), value)
+    model = sac.apply(built(lean_stack), value)
     model(*tokens())
     hits = {kind.regions: [use.hits for use in kind.rules if use.rule != "default"] for kind in sac.report(model).kinds}
     return {regions: [number for number in counts if number] for regions, counts in hits.items()}
@@ -138,7 +144,7 @@ class Inside(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = llama_stack()
+        self.inner = lean_stack()
         self.head = nn.Linear(32, 32)
         self.aliases = [block.mlp for block in self.inner.blocks]  # a second way to the same modules
 
@@ -161,7 +167,7 @@ class Written(nn.Module):
         return z.sigmoid() * y
 
 
-class Breaking(LlamaLikeBlock):
+class Breaking(LeanBlock):
     def forward(self, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
         return super().forward(x)
@@ -190,7 +196,7 @@ def test_a_hugging_face_model_is_one_graph() -> None:
     for value in ("none", "full", "selective"):
         torch._dynamo.reset()
         log = Compiled()
-        model, inputs = tiny("qwen3_moe", use_cache=False, num_hidden_layers=1)
+        model, inputs = tiny("qwen3_moe", use_cache=False, num_hidden_layers=1, num_experts=2)
         sac.apply(model, value)
         loss = torch.compile(model, backend=log.backend, fullgraph=True)(**inputs).loss
         loss.backward()
@@ -245,7 +251,7 @@ def test_as_many_graphs_as_without_us_for_several_lengths() -> None:
     for config in ("none", IN_TURN):
         torch._dynamo.reset()
         log = Compiled()
-        model = sac.apply(built(lambda: with_dropout(llama_stack(1), 0.2)), config)
+        model = sac.apply(built(lambda: with_dropout(lean_stack(1), 0.2)), config)
         runs.append((lengths(whole(model, log.backend), 8, 12, 6), log))
     (expected, plain), (ours, log) = runs
     assert len(log.forward) == len(plain.forward) == 2
@@ -259,7 +265,7 @@ def test_a_backend_that_runs_the_graph_as_it_is(value: Any) -> None:
     runs = []
     for config, backend in (("none", None), (value, "eager")):
         torch._dynamo.reset()
-        model = sac.apply(built(lambda: with_dropout(llama_stack(1), 0.2)), config)
+        model = sac.apply(built(lambda: with_dropout(lean_stack(1), 0.2)), config)
         runs.append(lengths(whole(model, backend) if backend else model, 8, 12))
     assert_same(*runs)
 
@@ -273,17 +279,16 @@ class Small(nn.Module):
         self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.a(x).sin()
-        return x + self.b(hidden * hidden.pow(2).mean(-1, keepdim=True)).tanh()
+        return x + self.b(self.a(x).sin()).tanh()
 
 
 def steps_of(run: nn.Module, backward: Backward = plain_backward) -> dict[str, Tensor]:
-    return train(run, steps=3, make_input=lambda device: (torch.randn(4, 8),), backward=backward)
+    return train(run, steps=2, make_input=lambda device: (torch.randn(4, 8),), backward=backward)
 
 
 def eager_under_compiled_autograd(model: nn.Module) -> dict[str, Tensor]:
     """Recomputation runs in eager, as forward did, though all around it is traced."""
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         return steps_of(model)
 
 
@@ -373,7 +378,7 @@ def test_the_report_of_blocks_that_differ_and_a_rule_without_a_hit() -> None:
     """Nothing is traced before the first step; the bytes that the partitioner keeps are not counted here."""
 
     def build() -> nn.Module:
-        model = llama_stack()
+        model = lean_stack()
         model.blocks[1].mlp = nn.Linear(32, 32, bias=False)
         return model
 
@@ -393,11 +398,11 @@ def test_rules_on_results_that_torch_does_not_show_are_told(monkeypatch: pytest.
     monkeypatch.setattr(sys.modules[checkpoint_contexts.__module__], "SHOWS_RESULTS_TO_POLICIES", False)
     value = selective(policy(save("attention"), save("matmul", shape=["_", 64])))
     with pytest.warns(SacWarning, match=r'rule "rule-1" matches on the shape, dtype or size of results'):
-        train_compiled(llama_stack, lambda m: sac.apply(m, value), compile_it=whole)
+        train_compiled(lean_stack, lambda m: sac.apply(m, value), compile_it=whole)
 
 
 def test_what_rules_offload_is_saved_on_the_device() -> None:
-    model = sac.apply(built(llama_stack), selective(policy({"ops": "matmul", "do": "offload"})))
+    model = sac.apply(built(lean_stack), selective(policy({"ops": "matmul", "do": "offload"})))
     torch.compile(model, backend="aot_eager")(*tokens()).sum().backward()
     (kind,) = sac.report(model).to_dict()["kinds"]
     assert (kind["traced"]["rules"], kind["traced"]["offloads"]) == ({"rule-0": 7}, True)

@@ -70,12 +70,11 @@ def test_units_inside_regions_of_fsdp1_are_gathered_again() -> None:
 def test_what_is_gathered_is_no_value_to_save(stack: Stack) -> None:
     """Nor is gathering inside of a region the region's write."""
     plain = trained(stack, "none")
-    for value in (policy(default="save"), policy(save("matmul"))):
-        for engine in ("auto", "rerun"):
-            found = trained(stack, {"mode": "selective", "policy": value, "engine": engine})
-            for ours, reference in zip(found, plain, strict=True):
-                assert differences(ours, reference) == []
-                assert ours.kept_bytes <= reference.kept_bytes
+    for value, engine in ((policy(default="save"), "auto"), (policy(save("matmul")), "rerun")):
+        found = trained(stack, {"mode": "selective", "policy": value, "engine": engine})
+        for ours, reference in zip(found, plain, strict=True):
+            assert differences(ours, reference) == []
+            assert ours.kept_bytes <= reference.kept_bytes
 
 
 @pytest.mark.parametrize("more", [{}, {"order": "after", "micro_batches": 2}], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,6 +92,7 @@ def test_two_parts_of_backward_share_what_one_of_them_recomputed(schedule: str) 
     assert region <= ours - plain <= 2 * region < of_torch - plain
 
 
+@functools.cache
 def total_flops(*modes: str, **options: Any) -> list[int]:
     """Of all ranks, in each mode."""
     return [

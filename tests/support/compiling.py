@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
+from torch.nn import functional as F
 
 from sac.engine import compiled as traced
-from tests.support.blocks import tokens
+from tests.support.blocks import LlamaLikeBlock, Stack, tokens
 from tests.support.training import built
 
 # torch 2.13: with ATEN_CPU_CAPABILITY=default, inductor writes `at::vec` into some kernels and leaves its header out.
@@ -24,6 +25,34 @@ vectorised_inductor = pytest.mark.skipif(
     os.environ.get("ATEN_CPU_CAPABILITY") == "default",
     reason="torch's inductor writes kernels that do not compile under ATEN_CPU_CAPABILITY=default",
 )
+
+
+class LeanAttention(nn.Module):
+    """The products of `blocks.Attention` without rotary positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(32, 32, bias=False) for _ in range(4))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        q, k, v = (
+            project(x_BTD).unflatten(-1, (4, 8)).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+
+
+class LeanBlock(LlamaLikeBlock):
+    """The products and paths of a Llama-like block and few other ops: compiling takes time for each op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = LeanAttention()
+        self.input_layernorm, self.post_attention_layernorm = nn.Identity(), nn.Identity()
+
+
+def lean_stack(blocks: int = 2) -> Stack:
+    return Stack(*(LeanBlock() for _ in range(blocks)))
+
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 

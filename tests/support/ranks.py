@@ -1,5 +1,7 @@
 """Real process groups in tests: worker processes that stay, one pool per world size, gloo over loopback.
 
+They are forked from one process that has imported what most of them need.
+
 `run_ranks(2, function, *args)` calls `function(*args)` in two processes at once, each with the default process group,
 and returns what they returned, by rank. `function` is found by name, so it stands at the top of a module; arguments and
 results travel as bytes, tensors included. It starts from the same random state in all ranks.
@@ -28,6 +30,7 @@ from tests.support.process import freeze_what_is_imported, prepare
 
 TIMEOUT_SECONDS = 120.0
 START_SECONDS = 180.0
+IMPORTED_ONCE = ["torch._dynamo", "tests.stacks.data_parallel", "tests.stacks.pipelines"]
 GRACE_SECONDS = 3.0  # for the other ranks to end, once one has failed
 
 _pools: dict[int, _Pool] = {}
@@ -57,7 +60,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 class _Pool:
     def __init__(self, world_size: int) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED_ONCE)
         self.processes = []
         self.pipes: list[Connection] = []
         before = dict(os.environ)

@@ -13,8 +13,6 @@ from tests.unit.planner.rank_trainings import staged
 @pytest.mark.parametrize(
     ("schedule", "in_flight"),
     [
-        ("Schedule1F1B", (2, 1)),
-        ("ScheduleGPipe", (4, 4)),
         ("ScheduleInterleaved1F1B", (4, 3)),
         ("ScheduleInterleavedZeroBubble", None),  # what a stage keeps is there until the backward for its weights
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import re
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from tests.unit.planner.small_training import (
     LAYERS,
     VOCABULARY,
     Language,
+    Trained,
     X,
     Y,
     built,
@@ -36,8 +38,7 @@ from tests.unit.planner.small_training import (
 )
 
 
-@pytest.mark.parametrize("part", [0.3, 0.8])
-@pytest.mark.parametrize(("passes", "unmeasured"), [(1, 1), (3, 1), (3, 5)])
+@pytest.mark.parametrize(("part", "passes", "unmeasured"), [(0.3, 1, 1), (0.8, 1, 5), (0.8, 3, 1), (0.3, 3, 5)])
 def test_peak_is_within_the_budget_and_uses_most_of_the_room(
     part: float, passes: int, unmeasured: int, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -68,11 +69,17 @@ class PeakInAForward(nn.Module):
         return self.model(x_BT).logits
 
 
+@functools.cache
+def both_ends(model: Callable[[], nn.Module]) -> tuple[Trained, Trained]:
+    """Without checkpointing, and under full recomputation."""
+    return trained(None, model=model(), steps=6, unmeasured=5), trained("full", model=model(), steps=2)
+
+
 @pytest.mark.parametrize("part", [0.2, 0.6, 0.9])
 @pytest.mark.parametrize("model", [two_layers, PeakInAForward])
 def test_few_layers_use_most_of_the_room(model: Callable[[], nn.Module], part: float) -> None:
-    plain = trained(None, model=model(), steps=6, unmeasured=5)
-    low, high = trained("full", model=model(), steps=2).peaks[0], plain.peaks[0]
+    plain, full = both_ends(model)
+    low, high = full.peaks[0], plain.peaks[0]
     budget = int(low + part * (high - low))
     found = trained(within(budget), model=model(), steps=6, unmeasured=5)
     fitted = controller_of(found.model).fitted
@@ -140,18 +147,17 @@ def test_auto_and_shares_of_the_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "in_flight"),
+    ("order", "in_flight", "part"),
     [
-        ("F0 F1 B1 B0", 2),  # two losses
-        ("F0 F1 B0 F2 B1 B2", 2),  # 1F1B
-        ("F0 F1 F2 B0 B1 B2", 3),  # GPipe
-        ("F0 B0 F1 F2 B2 F3 B1 B3", 2),
+        ("F0 F1 B1 B0", 2, 0.4),  # two losses
+        ("F0 F1 B0 F2 B1 B2", 2, 0.8),  # 1F1B
+        ("F0 F1 F2 B0 B1 B2", 3, 0.4),  # GPipe
+        ("F0 B0 F1 F2 B2 F3 B1 B3", 2, 0.8),
     ],
 )
-@pytest.mark.parametrize("part", [0.4, 0.8])
 def test_forwards_whose_backward_comes_later(order: str, in_flight: int, part: float) -> None:
-    plain = scheduled(order, None)
-    low, high = max(scheduled(order, "full").peaks), max(plain.peaks)
+    plain, full = scheduled(order, None), scheduled(order, "full")
+    low, high = max(full.peaks), max(plain.peaks)
     budget = int(low + part * (high - low))
     found = scheduled(order, within(budget))
     fitted = controller_of(found.model).fitted

@@ -16,7 +16,9 @@ from sac.memory_timeline import measure_memory
 from sac.planner.planning import best_size, make_plan
 from sac.planner.sharding import fake_ranks, fsdp_over
 from sac.policy.load import load_policy
+from sac.policy.model import Policy
 from tests.support.model_zoo import tiny
+from tests.support.pairs import in_pairs
 from tests.unit.planner.plan_models import Block, Looks, Stack
 
 FAMILIES = ["llama", "t5", "mixtral", "vit"]
@@ -25,31 +27,27 @@ X = torch.randn(4, 32, 16)
 
 def model_of(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
-    model, batch = tiny(family)
+    model, batch = tiny(family, **({"num_layers": 1, "num_decoder_layers": 1} if family == "t5" else {}))
     model.config.use_cache = False
     return model.train(), {name: value.repeat(4, *[1] * (value.dim() - 1)) for name, value in batch.items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("device", ["cpu", "h100"])
-def test_plan_fits_and_uses_the_room(family: str, device: str) -> None:
+@in_pairs(family=FAMILIES, device=["cpu", "h100"], share=["20%", "70%"])
+def test_plan_fits_and_uses_the_room(family: str, device: str, share: str) -> None:
     model, inputs = model_of(family)
-    for share in ("20%", "70%"):
-        made = make_plan(model, inputs, share, device=device)
-        plan, none, full, shipped = made.rows
-        assert made.least <= plan.peak <= made.budget
-        used = (plan.peak - made.least) / (made.budget - made.least)
-        assert used >= (0.3 if family == "vit" else 0.8)  # an option of the tiny ViT is large
-        assert all(plan.seconds <= one.seconds for one in (none, full, shipped) if one.peak <= made.budget)
-        assert len(made.policy.rules) <= 12
+    made = make_plan(model, inputs, share, device=device)
+    plan, none, full, shipped = made.rows
+    assert made.least <= plan.peak <= made.budget
+    used = (plan.peak - made.least) / (made.budget - made.least)
+    assert used >= {"vit": 0.3, "t5": 0.7}.get(family, 0.8)  # where a model is tiny, an option is large
+    assert all(plan.seconds <= one.seconds for one in (none, full, shipped) if one.peak <= made.budget)
+    assert len(made.policy.rules) <= 12
+    if device == "cpu":  # its kernels need some memory while they run, which no tensor shows
+        assert peak_of_a_real_step(model, inputs, made.policy) <= 1.05 * plan.peak
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_real_step_takes_what_the_plan_says(family: str) -> None:
-    """The CPU's kernels need some memory while they run, which no tensor shows."""
-    model, inputs = model_of(family)
-    made = make_plan(model, inputs, "50%")
-    sac.apply(model, made.policy)
+def peak_of_a_real_step(model: nn.Module, inputs: dict[str, Tensor], policy: Policy) -> int:
+    sac.apply(model, policy)
 
     def step() -> None:
         model(**inputs).loss.backward()
@@ -58,11 +56,11 @@ def test_real_step_takes_what_the_plan_says(family: str) -> None:
     model.zero_grad(set_to_none=True)
     known = [*model.parameters(), *model.buffers(), *inputs.values()]
     there = sum({one.data_ptr(): one.untyped_storage().nbytes() for one in known}.values())
-    assert there + measure_memory(step).peak_bytes <= 1.05 * made.rows[0].peak
+    return there + measure_memory(step).peak_bytes
 
 
 def test_policy_that_is_saved_decides_the_same(tmp_path: Path) -> None:
-    model, inputs = model_of("llama")
+    model, inputs = Stack(), (X,)
     policy = sac.plan(model, inputs, "50%", device="h100")
     policy.save(tmp_path / "plan.yaml")
     loaded = load_policy(str(tmp_path / "plan.yaml"))
@@ -72,7 +70,7 @@ def test_policy_that_is_saved_decides_the_same(tmp_path: Path) -> None:
 
 
 def test_nothing_is_changed() -> None:
-    model, inputs = model_of("llama")
+    model, inputs = Stack(), (X,)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
     sac.plan(model, inputs, "50%", optimizer="adamw")
@@ -83,7 +81,7 @@ def test_nothing_is_changed() -> None:
 
 
 def test_least_peak_and_its_parts_are_in_the_error() -> None:
-    model, inputs = model_of("llama")
+    model, inputs = Stack(), (X,)
     least = make_plan(model, inputs, "0%").least
     with pytest.raises(PlanError, match="there when the step begins") as error:
         sac.plan(model, inputs, 1000)
@@ -107,7 +105,7 @@ def test_explanation_adds_up() -> None:
 
 
 def test_plan_for_one_of_several_ranks() -> None:
-    model, inputs = model_of("llama")
+    model, inputs = Stack(), (X[:1],)
     whole, part = (make_plan(model, inputs, "50%", device="h100", fsdp=ranks) for ranks in (None, 4))
     assert part.static < 0.5 * whole.static
     assert part.rows[0].peak <= part.budget

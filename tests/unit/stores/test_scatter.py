@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sac.stores.store import StoredTensor
 from tests.support.cases import Run, Seen, hidden, layer, seen
+from tests.support.pairs import in_pairs
 from tests.support.ranks import run_ranks
 from tests.support.recording import Recorder, without_collector
 from tests.support.runs import Noted
@@ -121,6 +122,8 @@ def bytes_held(recorder: Recorder, besides: Any = ()) -> int:
     """Live bytes when they no longer fall: gloo's own threads release what was sent a little later."""
     held = recorder.live_bytes(besides=besides)
     for _ in range(20):
+        if not held:
+            break
         time.sleep(0.01)
         held = min(held, recorder.live_bytes(besides=besides))
     return held
@@ -149,9 +152,7 @@ def kept_by_regions(more: dict[str, Any], warm: bool) -> tuple[int, list[bool], 
         return kept, gone, left, any(isinstance(one, StoredTensor) for one in gc.get_objects())
 
 
-@pytest.mark.parametrize("warm", [False, True], ids=["first call", "later call"])
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("more", [*MORE, {"reentrant": True}], ids=str)
+@in_pairs(more=[*MORE, {"reentrant": True}], size=[2, 4], warm={"first call": False, "later call": True})
 def test_a_share_is_kept_of_each_input_and_nothing_after_backward(more, size, warm):
     share = -(-ROWS * WIDTH // size) * FLOAT
     assert run_ranks(size, kept_by_regions, more, warm) == [(3 * share, [True] * 3, 0, False)] * size
