@@ -407,7 +407,8 @@ def _figures_of(model: nn.Module, device: str | torch.device | None) -> Device:
     types = {parameter.device.type for parameter in model.parameters()}
     if others := sorted(types - {"cpu", "cuda", *(["meta"] if device is not None else [])}):
         fix = 'plan it on the CPU or on the meta device and name the GPU: device="h100"'
-        raise PlanError(Problem(type(model).__name__, f"its parameters are on {listing(others)}", "cpu, cuda", fix=fix))
+        found = f"its parameters are on {listing(others)}"
+        raise PlanError(Problem(type(model).__name__, found, "cpu, cuda, meta", fix=fix))
     if not isinstance(device, str | torch.device | None):
         raise PlanError(Problem("device", f"{device!r} names no device", "a name such as h100, or a torch.device"))
     if device is None:

@@ -114,23 +114,6 @@ def test_a_slot_goes_from_stream_to_stream(simulation: Simulation):
         assert simulation.races == []
 
 
-def written_unseen(h: Tensor) -> Tensor:
-    guard = torch._C._DisableTorchDispatch()
-    h.mul_(2)
-    del guard
-    return h.sin()
-
-
-@pytest.mark.parametrize("store", ["contiguous", "host"])
-def test_write_that_nobody_saw_coming_does_not_hurt_a_copy_that_is_done(store: str) -> None:
-    def program(run: Run) -> Seen:
-        x = torch.linspace(-1, 1, 4, requires_grad=True)
-        run(written_unseen, x * 1).sum().backward()
-        return {"x": x.grad}
-
-    assert wrong(program, as_region(store)) == []
-
-
 # -- On a GPU, whose copies take their time
 
 CYCLES = 50_000_000  # of a GPU's clock: some tens of milliseconds
