@@ -179,11 +179,3 @@ def read_keys(given: Mapping[str, Any], where: str, keys: Mapping[str, Key] = CO
         readers = {name: key.read for name, key in keys.items()}
         values: dict[str, Any] = attempt(read.read_fields, node_of(given, where), readers, _NOT_KEYS)
     return values
-
-
-def read_flag(value: Any, place: str) -> bool:
-    """Return ``value``, which is true or false; raises ``ConfigError``."""
-    where, _, name = place.rpartition(".")
-    with all_problems(ConfigError) as attempt:
-        flag: bool = attempt(read_bool, node_of(value, where, name))
-    return flag

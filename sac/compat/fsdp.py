@@ -26,7 +26,7 @@ from sac.blocks.install import Applied, InstalledForward, RegionForward, Unmatch
 from sac.blocks.stacks import is_callable
 from sac.checkpointing import checkpoint
 from sac.config import DEFAULT_CONFIG, FullConfig, settings_of
-from sac.config_keys import read_flag
+from sac.config_keys import CONFIG_KEYS, read_keys
 from sac.engine.compiled import checkpoint_contexts
 from sac.engine.region import FULL
 from sac.errors import ConfigError, ModelError, Problem
@@ -91,7 +91,9 @@ def _put(
     wrong = [name for name, is_refused in refused.items() if is_refused]
     if wrong:
         raise ConfigError([Problem(f"{_NAME}.{name}", "a region cannot do this", _LEGAL[name]) for name in wrong])
-    config = _ON_HOST if read_flag(offload_to_cpu, f"{_NAME}.offload_to_cpu") else config or DEFAULT_CONFIG
+    is_flag = {"offload_to_cpu": CONFIG_KEYS["strict"]}
+    moves = read_keys({"offload_to_cpu": offload_to_cpu}, _NAME, is_flag)["offload_to_cpu"]
+    config = _ON_HOST if moves else config or DEFAULT_CONFIG
     put_regions(model, modules, policy or FULL, settings_of(config, _NAME, **options))
 
 

@@ -26,7 +26,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sac.checkpointing import run_with
 from sac.config import DEFAULT_CONFIG, settings_of
-from sac.config_keys import read_flag
 from sac.engine.untraced import never_compiled
 from sac.errors import ConfigError, Problem, RegionError, warn
 from sac.full import RngTracker, seed_model_parallel
@@ -112,10 +111,10 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool 
 
     Raises ``ConfigError`` if there is no group to scatter over, and otherwise what ``sac.checkpoint`` raises.
     """
-    where, flag = f"{_NAME}.distribute_saved_activations", distribute_saved_activations
-    scatters, group = flag is not None and read_flag(flag, where), _job.group
+    scatters = False if distribute_saved_activations is None else distribute_saved_activations
+    group = _job.group
     state = sys.modules.get("megatron.core.parallel_state")
-    if scatters and group is None and state is not None:
+    if scatters is True and group is None and state is not None:
         with suppress(AssertionError):  # raised if nothing was initialised
             group = state.get_tensor_model_parallel_group()
     return _run(function, args, {}, distribute_saved_activations=scatters, tp_group=group)
