@@ -21,7 +21,7 @@ from sac.engine.compiled import run_in_eager, run_traced
 from sac.engine.region import Region, RegionGroup
 from sac.engine.settings import PLAIN, RERUN, Settings
 from sac.engine.table import ResolvedPolicy
-from sac.engine.tracker import TrackedForward, class_forward, traced_forward
+from sac.engine.tracker import TrackedForward, class_forward, takes_module, traced_forward
 from sac.errors import ModelError, PolicyError, Problem, RegionError, listing, nearest, warn
 from sac.policy.load import is_shipped, shipped_policies
 from sac.policy.model import Rule
@@ -204,6 +204,7 @@ class InstalledForward(ABC):
         self.module = module
         self.applied = applied
         self.before = module.__dict__.get("forward")
+        self.is_passed = takes_module(module)
 
     @property
     def original(self) -> Any:
@@ -211,7 +212,7 @@ class InstalledForward(ABC):
         if self.before is not None:
             return self.before
         if is_dynamo_compiling():
-            return traced_forward(self.module)
+            return traced_forward(self.module, is_passed=self.is_passed)
         return class_forward(self.module)
 
     @abstractmethod

@@ -40,20 +40,31 @@ def without_mode() -> Iterator[None]:
         _ACTIVE.mode = outer
 
 
+def takes_module(module: nn.Module) -> bool:
+    """Return whether the forward of the module's class is passed the module, as a static method is not."""
+    forward = _forward_of(type(module))
+    return hasattr(type(forward), "__get__") and not isinstance(forward, (staticmethod, classmethod))
+
+
 def class_forward(module: nn.Module) -> Any:
     """Return what the module's class has as its forward now, bound as Python binds it."""
     cls = type(module)
     forward = cls.__dict__.get("forward")
     if type(forward) is FunctionType:  # the usual case
         return MethodType(forward, module)
-    forward = next(base.__dict__["forward"] for base in cls.__mro__ if "forward" in base.__dict__)
+    forward = _forward_of(cls)
     bind = getattr(type(forward), "__get__", None)
     return forward if bind is None else bind(forward, module, cls)
 
 
-def traced_forward(module: nn.Module) -> Any:
+def traced_forward(module: nn.Module, *, is_passed: bool) -> Any:
     """Do what ``class_forward`` does, for Dynamo, which traces neither `__get__` nor a look into a class's dict."""
-    return partial(type(module).forward, module)
+    forward = type(module).forward
+    return partial(forward, module) if is_passed else forward
+
+
+def _forward_of(cls: type) -> Any:
+    return next(base.__dict__["forward"] for base in cls.__mro__ if "forward" in base.__dict__)
 
 
 class TrackedForward:
@@ -66,13 +77,14 @@ class TrackedForward:
         self.module = module
         self.path = path
         self.before = module.__dict__.get("forward")  # an instance-level forward that was there already
+        self.is_passed = takes_module(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, and report it to the active mode."""
         original = self.before
         if is_dynamo_compiling():  # cannot trace `_ACTIVE`
             if original is None:
-                original = traced_forward(self.module)
+                original = traced_forward(self.module, is_passed=self.is_passed)
             return original(*args, **kwargs)
         if original is None:
             original = class_forward(self.module)

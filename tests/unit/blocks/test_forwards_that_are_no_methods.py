@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial, partialmethod
 
+import pytest
+import torch
 from torch import Tensor, nn
 
+import sac
 from tests.support.oracle import assert_exact, on_every_way
 from tests.support.programs import WIDTH, Program
 
@@ -66,3 +70,15 @@ def own_forward(block: nn.Module, x: Tensor) -> Tensor:
 )
 def test_training_is_the_same(program: Program, way: str, policy: str) -> None:
     assert_exact(program, way, policy)
+
+
+@pytest.mark.parametrize("kind", [Static, OfClass])
+def test_a_block_with_such_a_part_is_one_graph(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Around(kind), Around(kind))
+    ours = sac.apply(copy.deepcopy(plain), {"mode": "full", "blocks": ["*"]})
+    x = torch.randn(3, WIDTH)
+    for model in (plain, ours):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
