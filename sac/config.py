@@ -125,10 +125,13 @@ def settings_of(config: FullConfig, where: str, compared: Compared = COMPARED_BY
             Problem(f"{where}.config", f"{shown(repr(config))} is not a FullConfig", "a FullConfig", fix=fix)
         )
     scatters = unusual.get("distribute_saved_activations") is True or "scattered" in config.store
-    with all_problems(ConfigError) as attempt:
-        values = CALL_DEFAULTS | (attempt(read_keys, unusual, where, CALL_ARGUMENTS) or {})
-        if scatters:
-            attempt(check_group, unusual.get("tp_group"), where)
+    unread = {key: value for key, value in unusual.items() if key not in CALL_KEYS or not isinstance(value, bool)}
+    values = CALL_DEFAULTS | unusual
+    if unread or scatters:  # this runs in each call of `sac.checkpoint`
+        with all_problems(ConfigError) as attempt:
+            values |= attempt(read_keys, unread, where, CALL_ARGUMENTS) or {}
+            if scatters:
+                attempt(check_group, unusual.get("tp_group"), where)
     return Settings(
         input_storing=_keeping(config, values["tp_group"] if scatters else None, compared),
         trackers=(values["get_rng_state_tracker"],) if values["get_rng_state_tracker"] is not None else (),
