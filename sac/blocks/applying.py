@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from sac.blocks.chunks import find_chains, install_chunks
+from sac.blocks.chunks import find_chunks, install_chunks
 from sac.blocks.find import (
     Block,
-    divided,
     find_blocks,
     idle_note,
     is_stage,
@@ -79,13 +78,15 @@ def apply(
     notes = (_ADAPTERS,) if named is None and policy.name == "adapters" else ()
     for problem in rules_without_place(resolved, blocks, strict=config.strict, stage=stage):
         warn(problem)
-    chains = find_chains(model, blocks, config.layers) if config.layers.form == "uniform" else ()
-    pairs = [] if chains else groups_of(resolved, blocks, config.mode)
+    chunks = find_chunks(model, blocks, config.layers) if config.layers.form == "uniform" else ()
+    pairs = groups_of(resolved, [chunk.block for chunk in chunks] or blocks, config.mode)
     rules = rules_here(policy.rules, blocks) if stage else policy.rules
-    watch = UnmatchedRules((block.path for block, _ in pairs), rules, strict=config.strict)
+    watch = UnmatchedRules(rules, len(pairs), strict=config.strict)
     applied = Applied(config.mode, turn_off_cache(model), watch, notes, settings, unchecked=ModelReference(model))
-    install(pairs, applied, forward)
-    install_chunks(chains, resolved.table(()), applied)
+    if chunks:
+        install_chunks(chunks, [group for _, group in pairs], applied)
+    else:
+        install(pairs, applied, forward)
     enable_guards(model)
     return model
 
@@ -120,7 +121,7 @@ def _choose_blocks(model: nn.Module, config: Config, policy: Policy) -> tuple[tu
         found = f"`layers` leaves no block: the model has stacks of {sizes}"
         raise ModelError(Problem(type(model).__name__, found, fix="choose layers that exist"))
     if config.granularity == "submodule":
-        chosen = divided(chosen, submodules)
+        chosen = submodules(chosen)
     refuse_shared_kv(model, (part.module for part in chosen), reentrant=config.options["use_reentrant"])
     return chosen, stage
 
@@ -162,7 +163,7 @@ def put_regions(
     blocks, mode = blocks_at(model, modules), "full" if policy is FULL else "selective"
     refuse_regions(blocks)
     rules = resolve_policy(policy)
-    applied = Applied(mode, turn_off_cache(model), UnmatchedRules((), (), strict=False), settings=settings)
+    applied = Applied(mode, turn_off_cache(model), settings=settings)
     for block in blocks:
         take_off(block.module)  # the module tracking of an outer region: the region installed here tracks instead
     install(groups_of(rules, blocks, mode), applied)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from torch import nn
 
 from sac.blocks.paths import Node, children_of, join, root_node, walk
-from sac.blocks.stacks import STACK_NAMES, STRONG, find_stacks, is_callable, numbering
+from sac.blocks.stacks import STACK_NAMES, STRONG, find_layers, is_callable, numbering
 from sac.errors import ConfigError, ModelError, Problem, listing, nearest
 from sac.policy.model import Rule
 from sac.policy.patterns import PathPattern
@@ -27,6 +28,10 @@ class Block:
     stack: str  # path of the stack: "model.layers"
     stack_size: int  # number of layers in the whole stack
 
+    def is_meant_by(self, rule: Rule) -> bool:
+        """Return whether `blocks` and `layers` of a rule match this block."""
+        return rule.matches_region(self.path, self.layer, self.stack_size)
+
 
 # -- Pipeline stages: models that hold some or none of the blocks of the whole model
 
@@ -43,24 +48,19 @@ LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 def emptied_stacks(model: nn.Module) -> tuple[str, ...]:
     """Return the paths of the lists that have the name of a stack and hold no block; see Note [Stages]."""
-    return tuple(node.path for node in walk(model) if _is_emptied(node))
+    empty = (path for path, count in _held(model).items() if count == 0)
+    return tuple(path for path in empty if path.rpartition(".")[2].lower() in STACK_NAMES)
 
 
 def is_stage(model: nn.Module, blocks: Sequence[Block]) -> bool:
     """Return whether ``model``, whose blocks are ``blocks``, holds only some of the layers of the whole model."""
-    sizes = {block.stack: block.stack_size for block in blocks}
-    held = {node.path: _held(node.module) for node in walk(model) if isinstance(node.module, LISTS)}
-    return bool(emptied_stacks(model)) or any(size > held.get(path, size) for path, size in sizes.items())
+    held = _held(model)
+    return bool(emptied_stacks(model)) or any(one.stack_size > held.get(one.stack, one.stack_size) for one in blocks)
 
 
 def rules_here(rules: Sequence[Rule], blocks: Sequence[Block]) -> tuple[Rule, ...]:
     """Return the rules that match a region of ``blocks``, or are not limited to some regions."""
-    return tuple(
-        rule
-        for rule in rules
-        if not rule.is_for_some_regions
-        or any(rule.matches_region(block.path, block.layer, block.stack_size) for block in blocks)
-    )
+    return tuple(rule for rule in rules if not rule.is_for_some_regions or any(one.is_meant_by(rule) for one in blocks))
 
 
 def idle_note(model: nn.Module, blocks: Sequence[Block]) -> str:
@@ -70,14 +70,10 @@ def idle_note(model: nn.Module, blocks: Sequence[Block]) -> str:
     return f"{type(model).__name__}: no block to checkpoint in this part of a model: {why}. sac.apply had nothing to do"
 
 
-def _is_emptied(node: Node) -> bool:
-    named = node.path.rpartition(".")[2].lower() in STACK_NAMES
-    return named and isinstance(node.module, LISTS) and _held(node.module) == 0
-
-
-def _held(module: nn.Module) -> int:
-    """Return the number of children of a list, without placeholders for layers that are on another stage."""
-    return sum(child is not None and not isinstance(child, nn.Identity) for child in module._modules.values())
+def _held(model: nn.Module) -> dict[str, int]:
+    """Return the number of children of each list, without placeholders for layers that are on another stage."""
+    lists = (node for node in walk(model) if isinstance(node.module, LISTS))
+    return {one.path: sum(not isinstance(child.module, nn.Identity) for child in children_of(one)) for one in lists}
 
 
 # -- The transformer blocks of a model and their sub-modules
@@ -97,18 +93,15 @@ def find_blocks(model: nn.Module, *, patterns: Sequence[PathPattern] = ()) -> tu
     return _matched(model, patterns) if patterns else _recognised(model)
 
 
-def divided(blocks: Iterable[Block], parts_of: Callable[[Block], Iterable[Block]]) -> tuple[Block, ...]:
-    """Return the parts of all ``blocks``, in order; a shared module counts once."""
+def submodules(blocks: Iterable[Block]) -> tuple[Block, ...]:
+    """Return the sub-modules of blocks that are worth their own region, or a block without any itself, each once."""
     parts: dict[int, Block] = {}
-    for part in (part for block in blocks for part in parts_of(block)):
-        parts.setdefault(id(part.module), part)
+    for block in blocks:
+        nodes = _substantial_children(root_node(block.module))
+        inner = [replace(block, path=join(block.path, node.path), module=node.module) for node in nodes]
+        for part in inner or [block]:
+            parts.setdefault(id(part.module), part)
     return tuple(parts.values())
-
-
-def submodules(block: Block) -> tuple[Block, ...]:
-    """Return the sub-modules of a block that are worth their own region, or the block itself if there are none."""
-    parts = _substantial_children(root_node(block.module))
-    return tuple(replace(block, path=join(block.path, part.path), module=part.module) for part in parts) or (block,)
 
 
 def _substantial_children(node: Node) -> Iterator[Node]:
@@ -128,55 +121,33 @@ def _is_simple(module: nn.Module) -> bool:
 
 
 def _recognised(model: nn.Module) -> tuple[Block, ...]:
-    nodes = list(walk(model))
-    modules = {node.path: node.module for node in nodes}
-    found, emptied = [], emptied_stacks(model)
-    for stack in find_stacks(model):
-        if emptied and stack.rank < STRONG:  # the rest of a stage without blocks, for example a head
-            continue
-        size = _counted_size(modules, stack.path, stack.size)
-        for node, layer in zip(stack.nodes, stack.layers, strict=True):
-            found.append(Block(node.path, node.module, layer, stack.path, size))
-    if not found and not emptied:
+    layers, rank = find_layers(model)
+    if emptied := emptied_stacks(model):
+        layers = layers if rank >= STRONG else []  # the rest of a stage without blocks, for example a head
+    if not layers and not emptied:
         raise ModelError(_not_found(model))
-    order = {id(node.module): index for index, node in enumerate(nodes)}
-    return tuple(sorted(found, key=lambda block: order[id(block.module)]))
-
-
-def _counted_size(modules: Mapping[str, nn.Module], stack: str, size: int) -> int:
-    """Return the size of the whole stack if a pipeline stage holds part of it in a numbered ModuleDict.
-
-    ``layers: {last: 2}`` must mean the same layers on every rank, so the count comes from the owner's config.
-    """
-    owner, _, name = stack.rpartition(".")
-    if not isinstance(modules.get(stack), nn.ModuleDict) or name not in ("layers", "blocks", "h"):
-        return size
-    for module in (modules.get(owner), modules.get("")):
-        for holder in ("config", "model_args", "args", "params"):
-            for field in ("n_layers", "num_hidden_layers", "num_layers", "n_layer"):
-                count = getattr(getattr(module, holder, None), field, None)
-                if isinstance(count, int) and count >= size:
-                    return count
-    return size
+    order = {id(node.module): index for index, node in enumerate(walk(model))}
+    layers.sort(key=lambda node: order[id(node.module)])
+    return tuple(numbered_blocks(model, {node.path: node for node in layers}))
 
 
 def _matched(model: nn.Module, patterns: Sequence[PathPattern]) -> tuple[Block, ...]:
     whole = any(pattern.text == "" for pattern in patterns)  # only the empty pattern may match the model itself
     nodes = [node for node in walk(model, repeats=True) if node.path or whole]
-    chosen: dict[str, Node] = {}
-    seen: set[int] = set()
-    problems, emptied = [], emptied_stacks(model)
+    problems, emptied, wanted = [], emptied_stacks(model), set()
     for pattern in patterns:
         fits = [node for node in nodes if _fits(pattern, node)]
-        elsewhere = any(pattern.matches(join(path, "0")) for path in emptied)
-        if not elsewhere and not any(is_callable(node.module) for node in fits):
+        called = [node.path for node in fits if is_callable(node.module)]
+        wanted.update(called)
+        if not called and not any(pattern.matches(join(path, "0")) for path in emptied):
             problems.append(_matches_nothing(model, pattern, fits, nodes))
     if problems:
         raise ModelError(problems)
+    chosen: dict[str, Node] = {}
+    seen: set[int] = set()
     for node in nodes:  # a parent comes before its children
-        if not is_callable(node.module) or id(node.module) in seen or not any(_fits(one, node) for one in patterns):
-            continue
-        if not any(node.path.startswith(f"{path}." if path else "") for path in chosen):
+        inside = any(node.path.startswith(f"{path}." if path else "") for path in chosen)
+        if node.path in wanted and not inside and id(node.module) not in seen:
             chosen[node.path] = node
             seen.add(id(node.module))
     return tuple(numbered_blocks(model, chosen))
@@ -195,13 +166,27 @@ def numbered_blocks(model: nn.Module, chosen: dict[str, Node]) -> Iterator[Block
         members.setdefault(path.rpartition(".")[0], []).append(path)
     numbered: dict[str, tuple[int, int]] = {}
     for stack, paths in members.items():
-        names = [path.rpartition(".")[2] for path in paths]
-        layers, size = numbering(modules.get(stack), names)
+        layers, size = numbering(modules.get(stack), [path.rpartition(".")[2] for path in paths])
         size = _counted_size(modules, stack, size)
         numbered.update({path: (layer, size) for path, layer in zip(paths, layers, strict=True)})
     for path, node in chosen.items():
         layer, size = numbered[path]
         yield Block(path, node.module, layer, path.rpartition(".")[0], size)
+
+
+def _counted_size(modules: Mapping[str, nn.Module], stack: str, size: int) -> int:
+    """Return the size of the whole stack if a pipeline stage holds part of it in a numbered ModuleDict.
+
+    ``layers: {last: 2}`` must mean the same layers on every rank, so the count comes from the owner's config.
+    """
+    owner, _, name = stack.rpartition(".")
+    if not isinstance(modules.get(stack), nn.ModuleDict) or name not in ("layers", "blocks", "h"):
+        return size
+    places = product((owner, ""), ("config", "model_args", "args", "params"))
+    configs = [getattr(modules.get(path), holder, None) for path, holder in places]
+    names = ("n_layers", "num_hidden_layers", "num_layers", "n_layer")
+    counts = (getattr(config, name, None) for config in configs for name in names)
+    return next((count for count in counts if isinstance(count, int) and count >= size), size)
 
 
 def _not_found(model: nn.Module) -> Problem:

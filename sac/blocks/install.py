@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,33 +40,26 @@ class UnmatchedRules:
     later steps, when sequences are longer or the batch is no longer empty.
     """
 
-    def __init__(self, paths: Iterable[str], rules: Iterable[Rule], *, strict: bool) -> None:
-        self._pending = set(paths)
-        self._compiled: list[str] = []
-        self._rules = list(rules)
+    def __init__(self, rules: Sequence[Rule], count: int, *, strict: bool) -> None:
+        self._rules, self._count, self._strict = rules, count, strict
+        self._seen: dict[str, Region] = {}  # of ``count`` regions, by path
         self._hit: set[str] = set()
-        self._units: set[str] = set()  # "function NAME" and "unit NAME" that have run
-        self._reruns = False
-        self.strict = strict
-        self.waits = bool(self._pending)
 
-    def saw(self, region: Region) -> None:
-        """Record that a region has run, and what its rules have matched. May raise ``RegionError`` if strict."""
-        stats, group = region.stats, region.group
-        self._hit.update(one.rule.id for one in group.table.rules if one.index in stats.saved.hits)
-        self._units |= group.units_seen
-        self._reruns = self._reruns or stats.engine == RERUN
-        self._pending.discard(region.path)
-        if stats.compiled_graphs:
-            self._compiled.append(region.path)
-        if self._pending and stats.calls < 2:
-            return
-        self.waits = False
-        if self._compiled and self._rules and not any(COMPILED in rule.ops for rule in self._rules):
-            warn(_compiled_problem(self._compiled))
+    def saw(self, region: Region) -> bool:
+        """Record that a region has run, and what its rules have matched; return whether it was the last one."""
+        hits = region.stats.saved.hits
+        self._hit.update(one.rule.id for one in region.group.table.rules if one.index in hits)
+        self._seen[region.path] = region
+        return len(self._seen) == self._count or region.stats.calls > 1
+
+    def report(self) -> None:
+        """Report what was found; raises ``RegionError`` if ``strict``."""
+        compiled = [path for path, region in self._seen.items() if region.stats.compiled_graphs]
+        if compiled and self._rules and not any(COMPILED in rule.ops for rule in self._rules):
+            warn(_compiled_problem(compiled))
         idle = [rule for rule in self._rules if rule.id not in self._hit and not rule.optional]
         problems = _problems(idle, self._of_no_call, any_hit=bool(self._hit))
-        if problems and self.strict:
+        if problems and self._strict:
             raise RegionError(problems)
         for problem in problems:
             warn(problem)
@@ -76,14 +69,15 @@ class UnmatchedRules:
         names = rule.function or rule.unit
         what = "module" if rule.matches_module else key if names else "op"
         found = f'rule "{rule.id}" matched no {what} in any region of the model'
-        if names and self._reruns:
+        if not names:
+            return Problem(rule.where(), found, fix=_LISTED)
+        if any(region.stats.engine == RERUN for region in self._seen.values()):
             fix = "rules on functions and units hold where a region is replayed; here it runs again as Python"
             return Problem(rule.where(), found, fix=fix)
-        if names:
-            seen = sorted(name.partition(" ")[2] for name in self._units if name.startswith(key))
-            near = next(filter(None, (nearest(name, seen) for name in names)), "")
-            return Problem(rule.where(), found, listing(seen), near, _OPTIONAL)
-        return Problem(rule.where(), found, fix=_LISTED)
+        units = {unit.partition(" ") for region in self._seen.values() for unit in region.group.units_seen}
+        seen = sorted(name for kind, _, name in units if kind == key)
+        near = next(filter(None, (nearest(name, seen) for name in names)), "")
+        return Problem(rule.where(), found, listing(seen), near, _OPTIONAL)
 
 
 def rules_without_place(
@@ -103,9 +97,7 @@ def rules_without_place(
 
 
 def _has_place(rule: Rule, blocks: Sequence[Block]) -> bool:
-    return any(
-        rule.matches_region(block.path, block.layer, block.stack_size) and has_module(block)(rule) for block in blocks
-    )
+    return any(block.is_meant_by(rule) and has_module(block)(rule) for block in blocks)
 
 
 def has_module(block: Block) -> Callable[[Rule], bool]:
@@ -152,13 +144,6 @@ def _of_no_place(blocks: Sequence[Block], rule: Rule) -> Problem:
 # -- Instance-level forwards: installing and removing regions
 
 
-class Undoable(Protocol):
-    """A change of the model that ``sac.remove`` undoes."""
-
-    def undo(self) -> None:
-        """Undo the change."""
-
-
 class ModelReference:
     """Refers to a model without keeping it alive. A copy refers to the copied model; an unpickled one to none."""
 
@@ -178,8 +163,8 @@ class Applied:
     """The record of one ``sac.apply`` on one model, shared by its regions."""
 
     mode: str
-    restores: tuple[Undoable, ...]
-    unmatched: UnmatchedRules
+    restores: tuple[Callable[[], None], ...]  # undo the other changes of the model
+    unmatched: UnmatchedRules | None = None  # until all regions have run
     notes: tuple[str, ...] = ()
     settings: Settings = PLAIN
     fitting: Any = None  # the controller of a budget
@@ -239,11 +224,13 @@ class RegionForward(InstalledForward):
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        region, watch = self.region, self.applied.unmatched
-        self.applied.refuse_both_on()
+        applied, region = self.applied, self.region
+        applied.refuse_both_on()
         output = self._call(*args, **kwargs)
-        if watch.waits and region.stats.calls:  # 0 if this call ran without checkpointing
-            watch.saw(region)
+        # No calls if this one ran without checkpointing.
+        if (watch := applied.unmatched) is not None and region.stats.calls and watch.saw(region):
+            applied.unmatched = None
+            watch.report()
         return output
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -270,14 +257,8 @@ def track_modules(blocks: Sequence[nn.Module]) -> None:
     roots = {id(block) for block in blocks}
     for block in blocks:
         for path, module in parts_of(block):
-            if id(module) not in roots:
-                track_module(module, path)
-
-
-def track_module(module: nn.Module, path: str) -> None:
-    """Track ``module`` as the one at ``path`` of its region while it runs; does nothing if it is tracked already."""
-    if ours_on(module) is None:
-        set_forward(module, TrackedForward(module, path))
+            if id(module) not in roots and ours_on(module) is None:
+                set_forward(module, TrackedForward(module, path))
 
 
 def set_forward(module: nn.Module, forward: InstalledForward | TrackedForward) -> None:
@@ -305,17 +286,6 @@ def regions_of(model: nn.Module) -> Iterator[InstalledRegion]:
                 yield InstalledRegion(region, forward.applied)
 
 
-def alike(regions: Iterable[Region]) -> list[list[Region]]:
-    """Return the regions of each group, split by what their last call kept."""
-    found: list[list[Region]] = []
-    for region in regions:
-        same = (one for one in found if one[0].group is region.group and one[0].stats == region.stats)
-        if (known := next(same, None)) is None:
-            found.append(known := [])
-        known.append(region)
-    return found
-
-
 def remove(model: nn.Module) -> nn.Module:
     """Remove every region from ``model``, undo the other changes of ``sac.apply``, and return the model.
 
@@ -336,7 +306,7 @@ def remove(model: nn.Module) -> nn.Module:
     applied = {id(forward.applied): forward.applied for _, forward in owned if isinstance(forward, InstalledForward)}
     for one in applied.values():
         for restore in one.restores:
-            restore.undo()
+            restore()
     return model
 
 

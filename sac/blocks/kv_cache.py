@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -31,39 +31,28 @@ SHARES = "is_kv_shared_layer"  # on attention: whether it reads another layer's 
 ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class Restore:
-    """A config whose ``use_cache`` was on."""
-
-    config: Any
-
-    def undo(self) -> None:
-        """Turn it on again."""
-        self.config.use_cache = True
-
-
-def turn_off_cache(model: nn.Module) -> tuple[Restore, ...]:
-    """Set ``use_cache`` to False on every config where it is on, and return the changes, which can be undone.
+def turn_off_cache(model: nn.Module) -> tuple[Callable[[], None], ...]:
+    """Set ``use_cache`` to False on every config where it is on, and return what turns it on again.
 
     A model whose layers share keys and values through the cache keeps it; see Note [K/V cache]. Raises ``ModelError``,
     with nothing changed, if a config cannot be written to.
     """
     if shares_kv(model) and not _passes_shared_kv(model):
         return ()
-    done: list[Restore] = []
+    undo: list[Callable[[], None]] = []
     for config in _configs(model):
         if getattr(config, "use_cache", False) is not True:
             continue
         try:
             config.use_cache = False
         except (AttributeError, TypeError) as error:
-            for restore in done:
-                restore.undo()
+            for restore in undo:
+                restore()
             found = "use_cache is on, so a recomputed block would write its cache twice, and it cannot be changed"
             fix = "build the model with use_cache=False"
             raise ModelError(Problem(type(config).__name__, found, fix=fix)) from error
-        done.append(Restore(config))
-    return tuple(done)
+        undo.append(partial(setattr, config, "use_cache", True))
+    return tuple(undo)
 
 
 def shares_kv(model: nn.Module) -> bool:
@@ -73,7 +62,7 @@ def shares_kv(model: nn.Module) -> bool:
 
 def refuse_shared_kv(model: nn.Module, blocks: Iterable[nn.Module], *, reentrant: bool) -> None:
     """Raise ``ModelError`` if recomputing ``blocks`` would lose or repeat keys and values that layers share."""
-    if not shares_kv(model) or not (reentrant or not _passes_shared_kv(model)):
+    if not shares_kv(model) or (_passes_shared_kv(model) and not reentrant):
         return
     if any(hasattr(part, SHARES) for block in blocks for part in block.modules()):
         why = "in reentrant mode" if reentrant else "because they pass through the K/V cache"
@@ -102,9 +91,6 @@ def _configs(model: nn.Module) -> Iterable[Any]:
         config = ahead.pop()
         if id(config) not in found:
             found[id(config)] = config
-            ahead += [part for part in getattr(config, "__dict__", {}).values() if _is_config(part)]
+            parts = getattr(config, "__dict__", {}).values()
+            ahead += [part for part in parts if hasattr(part, "use_cache") or hasattr(part, "model_type")]
     return found.values()
-
-
-def _is_config(value: object) -> bool:
-    return hasattr(value, "use_cache") or hasattr(value, "model_type")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from sac.blocks.paths import class_names, clean_path
+from sac.blocks.paths import class_names, parts_of
 from sac.errors import ModelError, Problem
 from sac.torch_private import COMPOSABLE_PREFIX
 
@@ -36,10 +36,9 @@ def refuse_existing_checkpointing(model: nn.Module) -> None:
     Megatron's ``recompute_granularity``. A call of ``torch.utils.checkpoint`` inside a forward cannot be detected from
     outside.
     """
-    for path, module in model.named_modules():
+    for path, module in parts_of(model):
         if what := _checkpointing_of(module):
-            where = clean_path(path, model) or "the model"
-            found = f"the model's own checkpointing is on: {what} at {where}"
+            found = f"the model's own checkpointing is on: {what} at {path or 'the model'}"
             off = next((f" with model.{off}" for on, off in _SWITCHES.items() if hasattr(model, on)), "")
             fix = f"turn it off{off}, or build the model without it, then call sac.apply; {_TWICE}"
             raise ModelError(Problem(type(model).__name__, found, fix=fix))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 
 from torch import nn
@@ -51,16 +52,8 @@ def class_names(module: nn.Module) -> tuple[str, ...]:
 
 def wrapped_name(module: nn.Module) -> str:
     """Return the attribute name under which ``module`` holds the wrapped module, or ``""`` if it is not a wrapper."""
-    if not module._modules:
-        return ""
-    for name in WRAPPED_NAMES:
-        if name in module._modules:
-            return name
-    for cls in class_names(module):
-        name = WRAPPER_CLASSES.get(cls, "")
-        if name in module._modules:
-            return name
-    return ""
+    names = (*WRAPPED_NAMES, *(WRAPPER_CLASSES.get(cls, "") for cls in class_names(module)))
+    return next((name for name in names if name in module._modules), "") if module._modules else ""
 
 
 def root_node(model: nn.Module) -> Node:
@@ -101,16 +94,6 @@ def parts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield node.path, node.module
 
 
-def clean_path(path: str, model: nn.Module) -> str:
-    """Return the ``path`` of a module of ``model`` as it is in the model without wrappers; see Note [Clean paths]."""
-    segments, module = [], model
-    for name in path.split("."):
-        if name != wrapped_name(module):
-            segments.append(name)
-        module = getattr(module, name, module)
-    return ".".join(segments)
-
-
 def _look_through(raw: str, path: str, module: nn.Module) -> Node:
     wrappers: list[tuple[str, nn.Module]] = []
     while name := wrapped_name(module):
@@ -145,10 +128,6 @@ def group_label(paths: Iterable[str]) -> str:
 def _ranges(words: set[str]) -> str:
     if len(words) == 1:
         return next(iter(words))
-    runs: list[list[int]] = []
-    for number in sorted(map(int, words)):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    numbers = enumerate(sorted(map(int, words)))
+    runs = ([number for _, number in run] for _, run in groupby(numbers, lambda pair: pair[1] - pair[0]))
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

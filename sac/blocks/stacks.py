@@ -20,8 +20,7 @@ parameters and consist of several modules. The search goes from the root down:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence, Set
 
 from torch import nn
 
@@ -36,25 +35,15 @@ STAGE_MATRICES = 2  # number of matrices of a stage outside of its blocks: a pat
 DECLARED, STRONG, PLAIN, WEAK = 3, 2, 1, 0
 
 
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """Consecutive blocks, with the layer index of each and the number of layers in the whole stack."""
-
-    path: str
-    nodes: tuple[Node, ...]
-    layers: tuple[int, ...]
-    size: int
-    rank: int
-
-
-def find_stacks(model: nn.Module) -> list[Stack]:
-    """Return the stacks of a model in model order; see Note [What is a block]."""
+def find_layers(model: nn.Module) -> tuple[list[Node], int]:
+    """Return the blocks of a model, and the rank of their stacks; see Note [What is a block]."""
     root = root_node(model)
-    stacks = list(_Search(_declared_names(model)).visit(root))
+    declared = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    stacks = list(_visit(root, declared, set()))
     if _is_one_block(root, stacks):
-        return [Stack("", (root,), (0,), 1, STRONG)]
-    floor = min(max((stack.rank for stack in stacks), default=WEAK), STRONG)
-    return [stack for stack in stacks if stack.rank >= floor]
+        return [root], STRONG
+    best = max((rank for _, rank in stacks), default=WEAK)
+    return [node for nodes, rank in stacks if rank >= min(best, STRONG) for node in nodes], best
 
 
 def numbering(parent: nn.Module | None, names: Sequence[str]) -> tuple[tuple[int, ...], int]:
@@ -63,17 +52,15 @@ def numbering(parent: nn.Module | None, names: Sequence[str]) -> tuple[tuple[int
     A numbered ModuleDict keeps its own numbers (a pipeline stage has some of them). A ModuleList keeps its positions if
     the other children are empty placeholders. Otherwise the chosen children are counted from 0.
     """
-    ranks = tuple(range(len(names)))
     if isinstance(parent, nn.ModuleDict):
-        found = [NUMBERED.fullmatch(name) for name in names]
-        numbers = tuple(int(match[1]) for match in found if match)
-        if len(set(numbers)) == len(names) and names:
+        numbers = tuple(int(match[1]) for name in names if (match := NUMBERED.fullmatch(name)))
+        if len(set(numbers)) == len(names):
             return numbers, max(numbers) + 1
     if isinstance(parent, nn.ModuleList) and all(name.isdecimal() for name in names):
         others = [child for name, child in parent._modules.items() if name not in names]
         if all(child is None or isinstance(child, nn.Identity) for child in others):
             return tuple(int(name) for name in names), len(parent)
-    return ranks, len(names)
+    return tuple(range(len(names))), len(names)
 
 
 def is_callable(module: nn.Module) -> bool:
@@ -86,66 +73,41 @@ def has_mixer(module: nn.Module) -> bool:
     return any(_is_mixer(name, part) for name, part in module.named_modules())
 
 
-class _Search:
-    """One descent through a model, with the class names in Hugging Face's ``_no_split_modules``."""
+def _visit(node: Node, declared: Set[str], seen: set[int]) -> Iterator[tuple[list[Node], int]]:
+    """Yield the blocks of each stack at or below ``node`` with the rank of the stack; a shared block is listed once.
 
-    def __init__(self, declared: frozenset[str]) -> None:
-        self.declared = declared
-        self.seen: set[int] = set()
+    ``declared``: the class names in Hugging Face's ``_no_split_modules``. ``seen``: ids of modules.
+    """
+    if id(node.module) in seen:
+        return
+    seen.add(id(node.module))
+    children, is_list = children_of(node), _is_container(node)
+    blocks = [child for child in children if _is_block(child, declared, is_listed=is_list)]
+    unseen = {id(block.module): block for block in reversed(blocks) if id(block.module) not in seen}
+    seen.update(unseen)
+    if unseen:
+        yield [*unseen.values()], _rank(node, [*unseen.values()], declared)
+    for child in children:
+        if child not in blocks:
+            yield from _visit(child, declared, seen)
 
-    def visit(self, node: Node) -> Iterator[Stack]:
-        if id(node.module) in self.seen:
-            return
-        self.seen.add(id(node.module))
-        children = children_of(node)
-        if not _is_container(node):
-            yield from self._visit_children(node, children)
-            return
-        blocks = [child for child in children if self._is_block(child)]
-        stages = [child for child in children if child not in blocks]
-        blocks = self._unseen(blocks)
-        if blocks:
-            yield self._stack(node, blocks)
-        for stage in stages:
-            yield from self.visit(stage)
 
-    def _unseen(self, nodes: list[Node]) -> list[Node]:
-        """Return the nodes whose modules are new, and record them: a shared block is listed once."""
-        unseen: dict[int, Node] = {}
-        for node in nodes:
-            if id(node.module) not in self.seen:
-                unseen.setdefault(id(node.module), node)
-        self.seen.update(unseen)
-        return list(unseen.values())
+def _is_block(node: Node, declared: Set[str], *, is_listed: bool) -> bool:
+    """Return whether a module is a block: outside of lists, one that is declared as a layer."""
+    if not is_callable(node.module) or _is_stage(node, declared):
+        return False
+    return _is_declared(node.module, declared if is_listed else ()) or (is_listed and _is_composed(node.module))
 
-    def _visit_children(self, node: Node, children: list[Node]) -> Iterator[Stack]:
-        for child in children:
-            lone = _is_declared(child.module, frozenset()) and not _is_stage(child, self.declared)
-            if lone and id(child.module) not in self.seen:  # not in a list, but declared as a layer
-                self.seen.add(id(child.module))
-                yield Stack(node.path, (child,), (0,), 1, DECLARED)
-            elif not lone:
-                yield from self.visit(child)
 
-    def _is_block(self, node: Node) -> bool:
-        if not is_callable(node.module) or _is_stage(node, self.declared):
-            return False
-        return _is_declared(node.module, self.declared) or _is_composed(node.module)
-
-    def _stack(self, node: Node, blocks: list[Node]) -> Stack:
-        names = [block.path.rpartition(".")[2] for block in blocks]
-        layers, size = numbering(node.module, names)
-        return Stack(node.path, tuple(blocks), layers, size, self._rank(node, blocks))
-
-    def _rank(self, node: Node, blocks: list[Node]) -> int:
-        if any(_is_declared(block.module, self.declared) for block in blocks):
-            return DECLARED
-        if any(has_mixer(block.module) for block in blocks):
-            return STRONG
-        if len(blocks) < 2:
-            return WEAK
-        named = not STACK_NAMES.isdisjoint(_words(node.path))
-        return STRONG if named and _are_alike(blocks) else PLAIN
+def _rank(node: Node, blocks: list[Node], declared: Set[str]) -> int:
+    if any(_is_declared(block.module, declared) for block in blocks):
+        return DECLARED
+    if any(has_mixer(block.module) for block in blocks):
+        return STRONG
+    if len(blocks) < 2:
+        return WEAK
+    named = not STACK_NAMES.isdisjoint(_words(node.path))
+    return STRONG if named and _are_alike(blocks) else PLAIN
 
 
 def _is_mixer(path: str, module: nn.Module) -> bool:
@@ -153,18 +115,10 @@ def _is_mixer(path: str, module: nn.Module) -> bool:
     return named is not None and any(True for _ in module.parameters())
 
 
-def _declared_names(model: nn.Module) -> frozenset[str]:
-    names: set[str] = set()
-    for module in model.modules():
-        names.update(getattr(module, "_no_split_modules", None) or ())
-    return frozenset(names)
-
-
-def _is_declared(module: nn.Module, names: frozenset[str]) -> bool:
+def _is_declared(module: nn.Module, names: Collection[str]) -> bool:
     classes = class_names(module)
-    return "GradientCheckpointingLayer" in classes or (
-        not names.isdisjoint(classes) and not _is_one_convolution(module)
-    )
+    is_named = any(cls in names for cls in classes) and not _is_one_convolution(module)
+    return is_named or "GradientCheckpointingLayer" in classes
 
 
 def _is_one_convolution(module: nn.Module) -> bool:
@@ -186,7 +140,7 @@ def _is_composed(module: nn.Module) -> bool:
     return parts >= 2 and any(True for _ in module.parameters())
 
 
-def _is_stage(node: Node, declared: frozenset[str]) -> bool:
+def _is_stage(node: Node, declared: Set[str]) -> bool:
     """Return whether a module consists mainly of a stack of similar blocks, which are then used instead of it."""
     lists = [inner for inner in _lists_below(node) if _are_alike(_parts(inner))]
     parts = [part.module for inner in lists for part in _parts(inner)]
@@ -234,9 +188,9 @@ def _are_alike(nodes: Sequence[Node]) -> bool:
     return len(nodes) == 1 or len(classes) < len(nodes)
 
 
-def _is_one_block(root: Node, stacks: list[Stack]) -> bool:
+def _is_one_block(root: Node, stacks: Sequence[tuple[list[Node], int]]) -> bool:
     """Return whether the model is one block: it contains a token mixer, and no stack in it does."""
-    if any(stack.rank == DECLARED or any(has_mixer(n.module) for n in stack.nodes) for stack in stacks):
+    if any(rank == DECLARED or any(has_mixer(node.module) for node in nodes) for nodes, rank in stacks):
         return False
     if _is_container(root) or any(isinstance(module, nn.Embedding) for module in root.module.modules()):
         return False

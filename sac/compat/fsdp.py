@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from sac.blocks.applying import put_regions
-from sac.blocks.install import Applied, InstalledForward, RegionForward, UnmatchedRules, ours_on, set_forward
+from sac.blocks.install import Applied, InstalledForward, RegionForward, ours_on, set_forward
 from sac.blocks.stacks import is_callable
 from sac.checkpointing import checkpoint
 from sac.config import DEFAULT_CONFIG, FullConfig, settings_of
@@ -115,7 +115,7 @@ def offload_wrapper(module: nn.Module) -> nn.Module:
     """
     forward = ours_on(module)
     if forward is None and is_callable(module):
-        applied = Applied("offload", (), UnmatchedRules((), (), strict=False))
+        applied = Applied("offload", ())
         set_forward(module, OffloadedForward(module, applied))
     elif isinstance(forward, RegionForward) and forward.applied.settings.input_storing is None:
         keeping = settings_of(_ON_HOST, _NAME).input_storing

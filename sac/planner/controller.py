@@ -133,7 +133,7 @@ class Controller(BudgetRegions):
         # In front of the hook that gathers parameters.
         self.handles = [self.model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)]
         self.handles.append(self.model.register_forward_hook(self.after, always_call=True))
-        applied.restores = (*applied.restores, self)
+        applied.restores = (*applied.restores, self.undo)
         self._tell(f"budget {self.budget}: no step has been observed yet")
 
     def undo(self) -> None:

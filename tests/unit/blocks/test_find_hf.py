@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from sac.blocks.find import divided, find_blocks, submodules
+from sac.blocks.find import find_blocks, submodules
 from tests.support.model_zoo import FAMILIES, tiny
 
 DECODER = "model.layers"
@@ -52,7 +52,7 @@ def test_blocks_of_every_family(family: str) -> None:
 def test_submodules_run_in_forward_and_lie_in_blocks(family: str) -> None:
     model, inputs = tiny(family)
     blocks = find_blocks(model)
-    parts = divided(find_blocks(model), submodules)
+    parts = submodules(find_blocks(model))
     called: set[str] = set()
     for part in parts:
         assert any(part.path.startswith(block.path + ".") and part.layer == block.layer for block in blocks)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import sac
-from sac.blocks.find import Block, divided, find_blocks, submodules
+from sac.blocks.find import Block, find_blocks, submodules
 from sac.policy.patterns import PathPattern
 from tests.support.plain_zoo import DIM, Attention, Experts, Llama3Model, SwiGLU, plain
 from tests.support.plain_zoo import Block as PlainBlock
@@ -177,11 +177,11 @@ def test_shared_block_is_listed_once() -> None:
 
 def test_submodules_are_what_holds_more_than_a_norm_or_one_map() -> None:
     model, _ = plain("titan")
-    found = [(b.path, b.layer, b.stack) for b in divided(find_blocks(model), submodules)]
+    found = [(b.path, b.layer, b.stack) for b in submodules(find_blocks(model))]
     assert found == [(f"layers.{i}.{part}", i, "layers") for i in range(3) for part in ("attention", "feed_forward")]
     listed = nn.Sequential(*(Holding(layer=nn.ModuleList([Attention(), SwiGLU()])) for _ in range(2)))
-    assert paths(divided(find_blocks(listed), submodules)) == ["0.layer.0", "0.layer.1", "1.layer.0", "1.layer.1"]
-    assert paths(divided(find_blocks(nn.Sequential(*mlps(2))), submodules)) == ["0", "1"]
+    assert paths(submodules(find_blocks(listed))) == ["0.layer.0", "0.layer.1", "1.layer.0", "1.layer.1"]
+    assert paths(submodules(find_blocks(nn.Sequential(*mlps(2))))) == ["0", "1"]
 
 
 # -- Blocks by patterns, and every way of finding none
