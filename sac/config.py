@@ -31,7 +31,7 @@ from sac.policy.patterns import PathPattern
 from sac.policy.read import word_of
 from sac.policy.syntax import all_problems, shown
 from sac.stores.contiguous import ContiguousBuffer
-from sac.stores.scatter import Compared, FirstCalls, Scattered, check_group
+from sac.stores.scatter import Compared, FirstCalls, Scattered, check_group, process_group
 from sac.stores.store import InputStore, InputStoring, OnDevice, OnHost
 from sac.stores.transfers import TransfersByDevice
 
@@ -147,8 +147,8 @@ def settings_of(config: FullConfig, where: str, compared: Compared = COMPARED_BY
 def _keeping(config: FullConfig, group: Any, compared: Compared) -> InputStoring | None:
     """Return which inputs are kept elsewhere and where; None if every input is held whole."""
     placement = config.placement
-    if group is not None:  # one of a single rank has nothing to scatter
-        placement = Scattered.over(group, placement or OnDevice(), compared) or placement
+    if group is not None and (over := process_group(group)).size() > 1:
+        placement = Scattered(over, placement or OnDevice(), compared)
     return None if placement is None else InputStoring(placement, config.keep)
 
 

@@ -31,23 +31,16 @@ _FAR = 64  # nodes searched for marks; a region's input is mostly the result of 
 class CallNode:
     """One region call and the calls before it; see Note [Order of backward].
 
+    ``copies``: the values in host memory that its backward reads, in the order of the forward.
     ``looked_ahead_in``: the transfers and the backward that have last brought up what comes after this call.
     """
 
-    __slots__ = ("__weakref__", "_before", "_copies", "looked_ahead_in")
+    __slots__ = ("__weakref__", "_before", "copies", "looked_ahead_in")
 
     def __init__(self) -> None:
-        self._copies: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self.copies: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self.looked_ahead_in: tuple[Any, int] = None, NO_TASK
         self._before: list[tuple[Any, list[weakref.ref[CallNode]]]] = []  # node of an input, calls found from it
-
-    def add_copy(self, copy: Any) -> None:
-        """Add a value in host memory, in the order of the forward."""
-        self._copies[copy] = None
-
-    def alive(self) -> list[Any]:
-        """Return the values in host memory that its backward reads, in the order of the forward."""
-        return [*self._copies]
 
     def follow(self, tensor: torch.Tensor) -> None:
         """Search for the calls before this one from ``tensor``, one of its inputs."""
@@ -57,7 +50,7 @@ class CallNode:
 
     def mark(self, results: Iterable[Any]) -> None:
         """Mark ``results``, the leaves of the region's result, so that later calls find this one from them."""
-        for result in results if self._copies else ():
+        for result in results if self.copies else ():
             node: Any = result.grad_fn if isinstance(result, torch.Tensor) else None
             if node is not None:
                 node.metadata[_MARK] = weakref.ref(self)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -49,70 +49,57 @@ class OffloadUse:
         self.held_bytes[reason] = self.held_bytes.get(reason, 0) + size
 
 
-@dataclass(slots=True)
-class _Group:
-    """The held tensors of one storage, each with its ``put``, and the ids of those that refer to the storage.
-
-    ``rules``: those that saved them.
-    """
-
-    storage: torch.UntypedStorage
-    held: list[tuple[torch.Tensor, Callable[[Any], None]]] = field(default_factory=list)
-    references: set[int] = field(default_factory=set)
-    rules: set[int] = field(default_factory=set)
+_Held: TypeAlias = tuple[torch.Tensor, Callable[[Any], None], int]
+"""A held tensor, a ``put`` that has its owner hold something else, and the rule that saved it."""
 
 
 def offload_values(
     transfers_by_device: TransfersByDevice,
     rules: Collection[int],
-    values: Iterable[tuple[torch.Tensor, Callable[[Any], None], int]],
+    values: Iterable[_Held],
     call: CallNode,
     *,
     held: str,
 ) -> Mapping[int, OffloadUse]:
     """Offload values of one region call; return what became of them, by rule. See Note [Offloaded values].
 
-    ``rules``: the rules that offload, by index. ``values``: each held tensor, a ``put`` that has its owner hold
-    something else, and the rule that saved it. ``held``: why all of them stay, empty if there is no such reason.
+    ``rules``: the rules that offload, by index. ``held``: why all values stay, empty if there is no such reason.
     """
     figures: defaultdict[int, OffloadUse] = defaultdict(OffloadUse)
-    groups: dict[int, _Group] = {}
+    groups: defaultdict[int, list[_Held]] = defaultdict(list)  # by storage
     for tensor, put, rule in values:
         part = local_of(tensor)
-        if not _can_leave(part):
-            if rule in rules:
-                figures[rule].hold("not plain tensors", tensor.numel() * tensor.element_size())
-            continue
-        storage = part.untyped_storage()
-        group = groups.setdefault(storage._cdata, _Group(storage))
-        group.references.add(id(part))
-        group.held.append((tensor, put))
-        group.rules.add(rule)
-    sent: dict[Transfers, list[tuple[_Group, OffloadUse]]] = {}
+        if _can_leave(part):
+            groups[part.untyped_storage()._cdata].append((tensor, put, rule))
+        elif rule in rules:
+            figures[rule].hold("not plain tensors", tensor.numel() * tensor.element_size())
+    sent: dict[Transfers, list[tuple[torch.UntypedStorage, list[_Held], OffloadUse]]] = {}
     alone = _uses_if_alone()
     for group in groups.values():
-        if not (offloading := group.rules.intersection(rules)):
+        saved_by = {rule for _, _, rule in group}
+        if not (offloading := saved_by.intersection(rules)):
             continue
-        use, size = figures[min(offloading)], group.storage.nbytes()
-        transfers = transfers_by_device.of(group.storage.device)
+        storage = local_of(group[0][0]).untyped_storage()
+        tensors = {id(local_of(tensor)) for tensor, _, _ in group}
+        use, size, transfers = figures[min(offloading)], storage.nbytes(), transfers_by_device.of(storage.device)
         if held:
             use.hold(held, size)
         elif transfers is None:
             use.hold("device memory is host memory", size)
         elif size < transfers.limits.smallest:
             use.hold("small", size)
-        elif offloading != group.rules or storage_use_count(group.storage._cdata) - len(group.references) != alone:
+        elif offloading != saved_by or storage_use_count(storage._cdata) - len(tensors) != alone:
             use.hold("held elsewhere too", size)
         elif size:
-            sent.setdefault(transfers, []).append((group, use))
+            sent.setdefault(transfers, []).append((storage, group, use))
     for transfers, chosen in sent.items():
-        copies = transfers.put([_in_storage(group.storage, torch.uint8) for group, _ in chosen], call)
-        for (group, use), copy in zip(chosen, copies, strict=True):
+        copies = transfers.put([_in_storage(storage, torch.uint8) for storage, _, _ in chosen], call)
+        for (storage, group, use), copy in zip(chosen, copies, strict=True):
             if copy is None:
-                use.hold("no room on the host", group.storage.nbytes())
+                use.hold("no room on the host", storage.nbytes())
                 continue
             use.host_bytes += copy.size
-            for tensor, put in group.held:
+            for tensor, put, _ in group:
                 put(_away(tensor, copy))
     return figures
 

@@ -33,7 +33,7 @@ def check_group(group: Any, where: str) -> None:
     elif _is_mesh(group) and group.ndim != 1:
         names = ", ".join(group.mesh_dim_names or ())
         found, fix = f"the mesh has {group.ndim} dimensions ({names})", 'pass one of them, as in mesh["tp"]'
-    elif not isinstance(group, dist.ProcessGroup) and not _is_mesh(group) and group is not _NO_MEMBER:
+    elif not (isinstance(group, dist.ProcessGroup) or _is_mesh(group) or group is dist.GroupMember.NON_GROUP_MEMBER):
         found, fix = f"{shown(repr(group))} is not a group", ""
     elif not _is_member(group):
         found = f"rank {dist.get_rank()} is not in the group, or the group has been destroyed"
@@ -42,9 +42,6 @@ def check_group(group: Any, where: str) -> None:
         return
     legal = "a process group that holds this rank, or a mesh of one dimension"
     raise ConfigError(Problem(f"{where}.tp_group", found, legal, fix=fix))
-
-
-_NO_MEMBER: Any = getattr(getattr(dist, "GroupMember", None), "NON_GROUP_MEMBER", None)
 
 
 def _is_member(group: Any) -> bool:
@@ -134,22 +131,11 @@ class Scattered(InputStore):
     """
 
     def __init__(self, group: Any, inner: InputStore, compared: Compared) -> None:
-        self.group = group
-        self.inner = inner
-        self.compared = compared
+        self.group, self.inner, self.compared = group, inner, compared
         self.size: int = group.size()
         self.rank: int = group.rank()
         shares = "" if isinstance(inner, OnDevice) else f", each share {inner.place}"
         self.place = f"scattered over {self.size} ranks{shares}"
-
-    @classmethod
-    def over(cls, group: Any, inner: InputStore, compared: Compared) -> InputStore | None:
-        """Return the store over ``group``, whose shares ``inner`` keeps; None for a group of one rank.
-
-        ``group`` is a process group or a mesh of one dimension for which ``check_group`` has found no problem.
-        """
-        over = process_group(group)
-        return None if over.size() == 1 else cls(over, inner, compared)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (self.group.group_name, self.inner)
@@ -175,9 +161,7 @@ class Scattered(InputStore):
         elements = -(-flat.numel() // self.size)
         share = flat[self.rank * elements : (self.rank + 1) * elements]
         if share.numel() < elements:
-            padded = flat.new_zeros(elements)
-            padded[: share.numel()] = share
-            share = padded
+            share = torch.nn.functional.pad(share, (0, elements - share.numel()))
         stored = self.inner.put(share, argument)
         return replace(stored, fetch=partial(_gathered, stored.fetch, self.group, flat.numel()))
 

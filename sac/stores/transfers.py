@@ -103,7 +103,7 @@ class HostCopy:
         self.target_home: Any = None
         self.task = NO_TASK - 1
         if call is not None:
-            call.add_copy(self)
+            call.copies[self] = None
 
     def __del__(self) -> None:
         """Free what it still holds; takes no lock, see Note [Transfers]."""
@@ -265,12 +265,12 @@ class Transfers:
         if call is None or call.looked_ahead_in == (self, task):
             return
         call.looked_ahead_in = self, task
-        self._bring_up([copy for copy in call.alive() if self._is_away(copy, task)], task)
+        self._bring_up([copy for copy in [*call.copies] if self._is_away(copy, task)], task)
         ahead = [one for one in self._copies if one.target is not None and one.task != task and one.call is not call]
         room = self.limits.ahead - _bytes_of(self._flying) - _bytes_of(ahead)
         for upcoming in islice(call.upcoming(), _CALLS_AHEAD):
             batch = []
-            for copy in reversed(upcoming.alive()):
+            for copy in reversed([*upcoming.copies]):
                 if not self._is_away(copy, task):
                     continue
                 room -= copy.size
@@ -325,7 +325,6 @@ class TransfersByDevice:
     def of(self, device: torch.device) -> Transfers | None:
         """Return the transfers between ``device`` and the host; None if there is nothing to gain from them."""
         if device not in self._of:
-            module, host = streams_of(device), LIMITS.host if self.host is None else self.host
-            limits = replace(LIMITS, host=host, strict=self.strict)
+            module, limits = streams_of(device), replace(LIMITS, host=self.host, strict=self.strict)
             self._of.setdefault(device, Transfers(device, module, limits) if module is not None else None)
         return self._of[device]
