@@ -7,7 +7,6 @@ of torch, and that the installed torch has all names listed here.
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -80,8 +79,8 @@ FSDP_MANAGED = "_is_fsdp_managed_module"  # an attribute of each module in a uni
 COMPOSABLE_PREFIX = "__composable_api_state_key"  # of torch's composable `checkpoint`, 2.1 to 2.13
 
 # Whether a profiler records on this thread: then a budget on a CPU observes nothing, since there can be one at most.
-# Without the name, it fails with torch's own error. 1.8 to 2.13.
-profiler_is_on: Callable[[], bool] = getattr(_autograd, "_profiler_enabled", lambda: False)
+# 1.8 to 2.13.
+profiler_is_on: Callable[[], bool] = _autograd._profiler_enabled
 
 # -- The running backward
 
@@ -89,7 +88,7 @@ NO_TASK = -1
 
 # The number of the backward (graph task) that this thread runs, NO_TASK outside of one. It distinguishes a second
 # backward from a second read in the same one. 1.13 to 2.13.
-current_graph_task_id: Callable[[], int] = getattr(_C, "_current_graph_task_id", lambda: NO_TASK)
+current_graph_task_id: Callable[[], int] = _C._current_graph_task_id
 
 
 def graph_is_retained() -> bool:
@@ -98,7 +97,7 @@ def graph_is_retained() -> bool:
 
 
 # The number of the next node that this thread makes. 2.1 to 2.13.
-next_node_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
+next_node_number: Callable[[], int] = _autograd._get_sequence_nr
 
 # Whether the running backward will execute a node. Needed to bring values in host memory back ahead of time. 2.0
 # to 2.13.
@@ -137,9 +136,9 @@ FUNCTIONS_ON: Any = _C._TorchFunctionState.ENABLED
 
 # -- Ops that modes and autograd do not see
 
-# A context in which neither modes nor subclasses see an op; the object itself guards too, while it is alive. Without it
-# detaching and cloning for bookkeeping pass through every mode. 2.11 to 2.13.
-UnseenByModes: Any = getattr(_C, "_DisableTorchDispatch", nullcontext)
+# A context in which neither modes nor subclasses see an op; the object itself guards too, while it is alive. 2.11 to
+# 2.13.
+UnseenByModes: Any = _C._DisableTorchDispatch
 
 # In forward, the ops of a tape ran inside a dispatch mode, so below autograd and autocast; replay runs them there too.
 # 2.11 to 2.13.
@@ -168,8 +167,8 @@ excluding: Callable[[Any, bool], AbstractContextManager[Any]] = _C._SetExcludeDi
 # Sets version counters, which a recomputation that writes to a parameter must not move; FSDP2 uses it too. 2.1 to 2.13.
 set_version_counters: Any = _autograd._unsafe_set_version_counter
 
-# The reference count of a storage. Without it nothing is offloaded. 2.11 to 2.13.
-storage_use_count: Callable[[int], float] = getattr(_C, "_storage_Use_Count", lambda address: math.nan)
+# The reference count of a storage. 2.11 to 2.13.
+storage_use_count: Callable[[int], int] = _C._storage_Use_Count
 
 # A view that negates lazily, as `Tensor.conj` conjugates; there is no public name. 1.10 to 2.13.
 neg_view: Callable[[Tensor], Tensor] = torch._neg_view
@@ -223,9 +222,8 @@ def skip_dynamo(code: CodeType) -> None:
     _eval_frame.set_code_exec_strategy(code, _eval_frame._FrameExecStrategy(skip, skip))
 
 
-# Keeps a function out of graphs. The fallback is `torch.compiler.disable`, which does the same but loads all of Dynamo
-# at once. 2.1 to 2.13.
-disable_dynamo: Callable[..., Any] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+# Keeps a function out of graphs. `torch.compiler.disable` does the same, but loads all of Dynamo at once. 2.1 to 2.13.
+disable_dynamo: Callable[..., Any] = torch._compile._disable_dynamo
 
 
 def run_in_eager(function: Callable[..., Any], reason: str) -> None:
@@ -313,9 +311,8 @@ def ignored_ops() -> set[Any]:
 # -- torch.func and forward-mode AD
 
 # Whether a transform is active on this thread. Asking for the innermost one (`peek_interpreter_stack`) would give the
-# thread a stack of transforms, which autograd copies twice for each node of every backward from then on. Without it
-# users get torch's own errors about saved-tensor hooks or storages. 2.0 to 2.13.
-transform_is_active: Callable[[], bool] = getattr(_C, "_are_functorch_transforms_active", lambda: False)
+# thread a stack of transforms, which autograd copies twice for each node of every backward from then on. 2.0 to 2.13.
+transform_is_active: Callable[[], bool] = _C._are_functorch_transforms_active
 
 
 @contextmanager

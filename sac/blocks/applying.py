@@ -113,7 +113,8 @@ def _choose_blocks(model: nn.Module, config: Config, policy: Policy) -> tuple[tu
     """
     blocks = find_blocks(model, patterns=config.blocks or policy.blocks)
     stage = is_stage(model, blocks)
-    chosen = tuple(block for block in blocks if _is_chosen(block, config, policy))
+    layers = (config.layers, policy.layers)
+    chosen = tuple(block for block in blocks if all(one.matches(block.layer, block.stack_size) for one in layers))
     if not chosen and stage:
         warn(idle_note(model, blocks))
     elif not chosen:
@@ -124,11 +125,6 @@ def _choose_blocks(model: nn.Module, config: Config, policy: Policy) -> tuple[tu
         chosen = submodules(chosen)
     refuse_shared_kv(model, (part.module for part in chosen), reentrant=config.options["use_reentrant"])
     return chosen, stage
-
-
-def _is_chosen(block: Block, config: Config, policy: Policy) -> bool:
-    size = block.stack_size
-    return config.layers.matches(block.layer, size) and policy.layers.matches(block.layer, size)
 
 
 def groups_of(resolved: ResolvedPolicy, blocks: Sequence[Block], mode: str) -> list[tuple[Block, RegionGroup]]:
@@ -161,20 +157,15 @@ def put_regions(
     carried out; the model is then unchanged.
     """
     blocks, mode = blocks_at(model, modules), "full" if policy is FULL else "selective"
-    refuse_regions(blocks)
+    for block in blocks:
+        if isinstance(ours_on(block.module), InstalledForward):
+            raise ModelError(_already_on(block.path))
+        refuse_existing_checkpointing(block.module)
     rules = resolve_policy(policy)
     applied = Applied(mode, turn_off_cache(model), settings=settings)
     for block in blocks:
         take_off(block.module)  # the module tracking of an outer region: the region installed here tracks instead
     install(groups_of(rules, blocks, mode), applied)
-
-
-def refuse_regions(blocks: Iterable[Block]) -> None:
-    """Raise ``ModelError`` for blocks that are already regions or have their own checkpointing."""
-    for block in blocks:
-        if isinstance(ours_on(block.module), InstalledForward):
-            raise ModelError(_already_on(block.path))
-        refuse_existing_checkpointing(block.module)
 
 
 def blocks_at(model: nn.Module, modules: Iterable[nn.Module]) -> list[Block]:

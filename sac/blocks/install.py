@@ -88,16 +88,13 @@ def rules_without_place(
     Raises ``PolicyError`` with them if ``strict``, or if no rule has a place. ``stage``: the model is one of several.
     """
     needed = [one.rule for one in resolved.rules if not one.rule.optional]
-    idle = [rule for rule in (rules_here(needed, blocks) if stage else needed) if not _has_place(rule, blocks)]
+    known = rules_here(needed, blocks) if stage else needed
+    idle = [rule for rule in known if not any(one.is_meant_by(rule) and has_module(one)(rule) for one in blocks)]
     any_hit = len(idle) < len(needed) or stage
     problems = _problems(idle, partial(_of_no_place, blocks), any_hit=any_hit)
     if problems and (strict or not any_hit):
         raise PolicyError(problems)
     return problems
-
-
-def _has_place(rule: Rule, blocks: Sequence[Block]) -> bool:
-    return any(block.is_meant_by(rule) and has_module(block)(rule) for block in blocks)
 
 
 def has_module(block: Block) -> Callable[[Rule], bool]:

@@ -111,7 +111,7 @@ def _can_leave(part: torch.Tensor) -> bool:
     return not (part.is_quantized or part.is_inference() or part._is_zerotensor())
 
 
-def _uses_if_alone() -> float:
+def _uses_if_alone() -> int:
     """Return how many hold a storage that a variable holds, besides its tensors."""
     fresh = torch.UntypedStorage(0)
     other = torch.empty(0).set_(fresh)  # it is counted otherwise while no tensor holds it
