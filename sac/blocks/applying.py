@@ -175,5 +175,5 @@ def blocks_at(model: nn.Module, modules: Iterable[nn.Module]) -> list[Block]:
     for node in walk(model):
         if node.path and wanted.pop(id(node.module), None) is not None:
             nodes[node.path] = node
-    inside = list(numbered_blocks(model, nodes))
-    return inside + [Block(type(module).__name__, module, 0, "", 1) for module in wanted.values()]
+    outside = (Block(type(module).__name__, module, 0, "", 1) for module in wanted.values())
+    return [*numbered_blocks(model, nodes), *outside]

@@ -128,7 +128,7 @@ def _recognised(model: nn.Module) -> tuple[Block, ...]:
         raise ModelError(_not_found(model))
     order = {id(node.module): index for index, node in enumerate(walk(model))}
     layers.sort(key=lambda node: order[id(node.module)])
-    return tuple(numbered_blocks(model, {node.path: node for node in layers}))
+    return numbered_blocks(model, {node.path: node for node in layers})
 
 
 def _matched(model: nn.Module, patterns: Sequence[PathPattern]) -> tuple[Block, ...]:
@@ -150,7 +150,7 @@ def _matched(model: nn.Module, patterns: Sequence[PathPattern]) -> tuple[Block, 
         if node.path in wanted and not inside and id(node.module) not in seen:
             chosen[node.path] = node
             seen.add(id(node.module))
-    return tuple(numbered_blocks(model, chosen))
+    return numbered_blocks(model, chosen)
 
 
 def _fits(pattern: PathPattern, node: Node) -> bool:
@@ -158,20 +158,19 @@ def _fits(pattern: PathPattern, node: Node) -> bool:
     return pattern.matches(node.path) or pattern.matches(node.wrappers[0][0] if node.wrappers else node.raw)
 
 
-def numbered_blocks(model: nn.Module, chosen: dict[str, Node]) -> Iterator[Block]:
-    """Yield the ``chosen`` modules of ``model`` (by clean path) as blocks, numbered within their stacks."""
+def numbered_blocks(model: nn.Module, chosen: dict[str, Node]) -> tuple[Block, ...]:
+    """Return the ``chosen`` modules of ``model`` (by clean path) as blocks, numbered within their stacks."""
     modules = {node.path: node.module for node in walk(model, repeats=True)}
     members: dict[str, list[str]] = {}
     for path in chosen:
         members.setdefault(path.rpartition(".")[0], []).append(path)
-    numbered: dict[str, tuple[int, int]] = {}
+    blocks: dict[str, Block] = {}
     for stack, paths in members.items():
         layers, size = numbering(modules.get(stack), [path.rpartition(".")[2] for path in paths])
         size = _counted_size(modules, stack, size)
-        numbered.update({path: (layer, size) for path, layer in zip(paths, layers, strict=True)})
-    for path, node in chosen.items():
-        layer, size = numbered[path]
-        yield Block(path, node.module, layer, path.rpartition(".")[0], size)
+        for path, layer in zip(paths, layers, strict=True):
+            blocks[path] = Block(path, chosen[path].module, layer, stack, size)
+    return tuple(blocks[path] for path in chosen)
 
 
 def _counted_size(modules: Mapping[str, nn.Module], stack: str, size: int) -> int:
