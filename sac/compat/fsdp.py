@@ -6,13 +6,12 @@ from ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper``.
 Differences: there is no wrapper. The module itself becomes a region and is returned, so its class, its name and the
 names of its parameters stay, and ``sac.remove`` removes the region. Buffers advance once, routing ops keep their
 results, and a model's K/V cache is turned off. What a wrapper can do and a region cannot is an error.
-``offload_wrapper`` is torch's own around a module that is not a region.
+``offload_wrapper`` is torch's own: around a region, it moves what the region keeps to host memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,19 +20,19 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from sac.blocks.applying import put_regions
-from sac.blocks.install import RegionForward, ours_on
 from sac.blocks.stacks import is_callable
 from sac.checkpointing import checkpoint
 from sac.config import DEFAULT_CONFIG, FullConfig, settings_of
 from sac.engine.compiled import checkpoint_contexts
 from sac.engine.region import FULL
-from sac.errors import ConfigError, ModelError, Problem
+from sac.errors import ConfigError, Problem
 from sac.policy.model import Policy
 from sac.torch_private import checkpoint_wrapper_module
 
 __all__ = ["CheckpointImpl", "apply_activation_checkpointing", "checkpoint_wrapper", "offload_wrapper"]
 
 CheckpointImpl: Any = checkpoint_wrapper_module().CheckpointImpl  # REENTRANT or NO_REENTRANT: how to recompute
+offload_wrapper: Any = checkpoint_wrapper_module().offload_wrapper
 
 _NAME = "checkpoint_wrapper"
 _LEGAL = {
@@ -90,28 +89,6 @@ def policy_of_contexts(context_fn: Any) -> Policy | None:
     """Return the policy behind a context function made by ``sac.context_fn``; None for anything else."""
     is_ours = isinstance(context_fn, partial) and context_fn.func is checkpoint_contexts
     return context_fn.args[0].policy if is_ours else None
-
-
-def offload_wrapper(module: nn.Module) -> nn.Module:
-    """Keep what ``module`` leaves for its backward in host memory.
-
-    For a region, these are its inputs, and the region is returned. For any other module, it is all that autograd saves
-    in its forward, and torch's wrapper around it is returned; nothing is recomputed.
-
-    Raises ``ModelError`` for a module inside a region, and for one whose tensors are already kept elsewhere.
-    """
-    forward = ours_on(module)
-    if forward is None and is_callable(module):
-        wrapped: nn.Module = checkpoint_wrapper_module().offload_wrapper(module)
-        return wrapped
-    if isinstance(forward, RegionForward) and forward.applied.settings.input_storing is None:
-        keeping = settings_of(FullConfig(store="host", keep="all"), _NAME).input_storing
-        forward.applied = replace(forward.applied, settings=replace(forward.applied.settings, input_storing=keeping))
-        return module
-    found, fix = "it is inside a region, or its tensors are kept elsewhere", "call offload_wrapper on the region"
-    if forward is None:
-        found, fix = "it is not called itself", "call offload_wrapper on each of its children"
-    raise ModelError(Problem(type(module).__name__, found, fix=fix))
 
 
 def apply_activation_checkpointing(
