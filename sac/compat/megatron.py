@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -41,9 +41,7 @@ __all__ = [
 
 CudaRNGStatesTracker = RngTracker
 
-_NAME = "megatron.checkpoint"
 _RANDOM = "megatron.core.tensor_parallel.random"
-
 
 _job = SimpleNamespace(group=None, tracker=None)  # the settings of this process, which Megatron keeps in globals
 
@@ -58,49 +56,37 @@ def set_tensor_model_parallel_group(group: Any) -> None:
     _job.group = group
 
 
-def get_cuda_rng_tracker(
-    use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
-) -> Any:
+def get_cuda_rng_tracker(*flags: bool, **named: bool) -> Any:
     """Return the tracker of this process: Megatron's own if Megatron is loaded, else one of ours.
 
-    Raises ``ConfigError`` without Megatron if another type of tracker is requested.
+    The arguments are those of Megatron's function. Raises ``ConfigError`` for another type of tracker without Megatron.
     """
-    flags = (use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
     if _RANDOM in sys.modules:
-        return sys.modules[_RANDOM].get_cuda_rng_tracker(*flags)
-    if any(flags):
+        return sys.modules[_RANDOM].get_cuda_rng_tracker(*flags, **named)
+    if any((*flags, *named.values())):
         found, fix = "this type of tracker belongs to Megatron", "leave the flags out, or import megatron"
         raise ConfigError(Problem("megatron.get_cuda_rng_tracker", found, fix=fix))
     _job.tracker = _job.tracker or RngTracker()
     return _job.tracker
 
 
-def model_parallel_cuda_manual_seed(
-    seed: int,
-    te_rng_tracker: bool = False,
-    inference_rng_tracker: bool = False,
-    use_cudagraphable_rng: bool = False,
-    tp_rank: int | None = None,
-    ep_rank: int | None = None,
-    etp_rank: int | None = None,
-    force_reset_rng: bool = False,
-) -> None:
+def model_parallel_cuda_manual_seed(seed: int, *flags: bool, **named: Any) -> None:
     """Seed the default generator and the streams of ``get_cuda_rng_tracker``; see ``sac.full.seed_model_parallel``.
 
-    If Megatron is loaded, it does the seeding. Otherwise ``tp_rank`` defaults to this rank's position in the group that
-    was set, ``ep_rank`` to 0, and ``etp_rank`` to ``tp_rank``. Raises ``ConfigError`` if no rank is known.
+    The arguments are those of Megatron's function, which does the seeding if Megatron is loaded. Otherwise ``tp_rank``
+    defaults to this rank's position in the group that was set, ``ep_rank`` to 0, and ``etp_rank`` to ``tp_rank``.
+    Raises ``ConfigError`` if no rank is known.
     """
-    flags = (te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
     if _RANDOM in sys.modules:
-        ranks = {"tp_rank": tp_rank, "ep_rank": ep_rank, "etp_rank": etp_rank, "force_reset_rng": force_reset_rng}
-        sys.modules[_RANDOM].model_parallel_cuda_manual_seed(seed, *flags, **ranks)
+        sys.modules[_RANDOM].model_parallel_cuda_manual_seed(seed, *flags, **named)
         return
+    tp_rank, ep_rank, etp_rank = (named.pop(name, None) for name in ("tp_rank", "ep_rank", "etp_rank"))
     if tp_rank is None and _job.group is None:
         where, fix = "megatron.model_parallel_cuda_manual_seed.tp_rank", "pass it, or set_tensor_model_parallel_group"
         raise ConfigError(Problem(where, "the rank in the group is not known", fix=fix))
     tp_rank = tp_rank if tp_rank is not None else dist.get_rank(process_group(_job.group))
     etp_rank = etp_rank if etp_rank is not None else tp_rank
-    seed_model_parallel(seed, tp_rank, ep_rank or 0, etp_rank, tracker=get_cuda_rng_tracker(*flags))
+    seed_model_parallel(seed, tp_rank, ep_rank or 0, etp_rank, tracker=get_cuda_rng_tracker(*flags, **named))
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any) -> Any:
@@ -115,15 +101,14 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool 
     group = _job.group
     state = sys.modules.get("megatron.core.parallel_state")
     if scatters is True and group is None and state is not None:
-        with suppress(AssertionError):  # raised if nothing was initialised
-            group = state.get_tensor_model_parallel_group()
+        group = state.get_tensor_model_parallel_group(check_initialized=False)
     return _run(function, args, {}, distribute_saved_activations=scatters, tp_group=group)
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Any:
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    settings = settings_of(DEFAULT_CONFIG, _NAME, get_rng_state_tracker=get_cuda_rng_tracker, **options)
+    settings = settings_of(DEFAULT_CONFIG, "megatron.checkpoint", get_rng_state_tracker=get_cuda_rng_tracker, **options)
     takes_discardable = any(plain_address(leaf) in _discardable for leaf in tree_leaves(args))
     with saved_tensors_hooks(_pack, fetch) if takes_discardable and active_hooks() is None else nullcontext():
         return run_with(settings, function, args, kwargs)
