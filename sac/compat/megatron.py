@@ -162,34 +162,28 @@ class CheckpointWithoutOutput:
             where, fix = "megatron.CheckpointWithoutOutput", "call checkpoint(run_function, *args) first"
             raise RegionError(Problem(where, "there is no output to discard", fix=fix))
         outputs, self._outputs = self._outputs, []
-        if outputs:
-            _release(outputs, [getattr(leaf, "grad_fn", None) for leaf in tree_leaves(hook_tensor)])
-
-
-def _release(outputs: list[_Output], waiting: list[Any]) -> None:
-    """Release the outputs in what the nodes ``waiting`` and those between them and the region have saved."""
-    unchanged = {output.address: output for output in reversed(outputs) if version_of(output.watch) == output.version}
-    nodes: set[Any] = {None}
-    while waiting:
-        node = waiting.pop()
-        if node in nodes:
-            continue
-        nodes.add(node)
-        if node._sequence_nr() < outputs[0].number:  # made before the region ended: a thread numbers nodes in order
-            continue
-        waiting += (following for following, _ in node.next_functions)
-        for saved in _saved_in(node):
-            output = unchanged.get(plain_address(saved.data))
-            if output is not None:
-                saved.register_hooks(output.hold, fetch)
-    starts = {output.start for output in outputs} - {None}
-    reason = "" if SHOWS_SAVED_TENSORS else "this version of torch does not show what its graph has saved"
-    if starts and not starts & nodes:
-        reason = "the tensor given does not depend on the region's output"
-    if any(version_of(output.watch) != output.version for output in outputs):
-        reason = "the region's output was changed in place after the region"
-    if reason:
-        warn(f"{reason}: it is kept until backward")
+        unchanged = {output.address: output for output in outputs if version_of(output.watch) == output.version}
+        nodes: set[Any] = {None}
+        waiting = [getattr(leaf, "grad_fn", None) for leaf in tree_leaves(hook_tensor) if outputs]
+        while waiting:
+            node = waiting.pop()
+            if node in nodes:
+                continue
+            nodes.add(node)
+            if node._sequence_nr() < outputs[0].number:  # from before the region: a thread numbers nodes in order
+                continue
+            waiting += (following for following, _ in node.next_functions)
+            for saved in _saved_in(node):
+                if (output := unchanged.get(plain_address(saved.data))) is not None:
+                    saved.register_hooks(output.hold, fetch)
+        starts = {output.start for output in outputs} - {None}
+        reason = "" if SHOWS_SAVED_TENSORS else "this version of torch does not show what its graph has saved"
+        if starts and not starts & nodes:
+            reason = "the tensor given does not depend on the region's output"
+        if any(output.address not in unchanged for output in outputs):
+            reason = "the region's output was changed in place after the region"
+        if reason:
+            warn(f"{reason}: it is kept until backward")
 
 
 def _saved_in(node: Any) -> Iterator[Any]:
@@ -224,7 +218,7 @@ class _Output:
         """Return what to hold in place of a tensor in the memory of the output."""
         return OuterPacked((tensor.dtype, place_of(tensor)), self._fetch)
 
-    def _fetch(self, part: tuple[torch.dtype, Place]) -> torch.Tensor:
+    def _fetch(self, part: tuple[torch.dtype, Place]) -> Any:
         """Return a tensor in the memory of the output, which the region recomputes unless it has before.
 
         Raises ``RegionError`` if the output lies in its memory in another way than in forward, or if that is the same
@@ -237,8 +231,7 @@ class _Output:
             fix = "let the region make its results in the same way in both passes, in memory of their own"
             raise RegionError(Problem("region", found, fix=fix))
         with torch.no_grad():
-            shared: torch.Tensor = tensor.new_empty(0, dtype=part[0]).set_(tensor.untyped_storage(), *part[1])
-            return shared
+            return tensor.new_empty(0, dtype=part[0]).set_(tensor.untyped_storage(), *part[1])
 
 
 def _place_in_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
