@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sac.checkpointing import run_with
-from sac.config import DEFAULT_CONFIG, settings_of
+from sac.checkpointing import checkpoint as full_checkpoint
 from sac.engine.untraced import never_compiled
 from sac.errors import ConfigError, Problem, RegionError, warn
 from sac.full import RngTracker, seed_model_parallel
@@ -102,16 +101,13 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool 
     state = sys.modules.get("megatron.core.parallel_state")
     if scatters is True and group is None and state is not None:
         group = state.get_tensor_model_parallel_group(check_initialized=False)
-    return _run(function, args, {}, distribute_saved_activations=scatters, tp_group=group)
+    return _run(function, *args, distribute_saved_activations=scatters, tp_group=group)
 
 
-def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    settings = settings_of(DEFAULT_CONFIG, "megatron.checkpoint", get_rng_state_tracker=get_cuda_rng_tracker, **options)
-    takes_discardable = any(plain_address(leaf) in _discardable for leaf in tree_leaves(args))
+def _run(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    takes_discardable = _discardable and any(plain_address(leaf) in _discardable for leaf in tree_leaves(args))
     with saved_tensors_hooks(_pack, fetch) if takes_discardable and active_hooks() is None else nullcontext():
-        return run_with(settings, function, args, kwargs)
+        return full_checkpoint(function, *args, get_rng_state_tracker=get_cuda_rng_tracker, **options)
 
 
 # -- Regions whose outputs are released until backward
@@ -144,7 +140,7 @@ class CheckpointWithoutOutput:
         region = partial(_call_and_pack, run_function)  # not a closure: calls are recognized by the function's parts
         region.__qualname__ = getattr(run_function, "__qualname__", "function")  # type: ignore[attr-defined]
         outputs: list[_Output] = []  # a rerun gets another list
-        result = _run(region, args, {"outputs": outputs})
+        result = _run(region, *args, outputs=outputs)
         taken = {*map(plain_address, tree_leaves(args))}
         self._outputs = [output for output in outputs if output.address not in taken]
         for output in self._outputs:
