@@ -58,7 +58,7 @@ def rules_here(rules: Sequence[Rule], blocks: Sequence[Block]) -> tuple[Rule, ..
     return tuple(
         rule
         for rule in rules
-        if not rule.is_for_some_regions
+        if not (rule.blocks or rule.layers)
         or any(rule.matches_region(block.path, block.layer, block.stack_size) for block in blocks)
     )
 

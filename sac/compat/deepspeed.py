@@ -80,15 +80,11 @@ def configure(
 
     Raises ``ConfigError``; then nothing has changed.
     """
-    arguments = (
-        partition_activations, contiguous_checkpointing, num_checkpoints, checkpoint_in_cpu, synchronize, profile,
-    )  # fmt: skip
-    given = {name: value for name, value in zip(_KEYS, arguments, strict=True) if value is not None}
+    given = {name: value for name, value in locals().items() if name in _KEYS and value is not None}
     flags = _section_of(deepspeed_config) | read_keys(given, _NAME, _READERS)
     count = flags.pop("num_checkpoints", None)
     mpu, options = mpu_ if mpu_ is not None else _process.mpu, _OPTIONS
-    size = 1 if mpu is None else _ask(mpu, "world_size")
-    if flags.get("partition_activations") and size > 1:
+    if mpu is not None and _ask(mpu, "world_size") > 1 and flags.get("partition_activations"):
         options = options | {"distribute_saved_activations": True, "tp_group": _ask(mpu, "group")}
     words = {"host": "checkpoint_in_cpu", "contiguous": "contiguous_checkpointing"}
     store = "+".join(word for word, name in words.items() if flags.get(name)) or "whole"
@@ -107,9 +103,8 @@ def _section_of(config: Any) -> dict[str, Any]:
         except (OSError, ValueError) as error:
             raise ConfigError(Problem(where, f"it cannot be read as JSON: {error}")) from error
     section = config.get("activation_checkpointing", {}) if isinstance(config, Mapping) else config
-    values = read_keys(
-        section, f"{where}: activation_checkpointing", {key: _READERS[name] for name, key in _KEYS.items()}
-    )
+    readers = {key: _READERS[name] for name, key in _KEYS.items()}
+    values = read_keys(section, f"{where}: activation_checkpointing", readers)
     return {name: values[key] for name, key in _KEYS.items() if key in values}
 
 

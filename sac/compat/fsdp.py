@@ -72,7 +72,7 @@ def _put(
     **options: Any,
 ) -> None:
     """Make the modules regions; the other arguments are those of ``checkpoint_wrapper``."""
-    policy = FULL if context_fn in (None, noop_context_fn) else policy_of_contexts(context_fn)
+    policy = policy_of_contexts(context_fn)
     options.setdefault("use_reentrant", checkpoint_impl is CheckpointImpl.REENTRANT)
     refused = {
         "checkpoint_impl": not isinstance(checkpoint_impl, CheckpointImpl),
@@ -86,7 +86,9 @@ def _put(
 
 
 def policy_of_contexts(context_fn: Any) -> Policy | None:
-    """Return the policy behind a context function made by ``sac.context_fn``; None for anything else."""
+    """Return the policy behind a context function that is missing or made by ``sac.context_fn``; None for others."""
+    if context_fn in (None, noop_context_fn):
+        return FULL
     is_ours = isinstance(context_fn, partial) and context_fn.func is checkpoint_contexts
     return context_fn.args[0].policy if is_ours else None
 

@@ -42,7 +42,7 @@ class ResolvedRule:
     @property
     def decision(self) -> Decision:
         """The decision on a match (for an alternating rule: on those that it keeps)."""
-        return self.rule.kept_as
+        return Decision.SAVE if self.rule.do == ALTERNATE else Decision(self.rule.do)
 
     @property
     def saves(self) -> bool:
@@ -359,7 +359,7 @@ class ResolvedPolicy:
         return [
             resolved
             for resolved in self.rules
-            if not resolved.rule.is_for_some_regions
+            if not (resolved.rule.blocks or resolved.rule.layers)
             or (resolved.rule.matches_region(path, layer, stack_size) and applies(resolved.rule))
         ]
 

@@ -205,7 +205,7 @@ _RULE: dict[str, Reader] = {
     "function": _read_names,
     "unit": _read_names,
     "blocks": read_patterns,
-    "module": lambda node: PathPattern.any_of(pattern.text for pattern in read_patterns(node)),
+    "module": lambda node: PathPattern.parse(*(pattern.text for pattern in read_patterns(node))),
     "layers": read_layers,
     "call": _choice("{index: n}, {index: [n, m]} or {every: k, offset: j}, counted from 0", _CALL, {}),
     "shape": _read_shape,
@@ -228,15 +228,14 @@ def _read_rules(node: Node) -> tuple[Rule, ...]:
     def read(item: Node) -> None:
         fields = read_fields(item, _RULE, _NOT_IN_RULES, _check_rule)
         rule = Rule(**{"id": ""} | fields, location=item.location, key_locations=item.locations())
-        same = next((earlier for earlier in rules if rule.id and rule.id == earlier.id), None)
-        wider = next((earlier for earlier in rules if earlier.takes_all_of(rule)), None)
         rules.append(rule)
-        if same is not None:
-            found = f'the id "{rule.id}" is given twice; the first is at {same.where("id")}'
-            raise PolicyError(Problem(rule.where("id"), found, fix="give each rule its own id"))
-        if wider is not None:
-            found = f"this rule can never fire: the rule at {wider.where()} matches all it matches"
-            raise item.error(found=found, fix="put it before that rule, or remove it")
+        for earlier in rules[:-1]:
+            if rule.id and rule.id == earlier.id:
+                found = f'the id "{rule.id}" is given twice; the first is at {earlier.where("id")}'
+                raise PolicyError(Problem(rule.where("id"), found, fix="give each rule its own id"))
+            if earlier.takes_all_of(rule):
+                found = f"this rule can never fire: the rule at {earlier.where()} matches all it matches"
+                raise item.error(found=found, fix="put it before that rule, or remove it")
 
     with all_problems() as attempt:
         for item in node.items:
@@ -265,6 +264,7 @@ def _read_sets(node: Node) -> dict[str, Any]:
     return read_fields(node, readers, dict.fromkeys(names, "name a set with letters, digits, _ and -"))
 
 
+_read_default = word(*DO_WORDS[:-1])
 _REGIONS: dict[str, Reader] = {"blocks": read_patterns, "layers": read_layers}
 _POLICY: dict[str, Reader] = {
     "schema": word(SCHEMA),
@@ -273,7 +273,7 @@ _POLICY: dict[str, Reader] = {
     "models": each(read_text),
     "sets": _read_sets,
     "regions": lambda node: read_fields(node, _REGIONS),
-    "default": word(*DO_WORDS[:-1]),
+    "default": lambda node: Decision(_read_default(node)),
     "rules": _read_rules,
 }
 POLICY_KEYS = tuple(_POLICY)
@@ -286,19 +286,11 @@ def read_policy(node: Node, fallback_name: str, source: str, read_parents: Reade
     counted from 1. An entry in ``Policy.key_locations`` means that the file itself sets the key.
     """
     values = read_fields(node, _POLICY | {"extends": read_parents}, check=_check_policy)
-    name = values.get("name", fallback_name)
-    rules = enumerate(values.get("rules", ()), start=1)
-    policy = Policy(
-        name=name,
-        rules=tuple(replace(rule, id=rule.id or f"{name}.{number}", origin=name) for number, rule in rules),
-        default=Decision(values.get("default", Decision.RECOMPUTE)),
-        models=values.get("models", ()),
-        sets=values.get("sets", {}),
-        **values.get("regions", {}),
-        source=source,
-        key_locations=node.locations(),
-    )
-    return policy, values.get("extends")
+    name = values.setdefault("name", fallback_name)
+    parents, regions, rules, _ = (values.pop(key, None) for key in ("extends", "regions", "rules", "schema"))
+    numbered = enumerate(rules or (), start=1)
+    values["rules"] = tuple(replace(rule, id=rule.id or f"{name}.{n}", origin=name) for n, rule in numbered)
+    return Policy(**values, **(regions or {}), source=source, key_locations=node.locations()), parents
 
 
 def _check_policy(node: Node, nodes: Mapping[str, Node]) -> None:
