@@ -136,7 +136,7 @@ def decide(counter: Any, site: CallSite, args: Any, kwargs: Any, out: Any) -> tu
             if conditional.alternates:
                 turn = counter.alternations[rule.index]
                 counter.alternations[rule.index] = turn + 1
-                decision = rule.decision if rule.rule.keeps_turn(turn) else Decision.RECOMPUTE
+                decision = rule.decision if turn % 2 == 0 else Decision.RECOMPUTE
             break
     if decision is Decision.RECOMPUTE and site.must_save:
         condition = site.must_save_condition

@@ -142,10 +142,6 @@ class Rule:
         kinds = (("", self.ops), ("function ", self.function), ("unit ", self.unit))
         return next((kind + ", ".join(names) for kind, names in kinds if names), "(the module as a whole)")
 
-    def keeps_turn(self, turn: int) -> bool:
-        """Return whether an alternating rule keeps its match number ``turn`` (from 0) in a region."""
-        return turn % 2 == 0
-
     @property
     def matches_each_call(self) -> bool:
         """Whether it matches every call of the ops that it names, whatever their number, shape and dtype."""
@@ -267,6 +263,4 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         values = [_plain(one) for one in value]
         return values[0] if len(values) == 1 and isinstance(value[0], str | PathPattern) else values
-    if isinstance(value, PathPattern):
-        return value.text
-    return value.written if isinstance(value, Layers) else value
+    return value.written if isinstance(value, Layers) else getattr(value, "text", value)  # of a pattern

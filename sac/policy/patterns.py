@@ -46,8 +46,7 @@ def _spelled_out(text: str) -> list[str]:
         if len(ways) * len(parts[1].split(",")) > 10_000:
             raise ValueError("its braces spell out more than 10,000 patterns")
         split = (_INNERMOST_BRACES.split(way, 1) for way in ways)
-        spelled = (before + choice + after for before, inside, after in split for choice in inside.split(","))
-        ways = [*dict.fromkeys(spelled)]
+        ways = [*dict.fromkeys(head + choice + tail for head, inside, tail in split for choice in inside.split(","))]
     if "{" in ways[0]:
         raise ValueError('a "{" has no "}" after it')
     return ways

@@ -30,7 +30,6 @@ def read_fields(
     """
     if node.kind != "map":
         raise node.error(f"a mapping of {listing([*readers]) or 'names'}")
-    entries = node.entries
     nodes: dict[str, Node] = {}
 
     def read_entry(key: Node, value: Node) -> tuple[str, Any]:
@@ -45,8 +44,8 @@ def read_fields(
         return key.text, readers[key.text](value)
 
     with all_problems() as attempt:
-        values = [attempt(read_entry, key, value) for key, value in entries]
-        if len(nodes) == len(entries):
+        values = [attempt(read_entry, key, value) for key, value in node.entries]
+        if len(nodes) == len(values):
             attempt(check, node, nodes)
     return dict(values)
 
@@ -68,8 +67,7 @@ def read_text(node: Node) -> str:
     """Return a text exactly as written (``1.10`` stays ``1.10``)."""
     if node.kind == "text" and node.text.strip() and node.text.isprintable():
         return node.text.strip()
-    fix = "quote it where it is written" if node.kind == "scalar" else ""  # 1.10 is 1.1 by now, and on is true
-    raise node.error("text that can be printed", fix=fix)
+    raise node.error("text that can be printed")  # not a number or bool of Python: 1.10 is 1.1 by now
 
 
 def _read_name(node: Node) -> str:
@@ -92,12 +90,11 @@ def read_as(form: Callable[[str], Any], expected: str, words: Sequence[str] = ()
     """
 
     def read(node: Node) -> Any:
-        value, found = None, ""
-        if node.kind in ("text", "scalar"):
-            try:
-                value = form(node.text)
-            except ValueError as error:
-                found = f"{node.name} is {node}: {error}"
+        found = ""
+        try:
+            value = form(node.text) if node.kind in ("text", "scalar") else None
+        except ValueError as error:
+            value, found = None, f"{node.name} is {node}: {error}"
         if value is None:
             raise node.error(expected, found=found, nearest=nearest(node.text, words) if node.kind == "text" else "")
         return value
@@ -132,11 +129,8 @@ DTYPES = (
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _DIM = re.compile(r"_|\.\.\.|(!=|>=|<=|>|<|)[0-9]{1,18}")
 
-
 _read_pattern = read_as(PathPattern.parse, 'a dotted module path, such as "self_attn.{q,k}_proj" or "mlp.**"')
 read_patterns = each(_read_pattern)
-
-
 _POSITIVE, _OFFSET = whole(1), whole(0)
 _FORMS: dict[str, Reader] = {
     **dict.fromkeys(("first", "last", "every"), _POSITIVE),

@@ -74,7 +74,8 @@ def node_of(value: Any, file: str, name: str = "") -> Node:
     kind, text = _kind_and_text(value)
     location = ".".join(filter(None, (file, name)))
     if isinstance(value, yaml.Node):
-        location, value = _at(file, value.start_mark), value.value
+        mark, value = value.start_mark, value.value
+        location = f"{file}:{mark.line + 1}:{mark.column + 1}"
 
     def parts() -> tuple[Any, ...]:
         if kind == "list":
@@ -84,10 +85,6 @@ def node_of(value: Any, file: str, name: str = "") -> Node:
         return tuple((key, node_of(item, file, f"{name}.{shown(key.text)}".lstrip("."))) for key, item in keys)
 
     return Node(kind, location, name, text, parts, value)
-
-
-def _at(file: str, mark: Any) -> str:
-    return f"{file}:{mark.line + 1}:{mark.column + 1}"
 
 
 def _kind_and_text(value: Any) -> tuple[str, str]:
@@ -112,12 +109,11 @@ def compose_yaml(data: bytes, file: str) -> Node:
         composed = yaml.compose(data, yaml.SafeLoader)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        line = data[: getattr(error, "position", 0)].count(b"\n") + 1
+        line, column = (mark.line, mark.column) if mark else (data[: getattr(error, "position", 0)].count(b"\n"), 0)
         parts = [getattr(error, name, None) for name in ("context", "problem", "reason")]
         found = ": ".join(part for part in parts if part) or str(error)
         fix = 'quote text with a sign such as * { > : in it, as in "*_proj"; check brackets, indentation, UTF-8'
-        place = _at(file, mark) if mark else f"{file}:{line}:1"
-        raise PolicyError(Problem(place, f"this is not YAML: {found}", fix=fix)) from None
+        raise PolicyError(Problem(f"{file}:{line + 1}:{column + 1}", f"this is not YAML: {found}", fix=fix)) from None
     return Node("empty", file, "") if composed is None else node_of(composed, file)
 
 
