@@ -121,9 +121,8 @@ def settings_of(config: FullConfig, where: str, compared: Compared = COMPARED_BY
         return PLAIN
     if not isinstance(config, FullConfig):
         fix = "write sac.full.FullConfig(…); for a keyword of the function's own, functools.partial(function, config=…)"
-        raise ConfigError(
-            Problem(f"{where}.config", f"{shown(repr(config))} is not a FullConfig", "a FullConfig", fix=fix)
-        )
+        found = f"{shown(repr(config))} is not a FullConfig"
+        raise ConfigError(Problem(f"{where}.config", found, "a FullConfig", fix=fix))
     scatters = unusual.get("distribute_saved_activations") is True or "scattered" in config.store
     unread = {key: value for key, value in unusual.items() if key not in CALL_KEYS or not isinstance(value, bool)}
     values = CALL_DEFAULTS | unusual
@@ -264,9 +263,7 @@ def _family_names(model: nn.Module) -> Iterator[str]:
     for module in model.modules():
         config = getattr(module, "config", None)
         for one in (config, getattr(config, "text_config", None)):
-            model_type = getattr(one, "model_type", None)
-            if isinstance(model_type, str) and model_type:
-                yield model_type
+            yield str(getattr(one, "model_type", None) or "")
         yield type(module).__name__
         if not any(True for _ in module.children()):
             return

@@ -65,7 +65,7 @@ _OFFLOADS = "offloads, but torch.utils.checkpoint keeps nothing in host memory"
 
 def _obstacle(rule: Rule, module: nn.Module | None, layer: int | None) -> tuple[str, str]:
     """Return the key of ``rule`` that cannot be carried out here, and why; two empty texts if there is none."""
-    if rule.kept_as is Decision.OFFLOAD:
+    if rule.do == Decision.OFFLOAD:
         return "do", _OFFLOADS
     if rule.blocks:
         return "blocks", "matches blocks, and sac.context_fn does not know where in the model a block is"
@@ -73,6 +73,6 @@ def _obstacle(rule: Rule, module: nn.Module | None, layer: int | None) -> tuple[
         return "module", "matches by module, and sac.context_fn was given none: sac.context_fn(policy, module=block)"
     if rule.layers in (None, ALL):
         return "", ""
-    if rule.layers.needs_count:
+    if rule.layers.form in ("last", "fraction"):
         return "layers", "needs the number of layers, which a block does not tell"
     return ("layers", f"selects layers, which a block tells by {', '.join(NAMES)}") if layer is None else ("", "")

@@ -60,7 +60,9 @@ def is_stage(model: nn.Module, blocks: Sequence[Block]) -> bool:
 
 def rules_here(rules: Sequence[Rule], blocks: Sequence[Block]) -> tuple[Rule, ...]:
     """Return the rules that match a region of ``blocks``, or are not limited to some regions."""
-    return tuple(rule for rule in rules if not rule.is_for_some_regions or any(one.is_meant_by(rule) for one in blocks))
+    return tuple(
+        rule for rule in rules if not (rule.blocks or rule.layers) or any(one.is_meant_by(rule) for one in blocks)
+    )
 
 
 def idle_note(model: nn.Module, blocks: Sequence[Block]) -> str:

@@ -14,8 +14,10 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +30,7 @@ from sac.config import DEFAULT_CONFIG, FullConfig, settings_of
 from sac.config_keys import CONFIG_KEYS, read_keys
 from sac.engine.settings import Settings
 from sac.errors import ConfigError, Problem
-from sac.full import RngTracker
-from sac.rng_tracker import MODEL_PARALLEL, checked_seed
+from sac.full import RngTracker, seed_model_parallel
 from sac.torch_private import tree_leaves, when_backward_ends
 
 __all__ = [
@@ -79,15 +80,11 @@ def configure(
 
     Raises ``ConfigError``; then nothing has changed.
     """
-    arguments = (
-        partition_activations, contiguous_checkpointing, num_checkpoints, checkpoint_in_cpu, synchronize, profile,
-    )  # fmt: skip
-    given = {name: value for name, value in zip(_KEYS, arguments, strict=True) if value is not None}
+    given = {name: value for name, value in locals().items() if name in _KEYS and value is not None}
     flags = _section_of(deepspeed_config) | read_keys(given, _NAME, _READERS)
     count = flags.pop("num_checkpoints", None)
     mpu, options = mpu_ if mpu_ is not None else _process.mpu, _OPTIONS
-    _, size = (0, 1) if mpu is None else (_ask(mpu, "rank"), _ask(mpu, "world_size"))
-    if flags.get("partition_activations") and size > 1:
+    if mpu is not None and _ask(mpu, "world_size") > 1 and flags.get("partition_activations"):
         options = options | {"distribute_saved_activations": True, "tp_group": _ask(mpu, "group")}
     words = {"host": "checkpoint_in_cpu", "contiguous": "contiguous_checkpointing"}
     store = "+".join(word for word, name in words.items() if flags.get(name)) or "whole"
@@ -106,9 +103,8 @@ def _section_of(config: Any) -> dict[str, Any]:
         except (OSError, ValueError) as error:
             raise ConfigError(Problem(where, f"it cannot be read as JSON: {error}")) from error
     section = config.get("activation_checkpointing", {}) if isinstance(config, Mapping) else config
-    values = read_keys(
-        section, f"{where}: activation_checkpointing", {key: _READERS[name] for name, key in _KEYS.items()}
-    )
+    readers = {key: _READERS[name] for name, key in _KEYS.items()}
+    values = read_keys(section, f"{where}: activation_checkpointing", readers)
     return {name: values[key] for name, key in _KEYS.items() if key in values}
 
 
@@ -176,28 +172,34 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         settings = replace(settings, trackers=(*settings.trackers, theirs.get_cuda_rng_tracker))
     if not _process.flags.get("profile") and not _process.flags.get("synchronize"):
         return run_with(settings, function, args, kwargs)
-    name, started = getattr(function, "__qualname__", type(function).__name__), [_now()]
-    output = run_with(settings, function, args, kwargs)
-    _note(f"{name}: forward", started)
+    name, backward = getattr(function, "__qualname__", type(function).__name__), ExitStack()
+    with _timed(f"{name}: forward"):
+        output = run_with(settings, function, args, kwargs)
 
     # Backward takes from the first gradient of the outputs, recomputation included, until all inputs have theirs, or
     # the whole backward ends: a hook on a leaf would outlive the graph.
-    def begin(*grads: Any) -> None:
-        if not started:
-            started.append(_now())
-            when_backward_ends(end)
+    def begin(grad: torch.Tensor) -> None:
+        backward.enter_context(_timed(f"{name}: backward"))
+        when_backward_ends(backward.close)
 
-    def end(*grads: Any) -> None:
-        if started:
-            _note(f"{name}: backward", started)
-
-    nodes: set[Any] = {getattr(leaf, "grad_fn", None) for leaf in tree_leaves(output)}
-    for node in nodes - {None}:
-        node.register_prehook(begin)
-    results = [leaf for leaf in tree_leaves((args, kwargs)) if getattr(leaf, "grad_fn", None) is not None]
-    if results:
-        register_multi_grad_hook(results, end)
+    register_multi_grad_hook(_computed(output), begin, mode="any")
+    if sources := _computed((args, kwargs)):
+        register_multi_grad_hook(sources, lambda grads: backward.close())
     return output
+
+
+def _computed(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if getattr(leaf, "grad_fn", None) is not None]
+
+
+@contextmanager
+def _timed(name: str) -> Iterator[None]:
+    """Wait for the device before and after the body; log how long it has taken, if this is asked for."""
+    started = _now()
+    yield
+    took = (_now() - started) * 1e3
+    if _process.flags.get("profile"):
+        _log.info("%s %.3f ms", name, took)
 
 
 def _now() -> float:
@@ -207,35 +209,20 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _note(name: str, started: list[float]) -> None:
-    """Wait; log how long a pass of a region has taken, if this is asked for."""
-    took = (_now() - started.pop()) * 1e3
-    if _process.flags.get("profile"):
-        _log.info("%s %.3f ms", name, took)
-
-
-# -- Seeds
-
-
+@cache
 def get_cuda_rng_tracker() -> RngTracker:
     """Return the tracker of this process, for the accelerator if there is one, else for the CPU."""
-    tracker: RngTracker = _process.tracker or RngTracker()
-    _process.tracker = tracker
-    return tracker
+    return RngTracker()
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed the default generator with ``seed``, and the stream ``model-parallel-rng`` with ``seed + 2718 + rank``.
 
     ``rank`` is this rank's position in the model-parallel group of the configured ``mpu_``, 0 without one. Other
-    streams are removed. Raises ``ConfigError`` if ``seed`` is not a seed.
+    streams are replaced, as by ``sac.full.seed_model_parallel``. Raises ``ConfigError`` if ``seed`` is not a seed.
     """
-    where, tracker = "deepspeed.model_parallel_cuda_manual_seed", get_cuda_rng_tracker()
-    first, rank = checked_seed(seed, where), 0 if _process.mpu is None else int(_ask(_process.mpu, "rank"))
-    second = checked_seed(first + 2718 + rank, where)
-    tracker.reset()
-    tracker.generator.manual_seed(first)
-    tracker.add(MODEL_PARALLEL, second)
+    rank = 0 if _process.mpu is None else int(_ask(_process.mpu, "rank"))
+    seed_model_parallel(seed, rank, tracker=get_cuda_rng_tracker())
 
 
 _OPTIONS: dict[str, Any] = {"use_reentrant": True, "get_rng_state_tracker": get_cuda_rng_tracker}
@@ -244,5 +231,4 @@ _process = SimpleNamespace(  # the configuration of this process, which DeepSpee
     config=DEFAULT_CONFIG,
     flags={},  # by argument of `configure`
     mpu=None,
-    tracker=None,
 )

@@ -17,7 +17,7 @@ except ImportError:  # the old name of the package
 
 from sac.blocks.install import regions_of
 from sac.config import parse_config
-from sac.errors import ConfigError, Problem
+from sac.config_keys import CONFIG_KEYS, read_keys
 from sac.planner.controller import apply
 from sac.reporting import report
 
@@ -40,9 +40,7 @@ class SacCallback(Callback):
 
     def __init__(self, value: Any, *, log_every: int | None = None) -> None:
         parse_config(value)
-        if log_every is not None and (type(log_every) is not int or log_every < 1):
-            found = f"{log_every!r} is not a number of steps"
-            raise ConfigError(Problem("SacCallback.log_every", found, "1, 2, 3, …"))
+        read_keys({"log_every": log_every}, "SacCallback", {"log_every": CONFIG_KEYS["num_checkpoints"]})
         self.value, self.log_every = value, log_every
         self._is_put_on = self._told = False
 

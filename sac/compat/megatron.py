@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sac.checkpointing import run_with
-from sac.config import DEFAULT_CONFIG, settings_of
+from sac.checkpointing import checkpoint as full_checkpoint
 from sac.engine.untraced import never_compiled
 from sac.errors import ConfigError, Problem, RegionError, warn
 from sac.full import RngTracker, seed_model_parallel
@@ -41,9 +40,7 @@ __all__ = [
 
 CudaRNGStatesTracker = RngTracker
 
-_NAME = "megatron.checkpoint"
 _RANDOM = "megatron.core.tensor_parallel.random"
-
 
 _job = SimpleNamespace(group=None, tracker=None)  # the settings of this process, which Megatron keeps in globals
 
@@ -58,49 +55,37 @@ def set_tensor_model_parallel_group(group: Any) -> None:
     _job.group = group
 
 
-def get_cuda_rng_tracker(
-    use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
-) -> Any:
+def get_cuda_rng_tracker(*flags: bool, **named: bool) -> Any:
     """Return the tracker of this process: Megatron's own if Megatron is loaded, else one of ours.
 
-    Raises ``ConfigError`` without Megatron if another type of tracker is requested.
+    The arguments are those of Megatron's function. Raises ``ConfigError`` for another type of tracker without Megatron.
     """
-    flags = (use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
     if _RANDOM in sys.modules:
-        return sys.modules[_RANDOM].get_cuda_rng_tracker(*flags)
-    if any(flags):
+        return sys.modules[_RANDOM].get_cuda_rng_tracker(*flags, **named)
+    if any((*flags, *named.values())):
         found, fix = "this type of tracker belongs to Megatron", "leave the flags out, or import megatron"
         raise ConfigError(Problem("megatron.get_cuda_rng_tracker", found, fix=fix))
     _job.tracker = _job.tracker or RngTracker()
     return _job.tracker
 
 
-def model_parallel_cuda_manual_seed(
-    seed: int,
-    te_rng_tracker: bool = False,
-    inference_rng_tracker: bool = False,
-    use_cudagraphable_rng: bool = False,
-    tp_rank: int | None = None,
-    ep_rank: int | None = None,
-    etp_rank: int | None = None,
-    force_reset_rng: bool = False,
-) -> None:
+def model_parallel_cuda_manual_seed(seed: int, *flags: bool, **named: Any) -> None:
     """Seed the default generator and the streams of ``get_cuda_rng_tracker``; see ``sac.full.seed_model_parallel``.
 
-    If Megatron is loaded, it does the seeding. Otherwise ``tp_rank`` defaults to this rank's position in the group that
-    was set, ``ep_rank`` to 0, and ``etp_rank`` to ``tp_rank``. Raises ``ConfigError`` if no rank is known.
+    The arguments are those of Megatron's function, which does the seeding if Megatron is loaded. Otherwise ``tp_rank``
+    defaults to this rank's position in the group that was set, ``ep_rank`` to 0, and ``etp_rank`` to ``tp_rank``.
+    Raises ``ConfigError`` if no rank is known.
     """
-    flags = (te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
     if _RANDOM in sys.modules:
-        ranks = {"tp_rank": tp_rank, "ep_rank": ep_rank, "etp_rank": etp_rank, "force_reset_rng": force_reset_rng}
-        sys.modules[_RANDOM].model_parallel_cuda_manual_seed(seed, *flags, **ranks)
+        sys.modules[_RANDOM].model_parallel_cuda_manual_seed(seed, *flags, **named)
         return
+    tp_rank, ep_rank, etp_rank = (named.pop(name, None) for name in ("tp_rank", "ep_rank", "etp_rank"))
     if tp_rank is None and _job.group is None:
         where, fix = "megatron.model_parallel_cuda_manual_seed.tp_rank", "pass it, or set_tensor_model_parallel_group"
         raise ConfigError(Problem(where, "the rank in the group is not known", fix=fix))
     tp_rank = tp_rank if tp_rank is not None else dist.get_rank(process_group(_job.group))
     etp_rank = etp_rank if etp_rank is not None else tp_rank
-    seed_model_parallel(seed, tp_rank, ep_rank or 0, etp_rank, tracker=get_cuda_rng_tracker(*flags))
+    seed_model_parallel(seed, tp_rank, ep_rank or 0, etp_rank, tracker=get_cuda_rng_tracker(*flags, **named))
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any) -> Any:
@@ -115,18 +100,14 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool 
     group = _job.group
     state = sys.modules.get("megatron.core.parallel_state")
     if scatters is True and group is None and state is not None:
-        with suppress(AssertionError):  # raised if nothing was initialised
-            group = state.get_tensor_model_parallel_group()
-    return _run(function, args, {}, distribute_saved_activations=scatters, tp_group=group)
+        group = state.get_tensor_model_parallel_group(check_initialized=False)
+    return _run(function, *args, distribute_saved_activations=scatters, tp_group=group)
 
 
-def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    settings = settings_of(DEFAULT_CONFIG, _NAME, get_rng_state_tracker=get_cuda_rng_tracker, **options)
-    takes_discardable = any(plain_address(leaf) in _discardable for leaf in tree_leaves(args))
+def _run(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    takes_discardable = _discardable and any(plain_address(leaf) in _discardable for leaf in tree_leaves(args))
     with saved_tensors_hooks(_pack, fetch) if takes_discardable and active_hooks() is None else nullcontext():
-        return run_with(settings, function, args, kwargs)
+        return full_checkpoint(function, *args, get_rng_state_tracker=get_cuda_rng_tracker, **options)
 
 
 # -- Regions whose outputs are released until backward
@@ -159,7 +140,7 @@ class CheckpointWithoutOutput:
         region = partial(_call_and_pack, run_function)  # not a closure: calls are recognized by the function's parts
         region.__qualname__ = getattr(run_function, "__qualname__", "function")  # type: ignore[attr-defined]
         outputs: list[_Output] = []  # a rerun gets another list
-        result = _run(region, args, {"outputs": outputs})
+        result = _run(region, *args, outputs=outputs)
         taken = {*map(plain_address, tree_leaves(args))}
         self._outputs = [output for output in outputs if output.address not in taken]
         for output in self._outputs:
@@ -177,34 +158,28 @@ class CheckpointWithoutOutput:
             where, fix = "megatron.CheckpointWithoutOutput", "call checkpoint(run_function, *args) first"
             raise RegionError(Problem(where, "there is no output to discard", fix=fix))
         outputs, self._outputs = self._outputs, []
-        if outputs:
-            _release(outputs, [getattr(leaf, "grad_fn", None) for leaf in tree_leaves(hook_tensor)])
-
-
-def _release(outputs: list[_Output], waiting: list[Any]) -> None:
-    """Release the outputs in what the nodes ``waiting`` and those between them and the region have saved."""
-    unchanged = {output.address: output for output in reversed(outputs) if version_of(output.watch) == output.version}
-    nodes: set[Any] = {None}
-    while waiting:
-        node = waiting.pop()
-        if node in nodes:
-            continue
-        nodes.add(node)
-        if node._sequence_nr() < outputs[0].number:  # made before the region ended: a thread numbers nodes in order
-            continue
-        waiting += (following for following, _ in node.next_functions)
-        for saved in _saved_in(node):
-            output = unchanged.get(plain_address(saved.data))
-            if output is not None:
-                saved.register_hooks(output.hold, fetch)
-    starts = {output.start for output in outputs} - {None}
-    reason = "" if SHOWS_SAVED_TENSORS else "this version of torch does not show what its graph has saved"
-    if starts and not starts & nodes:
-        reason = "the tensor given does not depend on the region's output"
-    if any(version_of(output.watch) != output.version for output in outputs):
-        reason = "the region's output was changed in place after the region"
-    if reason:
-        warn(f"{reason}: it is kept until backward")
+        unchanged = {output.address: output for output in outputs if version_of(output.watch) == output.version}
+        nodes: set[Any] = {None}
+        waiting = [getattr(leaf, "grad_fn", None) for leaf in tree_leaves(hook_tensor) if outputs]
+        while waiting:
+            node = waiting.pop()
+            if node in nodes:
+                continue
+            nodes.add(node)
+            if node._sequence_nr() < outputs[0].number:  # from before the region: a thread numbers nodes in order
+                continue
+            waiting += (following for following, _ in node.next_functions)
+            for saved in _saved_in(node):
+                if (output := unchanged.get(plain_address(saved.data))) is not None:
+                    saved.register_hooks(output.hold, fetch)
+        starts = {output.start for output in outputs} - {None}
+        reason = "" if SHOWS_SAVED_TENSORS else "this version of torch does not show what its graph has saved"
+        if starts and not starts & nodes:
+            reason = "the tensor given does not depend on the region's output"
+        if any(output.address not in unchanged for output in outputs):
+            reason = "the region's output was changed in place after the region"
+        if reason:
+            warn(f"{reason}: it is kept until backward")
 
 
 def _saved_in(node: Any) -> Iterator[Any]:
@@ -239,7 +214,7 @@ class _Output:
         """Return what to hold in place of a tensor in the memory of the output."""
         return OuterPacked((tensor.dtype, place_of(tensor)), self._fetch)
 
-    def _fetch(self, part: tuple[torch.dtype, Place]) -> torch.Tensor:
+    def _fetch(self, part: tuple[torch.dtype, Place]) -> Any:
         """Return a tensor in the memory of the output, which the region recomputes unless it has before.
 
         Raises ``RegionError`` if the output lies in its memory in another way than in forward, or if that is the same
@@ -252,8 +227,7 @@ class _Output:
             fix = "let the region make its results in the same way in both passes, in memory of their own"
             raise RegionError(Problem("region", found, fix=fix))
         with torch.no_grad():
-            shared: torch.Tensor = tensor.new_empty(0, dtype=part[0]).set_(tensor.untyped_storage(), *part[1])
-            return shared
+            return tensor.new_empty(0, dtype=part[0]).set_(tensor.untyped_storage(), *part[1])
 
 
 def _place_in_memory(tensor: torch.Tensor) -> tuple[Any, ...]:

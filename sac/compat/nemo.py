@@ -13,7 +13,7 @@ so the functions that make context functions and those that let ops be ignored a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -28,7 +28,7 @@ from sac.blocks.paths import Node, children_of, root_node
 from sac.blocks.stacks import is_callable
 from sac.compat.fsdp import policy_of_contexts
 from sac.config import family_policy
-from sac.engine.flags import BackendFlags, attention_choice
+from sac.engine.flags import BackendFlags
 from sac.engine.region import FULL
 from sac.errors import ConfigError, ModelError, Problem, warn
 from sac.ops.registry import find_op
@@ -80,15 +80,15 @@ class _AsInForward(ExitStack):
 
 def sdpa_backend_snapshot_context_fn() -> Contexts:
     """Return the two contexts of a checkpointed call that starts now; the second restores what selects kernels."""
-    return nullcontext(), _AsInForward(nullcontext())
+    return transformer_engine_attention_backend_snapshot_context_fn()
 
 
 def transformer_engine_attention_backend_snapshot_context_fn(
-    context_fn: Callable[[], Contexts] | None = None,
+    context_fn: Callable[[], Contexts] | None = noop_context_fn,
 ) -> Contexts:
-    """Return the contexts of ``context_fn``; the second one also restores TransformerEngine's choice of backend."""
-    forward, recompute = context_fn() if context_fn is not None else (nullcontext(), nullcontext())
-    return forward, recompute if attention_choice() is None else _AsInForward(recompute)
+    """Return the contexts of ``context_fn``; the second one also restores what selects kernels."""
+    forward, recompute = (context_fn or noop_context_fn)()
+    return forward, _AsInForward(recompute)
 
 
 # The ops with which FSDP2 gathers parameters: in recomputation only, if the forward found them prefetched.
@@ -147,13 +147,12 @@ def apply_full_layer_checkpointing_to_layers(model: nn.Module, layers: list[nn.M
     Layers that are already regions, or are inside torch's ``checkpoint_wrapper``, are skipped. If layers of the model
     share keys and values, their parts without attention become regions, with a warning.
     """
-    layers = [layer for layer in layers if not hasattr(layer, WRAPPED_MODULE)]
-    layers = [layer for layer in layers if not isinstance(ours_on(layer), InstalledForward)]
-    _put_on_layers(model, layers, FULL, has_kv_sharing=bool(layers) and shares_kv(model))
+    layers = [one for one in layers if not (hasattr(one, WRAPPED_MODULE) or isinstance(ours_on(one), InstalledForward))]
+    _put_on_layers(model, layers, FULL, has_kv_sharing=shares_kv(model))
 
 
 def _put_on_layers(model: nn.Module, layers: list[nn.Module], policy: Policy, *, has_kv_sharing: bool) -> None:
-    if has_kv_sharing:
+    if has_kv_sharing and layers:
         found = "these layers share keys and values, so that attention cannot be recomputed"
         warn(f"{found}: their other sub-modules are recomputed as a whole")
         apply_submodule_checkpointing(layers, has_kv_sharing)
@@ -180,7 +179,7 @@ def apply_submodule_checkpointing(
     inner = context_fn
     if isinstance(inner, partial) and inner.func is restores[1]:
         inner = next(iter((*inner.args, *inner.keywords.values())), None)
-    policy = FULL if inner in (None, noop_context_fn, *restores) else policy_of_contexts(inner)
+    policy = FULL if inner in restores else policy_of_contexts(inner)
     if policy is None:
         found = f"{inner!r} makes its own contexts around forward and recomputation, which regions do not enter"
         fix = "choose per op with context_fn=sac.context_fn(policy), or leave it out"
@@ -200,10 +199,10 @@ def _not_disabled(layers: list[nn.Module]) -> list[nn.Module]:
 
 def _parts(node: Node, *, without_attention: bool) -> Iterator[nn.Module]:
     for child in children_of(node):
-        is_left = without_attention and any(is_attention(name, part) for name, part in child.module.named_modules())
         if without_attention and is_attention(child.path, child.module):
             continue
-        if is_left or not is_callable(child.module):
+        has_attention = any(is_attention(name, part) for name, part in child.module.named_modules())
+        if (without_attention and has_attention) or not is_callable(child.module):
             yield from _parts(child, without_attention=without_attention)
         elif any(True for _ in child.module.parameters()):
             yield child.module

@@ -138,7 +138,7 @@ class TracedPolicy:
                 continue
             turns = self._turns.setdefault(resolved.index, {})
             turn = turns.setdefault(around, len(turns))
-            if resolved.rule.do != ALTERNATE or resolved.rule.keeps_turn(turn):
+            if resolved.rule.do != ALTERNATE or turn % 2 == 0:
                 return resolved
         return None
 

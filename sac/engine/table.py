@@ -42,7 +42,7 @@ class ResolvedRule:
     @property
     def decision(self) -> Decision:
         """The decision on a match (for an alternating rule: on those that it keeps)."""
-        return self.rule.kept_as
+        return Decision.SAVE if self.rule.do == ALTERNATE else Decision(self.rule.do)
 
     @property
     def saves(self) -> bool:
@@ -136,7 +136,7 @@ def decide(counter: Any, site: CallSite, args: Any, kwargs: Any, out: Any) -> tu
             if conditional.alternates:
                 turn = counter.alternations[rule.index]
                 counter.alternations[rule.index] = turn + 1
-                decision = rule.decision if rule.rule.keeps_turn(turn) else Decision.RECOMPUTE
+                decision = rule.decision if turn % 2 == 0 else Decision.RECOMPUTE
             break
     if decision is Decision.RECOMPUTE and site.must_save:
         condition = site.must_save_condition
@@ -359,7 +359,7 @@ class ResolvedPolicy:
         return [
             resolved
             for resolved in self.rules
-            if not resolved.rule.is_for_some_regions
+            if not (resolved.rule.blocks or resolved.rule.layers)
             or (resolved.rule.matches_region(path, layer, stack_size) and applies(resolved.rule))
         ]
 

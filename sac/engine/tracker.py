@@ -155,7 +155,7 @@ class RegionMode(BareMode):
         if resolved.rule.do != ALTERNATE:
             return resolved
         self._turns[resolved.index] += 1
-        return resolved if resolved.rule.keeps_turn(self._turns[resolved.index] - 1) else None
+        return resolved if self._turns[resolved.index] % 2 == 1 else None
 
     def leave_module(self, before: Any) -> None:
         """Take back ``enter_module``, which has returned ``before``."""

@@ -36,7 +36,7 @@ from sac.planner.predict import Choice, Prediction, TooSmallError
 from sac.planner.regions import BudgetRegions, merged
 from sac.planner.rules import policy_of, saved_by
 from sac.planner.sharding import QuickChunks, fake_ranks, fsdp_over, refuse_senders
-from sac.policy.model import Policy, dump_policy
+from sac.policy.model import Policy
 from sac.policy.syntax import all_problems, node_of
 from sac.tables import LEGAL_BYTES, Table, bytes_text, flops_text, seconds_text
 from sac.tensors import tensor_parts
@@ -120,7 +120,7 @@ class Plan:
         ]
         shown = ("".join(letter if letter.isprintable() else " " for letter in line) for line in head)
         lines = [f"# {part}" for line in shown for part in textwrap.wrap(line, 98, subsequent_indent="  ")]
-        return "\n".join([*lines, dump_policy(self.policy)])
+        return "\n".join([*lines, self.policy.to_yaml()])
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as plain values."""

@@ -138,7 +138,7 @@ def rules_of(layers: Sequence[PlannedRegion], blocks: tuple[PathPattern, ...], p
             Decision.SAVE.value,
             layers=None if len(numbers) == layers[0].profile.stack_size else layers_of(numbers),
             blocks=blocks,
-            module=None if product.modules is None else PathPattern.any_of(inside),
+            module=None if product.modules is None else PathPattern.parse(*inside),
             call=None if product.calls is None else Layers("index", tuple(sorted(product.calls))),
             **_named(product.names),
         )

@@ -126,10 +126,9 @@ def _merged(line: Sequence[Policy]) -> Policy:
         for rule in policy.rules:
             if any(earlier.takes_all_of(rule) for earlier in rules.values()):
                 continue  # a child's rule may cover its parent's
-            same = rules.setdefault(rule.id, rule)
-            if same is not rule and not ("id" in same.key_locations and "id" in rule.key_locations):
-                # Ids that sac generated clash only if two files have the same name; then no rule is hidden.
-                free = next(f"{rule.id}.{n}" for n in range(2, len(rules) + 3) if f"{rule.id}.{n}" not in rules)
-                rules[free] = replace(rule, id=free)
+            free = rule.id
+            while free in rules and not ("id" in rules[free].key_locations and "id" in rule.key_locations):
+                free += ".2"  # ids that sac generated clash only if two files have the same name: no rule is hidden
+            rules.setdefault(free, replace(rule, id=free))
     extends = tuple(policy.name for policy in line[1:])
     return replace(line[0], **values, rules=tuple(rules.values()), sets=sets, extends=extends, key_locations=locations)

@@ -47,8 +47,7 @@ class Layers:
     from ``offset`` on; ``index``: these numbers; ``numbers``: pairs of numbers, inclusive on both sides; ``fraction``,
     above 0 and at most 1: ``round(fraction * count)`` layers, spread evenly from the first on, so that each stage of a
     pipeline has about the same number; ``uniform``: all layers, with so many consecutive layers as one region (a chunk;
-    the last may be shorter). Chunks of ``uniform`` None have the square root of the number of layers, rounded up:
-    memory then holds the inputs of ``sqrt(n)`` chunks and, in backward, the activations of ``sqrt(n)`` layers.
+    the last may be shorter). Chunks of ``uniform`` None have the square root of the number of layers, rounded up.
     """
 
     form: str = "all"
@@ -56,7 +55,7 @@ class Layers:
     offset: int = 0
 
     def matches(self, number: int, count: int | None = None) -> bool:
-        """Return whether ``number`` out of ``range(count)`` is chosen; ``count`` matters if ``needs_count``."""
+        """Return whether ``number`` out of ``range(count)`` is chosen; ``last`` and ``fraction`` need ``count``."""
         numbers = range(number + 1 if count is None else count)
         match self.form:
             case "first":
@@ -87,11 +86,6 @@ class Layers:
         if self.form == "all":
             return "all"
         return {self.form: self.value} | ({"offset": self.offset} if self.form == "every" else {})
-
-    @property
-    def needs_count(self) -> bool:
-        """Whether the choice depends on the number of layers."""
-        return self.form in ("last", "fraction")
 
 
 ALL = Layers()
@@ -149,23 +143,9 @@ class Rule:
         return next((kind + ", ".join(names) for kind, names in kinds if names), "(the module as a whole)")
 
     @property
-    def kept_as(self) -> Decision:
-        """The decision on a match; of an alternating rule, on those that it keeps."""
-        return Decision.SAVE if self.do == ALTERNATE else Decision(self.do)
-
-    def keeps_turn(self, turn: int) -> bool:
-        """Return whether an alternating rule keeps its match number ``turn`` (from 0) in a region."""
-        return turn % 2 == 0
-
-    @property
     def matches_each_call(self) -> bool:
         """Whether it matches every call of the ops that it names, whatever their number, shape and dtype."""
         return self.call is None and self.shape is None and not self.dtype
-
-    @property
-    def is_for_some_regions(self) -> bool:
-        """Whether `blocks` or `layers` may exclude regions."""
-        return bool(self.blocks) or self.layers is not None
 
     def matches_region(self, path: str, layer: int, stack_size: int) -> bool:
         """Return whether the region at ``path``, which is ``layer`` of ``stack_size``, is meant."""
@@ -214,17 +194,25 @@ class Policy:
     figures: Any = field(default=None, compare=False)
 
     def to_yaml(self) -> str:
-        """Return the policy as YAML that loads to an equal policy; a plan has its figures in comments."""
-        return dump_policy(self) if self.figures is None else self.figures.text()
+        """Return the policy as YAML that loads to an equal policy; a plan has its figures in comments.
+
+        The text is self-contained: rules inherited by ``extends`` are written out.
+        """
+        if self.figures is not None:
+            return str(self.figures.text())
+        regions = {"blocks": self.blocks, "layers": None if self.layers == ALL else self.layers}
+        written: dict[str, Any] = {"schema": SCHEMA, "name": self.name, "models": self.models}
+        written |= {"sets": _plain_values(self.sets), "regions": _plain_values(regions)}
+        rules = [{"id": rule.id, **_matchers(rule), "do": rule.do} for rule in self.rules]
+        return yaml_text(_plain_values(written) | {"default": self.default.value, "rules": rules})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the policy to a YAML file, which ``sac.load_policy`` and configs read; replaces a file that exists.
 
-        Rules inherited by ``extends`` are written out. Raises ``PolicyError`` if the file cannot be written.
+        Raises ``PolicyError`` if the file cannot be written.
         """
-        file = Path(path).expanduser()
         try:
-            file.write_text(self.to_yaml(), encoding="utf-8")
+            Path(path).expanduser().write_text(self.to_yaml(), encoding="utf-8")
         except (OSError, ValueError) as error:  # ValueError: a lone surrogate, or a NUL in the name
             found = f"the file cannot be written: {getattr(error, 'strerror', None) or error}"
             raise PolicyError(Problem(os.fspath(path), found)) from error
@@ -233,12 +221,11 @@ class Policy:
         """Return a plan's cost next to the usual choices as a table; another policy as YAML."""
         if self.figures is None:
             return self.to_yaml()
-        width = screen_width()
-        heading, notes = (wrapped_text(lines, width) for lines in (self.figures.heading(), self.figures.notes))
-        return "\n".join([heading, self.figures.table().text(width), notes])
+        width, plan = screen_width(), self.figures
+        parts = wrapped_text(plan.heading(), width), plan.table().text(width), wrapped_text(plan.notes, width)
+        return "\n".join(parts)
 
-    def __str__(self) -> str:
-        return self.table()
+    __str__ = table
 
     def __repr__(self) -> str:
         rules = count_text(len(self.rules), "rule")
@@ -249,25 +236,13 @@ class Policy:
         return self.key_locations.get(key, self.source)
 
 
-# -- Policies and rules as YAML
-
-
-def dump_policy(policy: Policy) -> str:
-    """Return ``policy`` as a YAML text that loads to an equal policy.
-
-    The text is self-contained: rules inherited by ``extends`` are written out.
-    """
-    regions = {"blocks": policy.blocks, "layers": None if policy.layers == ALL else policy.layers}
-    written: dict[str, Any] = {"schema": SCHEMA, "name": policy.name, "models": policy.models}
-    written |= {"sets": {name: _plain(ops) for name, ops in policy.sets.items()}, "regions": _plain_values(regions)}
-    rules = [{"id": rule.id, **_matchers(rule), "do": rule.do} for rule in policy.rules]
-    return yaml_text(_plain_values(written) | {"default": policy.default.value, "rules": rules})
+# -- Rules as plain values
 
 
 def limits_of(rule: Rule) -> list[str]:
     """Return a rule's matchers other than its ops, each as in a policy file: ``layers: {first: 2}``."""
-    limits = {key: value for key, value in _matchers(rule).items() if key not in NAMING}
-    return [yaml_text({key: value}, flow=True, width=math.inf).strip()[1:-1] for key, value in limits.items()]
+    limits = [{key: value} for key, value in _matchers(rule).items() if key not in NAMING]
+    return [yaml_text(limit, flow=True, width=math.inf).strip()[1:-1] for limit in limits]
 
 
 NAMING = ("ops", "function", "unit")  # at most one of them in a rule
@@ -288,6 +263,4 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         values = [_plain(one) for one in value]
         return values[0] if len(values) == 1 and isinstance(value[0], str | PathPattern) else values
-    if isinstance(value, PathPattern):
-        return value.text
-    return value.written if isinstance(value, Layers) else value
+    return value.written if isinstance(value, Layers) else getattr(value, "text", value)  # of a pattern

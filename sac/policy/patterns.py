@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -25,15 +24,10 @@ class PathPattern:
     regex: re.Pattern[str] = field(compare=False, repr=False)  # over a path with a dot after each segment
 
     @classmethod
-    def parse(cls, text: str) -> PathPattern:
-        """Return the parsed pattern; raises ``ValueError`` with the reason if ``text`` is not a pattern."""
+    def parse(cls, *texts: str) -> PathPattern:
+        """Return the pattern that matches if any of ``texts`` does; raises ``ValueError`` with the reason."""
+        text = texts[0] if len(texts) == 1 else f"{{{','.join(texts)}}}"
         return cls(text, re.compile("|".join(map(_regex_of, _spelled_out(text)))))
-
-    @classmethod
-    def any_of(cls, texts: Iterable[str]) -> PathPattern:
-        """Return one pattern that matches if any of ``texts`` matches; raises ``ValueError`` like ``parse``."""
-        first, *others = texts
-        return cls.parse(f"{{{','.join((first, *others))}}}" if others else first)
 
     def matches(self, path: str) -> bool:
         """Return whether the pattern matches the module at ``path``."""
@@ -52,8 +46,7 @@ def _spelled_out(text: str) -> list[str]:
         if len(ways) * len(parts[1].split(",")) > 10_000:
             raise ValueError("its braces spell out more than 10,000 patterns")
         split = (_INNERMOST_BRACES.split(way, 1) for way in ways)
-        spelled = (before + choice + after for before, inside, after in split for choice in inside.split(","))
-        ways = [*dict.fromkeys(spelled)]
+        ways = [*dict.fromkeys(head + choice + tail for head, inside, tail in split for choice in inside.split(","))]
     if "{" in ways[0]:
         raise ValueError('a "{" has no "}" after it')
     return ways
@@ -65,9 +58,8 @@ def _regex_of(way: str) -> str:
     if way.count("*") > 12:  # matching takes exponential time
         raise ValueError('it has more than 12 "*"')
     segments = way.split(".") if way else []
-    for segment in segments:
-        if not segment or ("**" in segment and segment != "**"):
-            raise ValueError('a segment between dots is empty, or has more than "**" in it')
+    if any(not segment or ("**" in segment and segment != "**") for segment in segments):
+        raise ValueError('a segment between dots is empty, or has more than "**" in it')
     return "".join(
         r"(?:[^.]+\.)*" if segment == "**" else re.escape(segment).replace(r"\*", "[^.]*") + r"\."
         for segment in segments

@@ -30,7 +30,6 @@ def read_fields(
     """
     if node.kind != "map":
         raise node.error(f"a mapping of {listing([*readers]) or 'names'}")
-    entries = node.entries
     nodes: dict[str, Node] = {}
 
     def read_entry(key: Node, value: Node) -> tuple[str, Any]:
@@ -45,8 +44,8 @@ def read_fields(
         return key.text, readers[key.text](value)
 
     with all_problems() as attempt:
-        values = [attempt(read_entry, key, value) for key, value in entries]
-        if len(nodes) == len(entries):
+        values = [attempt(read_entry, key, value) for key, value in node.entries]
+        if len(nodes) == len(values):
             attempt(check, node, nodes)
     return dict(values)
 
@@ -68,8 +67,7 @@ def read_text(node: Node) -> str:
     """Return a text exactly as written (``1.10`` stays ``1.10``)."""
     if node.kind == "text" and node.text.strip() and node.text.isprintable():
         return node.text.strip()
-    fix = "quote it where it is written" if node.kind == "scalar" else ""  # 1.10 is 1.1 by now, and on is true
-    raise node.error("text that can be printed", fix=fix)
+    raise node.error("text that can be printed")  # not a number or bool of Python: 1.10 is 1.1 by now
 
 
 def _read_name(node: Node) -> str:
@@ -92,12 +90,11 @@ def read_as(form: Callable[[str], Any], expected: str, words: Sequence[str] = ()
     """
 
     def read(node: Node) -> Any:
-        value, found = None, ""
-        if node.kind in ("text", "scalar"):
-            try:
-                value = form(node.text)
-            except ValueError as error:
-                found = f"{node.name} is {node}: {error}"
+        found = ""
+        try:
+            value = form(node.text) if node.kind in ("text", "scalar") else None
+        except ValueError as error:
+            value, found = None, f"{node.name} is {node}: {error}"
         if value is None:
             raise node.error(expected, found=found, nearest=nearest(node.text, words) if node.kind == "text" else "")
         return value
@@ -132,11 +129,8 @@ DTYPES = (
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _DIM = re.compile(r"_|\.\.\.|(!=|>=|<=|>|<|)[0-9]{1,18}")
 
-
 _read_pattern = read_as(PathPattern.parse, 'a dotted module path, such as "self_attn.{q,k}_proj" or "mlp.**"')
 read_patterns = each(_read_pattern)
-
-
 _POSITIVE, _OFFSET = whole(1), whole(0)
 _FORMS: dict[str, Reader] = {
     **dict.fromkeys(("first", "last", "every"), _POSITIVE),
@@ -205,7 +199,7 @@ _RULE: dict[str, Reader] = {
     "function": _read_names,
     "unit": _read_names,
     "blocks": read_patterns,
-    "module": lambda node: PathPattern.any_of(pattern.text for pattern in read_patterns(node)),
+    "module": lambda node: PathPattern.parse(*(pattern.text for pattern in read_patterns(node))),
     "layers": read_layers,
     "call": _choice("{index: n}, {index: [n, m]} or {every: k, offset: j}, counted from 0", _CALL, {}),
     "shape": _read_shape,
@@ -228,15 +222,14 @@ def _read_rules(node: Node) -> tuple[Rule, ...]:
     def read(item: Node) -> None:
         fields = read_fields(item, _RULE, _NOT_IN_RULES, _check_rule)
         rule = Rule(**{"id": ""} | fields, location=item.location, key_locations=item.locations())
-        same = next((earlier for earlier in rules if rule.id and rule.id == earlier.id), None)
-        wider = next((earlier for earlier in rules if earlier.takes_all_of(rule)), None)
         rules.append(rule)
-        if same is not None:
-            found = f'the id "{rule.id}" is given twice; the first is at {same.where("id")}'
-            raise PolicyError(Problem(rule.where("id"), found, fix="give each rule its own id"))
-        if wider is not None:
-            found = f"this rule can never fire: the rule at {wider.where()} matches all it matches"
-            raise item.error(found=found, fix="put it before that rule, or remove it")
+        for earlier in rules[:-1]:
+            if rule.id and rule.id == earlier.id:
+                found = f'the id "{rule.id}" is given twice; the first is at {earlier.where("id")}'
+                raise PolicyError(Problem(rule.where("id"), found, fix="give each rule its own id"))
+            if earlier.takes_all_of(rule):
+                found = f"this rule can never fire: the rule at {earlier.where()} matches all it matches"
+                raise item.error(found=found, fix="put it before that rule, or remove it")
 
     with all_problems() as attempt:
         for item in node.items:
@@ -265,6 +258,7 @@ def _read_sets(node: Node) -> dict[str, Any]:
     return read_fields(node, readers, dict.fromkeys(names, "name a set with letters, digits, _ and -"))
 
 
+_read_default = word(*DO_WORDS[:-1])
 _REGIONS: dict[str, Reader] = {"blocks": read_patterns, "layers": read_layers}
 _POLICY: dict[str, Reader] = {
     "schema": word(SCHEMA),
@@ -273,7 +267,7 @@ _POLICY: dict[str, Reader] = {
     "models": each(read_text),
     "sets": _read_sets,
     "regions": lambda node: read_fields(node, _REGIONS),
-    "default": word(*DO_WORDS[:-1]),
+    "default": lambda node: Decision(_read_default(node)),
     "rules": _read_rules,
 }
 POLICY_KEYS = tuple(_POLICY)
@@ -286,19 +280,11 @@ def read_policy(node: Node, fallback_name: str, source: str, read_parents: Reade
     counted from 1. An entry in ``Policy.key_locations`` means that the file itself sets the key.
     """
     values = read_fields(node, _POLICY | {"extends": read_parents}, check=_check_policy)
-    name = values.get("name", fallback_name)
-    rules = enumerate(values.get("rules", ()), start=1)
-    policy = Policy(
-        name=name,
-        rules=tuple(replace(rule, id=rule.id or f"{name}.{number}", origin=name) for number, rule in rules),
-        default=Decision(values.get("default", Decision.RECOMPUTE)),
-        models=values.get("models", ()),
-        sets=values.get("sets", {}),
-        **values.get("regions", {}),
-        source=source,
-        key_locations=node.locations(),
-    )
-    return policy, values.get("extends")
+    name = values.setdefault("name", fallback_name)
+    parents, regions, rules, _ = (values.pop(key, None) for key in ("extends", "regions", "rules", "schema"))
+    numbered = enumerate(rules or (), start=1)
+    values["rules"] = tuple(replace(rule, id=rule.id or f"{name}.{n}", origin=name) for n, rule in numbered)
+    return Policy(**values, **(regions or {}), source=source, key_locations=node.locations()), parents
 
 
 def _check_policy(node: Node, nodes: Mapping[str, Node]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import yaml
@@ -72,14 +71,11 @@ _TAGS = {*yaml.SafeLoader.yaml_constructors, "tag:yaml.org,2002:merge", "tag:yam
 
 def node_of(value: Any, file: str, name: str = "") -> Node:
     """Return the node of a node of pyyaml, or of a Python value, whose location is a path: ``policy.rules[0]``."""
+    kind, text = _kind_and_text(value)
+    location = ".".join(filter(None, (file, name)))
     if isinstance(value, yaml.Node):
-        location = _at(file, value.start_mark)
-        kind, text = _kind_of_yaml(value)
-        value = value.value
-    else:
-        location = ".".join(filter(None, (file, name)))
-        value = value.value if isinstance(value, Enum) else value
-        kind, text = _kind_of_python(value)
+        mark, value = value.start_mark, value.value
+        location = f"{file}:{mark.line + 1}:{mark.column + 1}"
 
     def parts() -> tuple[Any, ...]:
         if kind == "list":
@@ -91,28 +87,18 @@ def node_of(value: Any, file: str, name: str = "") -> Node:
     return Node(kind, location, name, text, parts, value)
 
 
-def _at(file: str, mark: Any) -> str:
-    return f"{file}:{mark.line + 1}:{mark.column + 1}"
-
-
-def _kind_of_yaml(node: Any) -> tuple[str, str]:
-    if node.tag not in _TAGS:
-        return "object", f"a value with the tag {shown(node.tag)}"
-    if isinstance(node, yaml.ScalarNode):
-        return "empty" if node.tag.endswith(":null") else "text", node.value
-    return "list" if isinstance(node, yaml.SequenceNode) else "map", ""
-
-
-def _kind_of_python(value: Any) -> tuple[str, str]:
-    if value is None:
+def _kind_and_text(value: Any) -> tuple[str, str]:
+    if isinstance(value, yaml.Node) and value.tag not in _TAGS:
+        return "object", f"a value with the tag {shown(value.tag)}"
+    if value is None or (isinstance(value, yaml.ScalarNode) and value.tag.endswith(":null")):
         return "empty", ""
-    if isinstance(value, str):
-        return "text", str(value)
+    if isinstance(value, str | yaml.ScalarNode):
+        return "text", str.__str__(value) if isinstance(value, str) else value.value  # of an enum its value
     if isinstance(value, int | float) and abs(value) < 2**63:  # a much longer int cannot even be printed
         return "text" if type(value) is int else "scalar", str(value).lower()
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping | yaml.MappingNode):
         return "map", ""
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+    if isinstance(value, Sequence | yaml.SequenceNode) and not isinstance(value, bytes | bytearray):
         return "list", ""
     return "object", f"a value of type {type(value).__name__}"
 
@@ -123,12 +109,11 @@ def compose_yaml(data: bytes, file: str) -> Node:
         composed = yaml.compose(data, yaml.SafeLoader)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        line = data[: getattr(error, "position", 0)].count(b"\n") + 1
+        line, column = (mark.line, mark.column) if mark else (data[: getattr(error, "position", 0)].count(b"\n"), 0)
         parts = [getattr(error, name, None) for name in ("context", "problem", "reason")]
         found = ": ".join(part for part in parts if part) or str(error)
         fix = 'quote text with a sign such as * { > : in it, as in "*_proj"; check brackets, indentation, UTF-8'
-        place = _at(file, mark) if mark else f"{file}:{line}:1"
-        raise PolicyError(Problem(place, f"this is not YAML: {found}", fix=fix)) from None
+        raise PolicyError(Problem(f"{file}:{line + 1}:{column + 1}", f"this is not YAML: {found}", fix=fix)) from None
     return Node("empty", file, "") if composed is None else node_of(composed, file)
 
 

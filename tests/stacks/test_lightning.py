@@ -72,7 +72,9 @@ def test_the_figures_of_the_report_reach_the_trainers_loggers() -> None:
     module, logger = Module(late=False), Logger()
     fit(module, steps=4, callbacks=[SacCallback("selective", log_every=2)], logger=logger)
     assert logger.logged == [(step, sac.report(module).scalars()) for step in (2, 4)]
-    with pytest.raises(ConfigError, match=r"SacCallback\.log_every: 0 is not a number of steps"):
+    with pytest.raises(
+        ConfigError, match=r"SacCallback\.log_every: log_every is 0\n    legal: a whole number, 1 or more"
+    ):
         SacCallback("selective", log_every=0)
 
 

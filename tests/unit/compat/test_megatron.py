@@ -46,7 +46,7 @@ def test_the_tracker_is_put_back_whose_ever_it_is(monkeypatch):
     monkeypatch.setitem(sys.modules, RANDOM, fake)
     assert megatron.get_cuda_rng_tracker() is theirs
     assert_same(forking(plainly, RngTracker()), forking(whole, theirs))
-    assert set(asked) == {(False, False, False)}
+    assert set(asked) == {()}
 
 
 def scattering(function: Any, *args: Any) -> Any:
@@ -66,7 +66,9 @@ def megatrons_group() -> bool:
     megatron.set_tensor_model_parallel_group(None)  # the rank is the one of earlier tests
     group = dist.new_group([0, 1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, STATE, SimpleNamespace(get_tensor_model_parallel_group=lambda: group))
+        patch.setitem(
+            sys.modules, STATE, SimpleNamespace(get_tensor_model_parallel_group=lambda check_initialized: group)
+        )
         return unequal_in_a_residual(scattering) == []
 
 
@@ -79,8 +81,7 @@ def test_megatron_seeds_its_own_tracker(monkeypatch):
     fake = SimpleNamespace(model_parallel_cuda_manual_seed=lambda *args, **kwargs: asked.append((args, kwargs)))
     monkeypatch.setitem(sys.modules, RANDOM, fake)
     megatron.model_parallel_cuda_manual_seed(3, tp_rank=1, force_reset_rng=True)
-    ranks = {"tp_rank": 1, "ep_rank": None, "etp_rank": None, "force_reset_rng": True}
-    assert asked == [((3, False, False, False), ranks)]
+    assert asked == [((3,), {"tp_rank": 1, "force_reset_rng": True})]
 
 
 def seeds_of_the_group() -> tuple[Tensor, Tensor]:
@@ -97,8 +98,8 @@ def test_ranks_are_those_in_the_group_that_was_set():
 
 
 def before_megatron_is_initialised() -> None:
-    def answer() -> Any:
-        raise AssertionError("tensor model parallel group is not initialized")
+    def answer(*, check_initialized: bool) -> None:
+        assert not check_initialized, "tensor model parallel group is not initialized"
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, STATE, SimpleNamespace(get_tensor_model_parallel_group=answer))

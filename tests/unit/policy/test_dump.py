@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from sac.errors import PolicyError
 from sac.policy.load import load_policy
-from sac.policy.model import dump_policy
 from sac.policy.read import DO_WORDS, DTYPES, POLICY_KEYS, RULE_KEYS
 
 TRICKY = ["on", "null", "~", "true", "1:8", "1e6", "010", "1.10", "-", "a: b", "a #b", "*", "&a", "!t", "é"]
@@ -47,9 +46,9 @@ def test_what_is_dumped_loads_to_an_equal_policy(tmp_path: Path, written: dict[s
     """Also by another YAML reader: a training config is read by its own, and the policy comes as a mapping."""
     policy = load_policy(written)
     path = tmp_path / "p.yaml"
-    path.write_text(dump_policy(policy), encoding="utf-8")
+    path.write_text(policy.to_yaml(), encoding="utf-8")
     assert load_policy(path) == policy
-    assert load_policy(yaml.safe_load(dump_policy(policy))) == policy
+    assert load_policy(yaml.safe_load(policy.to_yaml())) == policy
     assert pickle.loads(pickle.dumps(policy)) == policy
 
 
@@ -65,7 +64,7 @@ def test_a_dump_reads_well() -> None:
     }
     sets = {"attention": "my_lib::flash"}
     policy = load_policy({"name": "llama", "sets": sets, "rules": [{"id": "a", "ops": "matmul", "do": "save"}, wide]})
-    assert dump_policy(policy) == (
+    assert policy.to_yaml() == (
         "schema: sac/v1\n"
         "name: llama\n"
         "sets: {attention: 'my_lib::flash'}\n"
@@ -88,7 +87,7 @@ def test_a_dump_of_a_child_stands_alone(tmp_path: Path) -> None:
     )
     (tmp_path / "child.yaml").write_text("schema: sac/v1\nextends: parent.yaml\nrules: [{ops: attention, do: save}]\n")
     child = load_policy(tmp_path / "child.yaml")
-    (tmp_path / "alone.yaml").write_text(dump_policy(child))
+    (tmp_path / "alone.yaml").write_text(child.to_yaml())
     alone = load_policy(tmp_path / "alone.yaml")
     assert alone == child
     assert alone.extends == ()
@@ -123,7 +122,7 @@ def assert_policy_or_told(source: object) -> None:
     except PolicyError as error:
         str(error).encode()  # it can be printed, whatever was in the source
     else:
-        assert dump_policy(load_policy(yaml.safe_load(dump_policy(policy)))) == dump_policy(policy)
+        assert load_policy(yaml.safe_load(policy.to_yaml())).to_yaml() == policy.to_yaml()
 
 
 @settings(max_examples=100)
