@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import traceback
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from tests.stacks.composition import Outcome, differences, least_kept
-from tests.stacks.registry import NONE, Stack, trained
+from tests.stacks.registry import NONE, STACKS, Stack, trained
 from tests.support.ranks import RankError
 
 EQUAL, CLOSE, DIFFER = "equal", "close", "DIFFER"
@@ -86,6 +87,12 @@ def line_of(stack: Stack, advance: Callable[[str], None] = lambda label: None) -
         except (Exception, pytest.skip.Exception) as error:
             cells.append(_failed(mode, error))
     return Line(stack.name, stack.world, tuple(cells))
+
+
+@functools.cache
+def line_named(name: str) -> Line:
+    """A stack of the page in every mode, run once in this process."""
+    return line_of({stack.name: stack for stack in STACKS}[name])
 
 
 def compared(mode: str, ours: list[Outcome], plain: list[Outcome], *, rounded: bool) -> Cell:

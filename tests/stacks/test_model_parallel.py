@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +28,7 @@ def on_each_rank(function: str, *modes: Any, **options: Any) -> Iterator[tuple[O
     return zip(plain, *found, strict=True)
 
 
-@pytest.mark.parametrize("kind", ["replicated", "sequence", "dtensor"])
+@pytest.mark.parametrize("kind", ["sequence", "dtensor"])  # replicated: TP in the matrix
 def test_a_saved_collective_is_not_sent_again(kind: str) -> None:
     """A policy that saves collectives sends none of them again; one that saves the products sends all.
 
@@ -85,16 +84,15 @@ def test_attention_that_is_recomputed_sends_its_ring_again() -> None:
 # -- Pipelines: backward in two parts for zero-bubble schedules
 
 
-@pytest.mark.parametrize("schedule", ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
-def test_two_parts_of_backward_share_what_one_of_them_recomputed(schedule: str) -> None:
+def test_two_parts_of_backward_share_what_one_of_them_recomputed() -> None:
     """torch's checkpoint runs a region anew for each group of parameters, and keeps what it made for each."""
     plain, once = total_flops("none", "full", schedule="ScheduleInterleaved1F1B", dropout=0.1)
     region = once - plain
+    schedule = "ScheduleInterleavedZeroBubble"
     plain, ours, of_torch = total_flops("none", "full", "torch full", schedule=schedule, dropout=0.1)
     assert region <= ours - plain <= 2 * region < of_torch - plain
 
 
-@functools.cache
 def total_flops(*modes: str, **options: Any) -> list[int]:
     """Of all ranks, in each mode."""
     return [

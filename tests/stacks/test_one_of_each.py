@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.stacks.matrix import assert_as_promised, line_of
-from tests.stacks.registry import stack_named
+from tests.stacks.matrix import assert_as_promised, line_named
 
 
 @pytest.mark.parametrize("name", ["PEFT LoRA", "per-block compile", "FSDP2"])
 def test_a_stack(name: str) -> None:
-    assert_as_promised(line_of(stack_named(name)))
+    assert_as_promised(line_named(name))
