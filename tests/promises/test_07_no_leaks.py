@@ -24,7 +24,7 @@ from tests.support.ways import WAYS
 FREED = [program for program in programs() if program.name != "workspace_overwritten_first" and not program.around]
 
 
-@on_every_way(FREED, quick=("full", "auto"))
+@on_every_way(FREED, quick=("auto",))
 def test_nothing_lives_after_backward(program: Program, way: str, policy: str) -> None:
     """Even while the caller still holds the output and the loss; and nothing of a graph that is dropped."""
     model = built_model(program, WAYS[way], policy)

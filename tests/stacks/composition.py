@@ -32,7 +32,7 @@ WRAPPED_NAMES = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_
 
 @dataclass(frozen=True)
 class Outcome:
-    """Some steps of training, and one more that was measured."""
+    """Some steps of training, the last of them measured, and one more whose ops were counted."""
 
     losses: list[float]
     gradients: dict[str, Tensor]

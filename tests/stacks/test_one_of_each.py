@@ -1,4 +1,4 @@
-"""One real model, one compiled block and one pair of ranks: what the quick suite sees of the stacks."""
+"""One model in eager, one compiled block and one pair of ranks: what the quick suite sees of the stacks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import pytest
 from tests.stacks.matrix import assert_as_promised, line_named
 
 
-@pytest.mark.parametrize("name", ["PEFT LoRA", "per-block compile", "FSDP2"])
+@pytest.mark.parametrize("name", ["plain", "per-block compile", "FSDP2"])
 def test_a_stack(name: str) -> None:
     assert_as_promised(line_named(name))

@@ -126,7 +126,7 @@ def assert_policy_or_told(source: object) -> None:
         assert dump_policy(load_policy(yaml.safe_load(dump_policy(policy)))) == dump_policy(policy)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(contents)
 @example(WRITTEN)
 @example(b'"\\ud800": 1')
@@ -148,7 +148,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     st.dictionaries(st.sampled_from(POLICY_KEYS), values, max_size=4),
     st.lists(st.dictionaries(st.sampled_from(RULE_KEYS), values, max_size=5) | values, max_size=3),
