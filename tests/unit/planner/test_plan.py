@@ -92,7 +92,7 @@ def test_least_peak_and_its_parts_are_in_the_error() -> None:
 
 def test_explanation_adds_up() -> None:
     model, inputs = Stack(), (X,)
-    made = make_plan(model, inputs, "50%", explains=True, optimizer="adamw")
+    made = make_plan(model, inputs, "20%", explains=True, optimizer="adamw")
     assert made.explanation is not None
     found = made.explanation.categories
     assert sum(found.values()) == made.rows[0].peak
