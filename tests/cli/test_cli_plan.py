@@ -43,8 +43,7 @@ def test_json_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_best_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    out = run(capsys, "--seq", "32", "--budget", "300KiB", "--batch", "1..16")
-    assert "yes, best" in out
+    assert "yes, best" in run(capsys, "--seq", "32", "--budget", "300KiB", "--batch", "1..2")
     found = json.loads(run(capsys, "--seq", "32", "--budget", "300KiB", "--batch", "1..16", "--json"))
     assert sum(row["best"] for row in found["sizes"]) == 1
     peaks = [row["peak_bytes"] for row in found["sizes"]]

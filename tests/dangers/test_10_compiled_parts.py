@@ -105,7 +105,7 @@ def runs_of_a_compiled_function(function: Any, way: str, hidden: bool) -> tuple[
     ("function", "hidden", "way"),
     [
         *((products, hidden, way) for way in WAYS for hidden in (False, True)),
-        *((attention, bool(place % 2), way) for place, way in enumerate(WAYS)),
+        *((attention, hidden, way) for hidden, way in ((False, "full"), (True, "auto"), (True, "served rerun"))),
     ],
 )
 def test_what_is_compiled_inside_a_region_stays_compiled(

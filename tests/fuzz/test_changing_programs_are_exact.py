@@ -39,7 +39,7 @@ from tests.fuzz.changing.runs import (
     ways_of,
 )
 
-OTHERS = tuple(way for way in (*ENGINES, *MODES) if way not in ("replay", "full"))
+OTHERS = tuple(way for way in (*ENGINES, *MODES) if way != "replay")
 REFUSES = {  # what a region cannot put back
     ("lazy linear", "context_fn"),
     *(("tensor written by loop", way) for way in MODES),
@@ -84,7 +84,7 @@ NAMES = (
 
 
 def prepared(name: str, at: int) -> Iterator[Prepared]:
-    """Three programs that run without us, different ones where the name allows it."""
+    """Two programs that run without us, different ones where the name allows it."""
     sources: dict[str, Prepared] = {}
     for knob in range(at, at + 30):
         one = program(name, knob)
@@ -92,16 +92,16 @@ def prepared(name: str, at: int) -> Iterator[Prepared]:
         if source not in sources:
             with contextlib.suppress(Invalid):
                 sources[source] = prepare(one)
-        if len(sources) == 3:
+        if len(sources) == 2:
             break
-    return itertools.islice(itertools.cycle(sources.values()), 3)
+    return itertools.islice(itertools.cycle(sources.values()), 2)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_change_is_exact(name: str) -> None:
     """In ways that run Python twice, a region may refuse what is outside of its contract."""
     at = NAMES.index(name)
-    for one, way in zip(prepared(name, at), ("replay", "full", OTHERS[at % len(OTHERS)]), strict=True):
+    for one, way in zip(prepared(name, at), ("replay", OTHERS[at % len(OTHERS)]), strict=True):
         found = replace(one, program=replace(one.program, seed=at))  # which policy the way has
         result = outcome(found, way)
         allowed = {EQUAL}
@@ -114,7 +114,7 @@ def test_each_change_is_exact(name: str) -> None:
         assert result.kind in allowed, f"{way}, step {result.step}: {result.kind}: {result.detail}\n{found.source}"
 
 
-@pytest.mark.parametrize("first", range(0, 30, 10))
+@pytest.mark.parametrize("first", range(0, 20, 10))
 def test_engines_are_exact(first: int) -> None:
     """Whatever a program's Python does."""
     for seed in range(first, first + 10):
@@ -125,7 +125,7 @@ def test_engines_are_exact(first: int) -> None:
             assert result.kind in (EQUAL, LIMIT, *refuses), told(seed, way, result)
 
 
-@pytest.mark.parametrize("first", range(100, 130, 10))
+@pytest.mark.parametrize("first", range(100, 120, 10))
 def test_ways_that_run_python_twice_are_exact_or_refuse(first: int) -> None:
     """Where the state that they would have to compare can be seen."""
     for seed in range(first, first + 10):
@@ -135,9 +135,8 @@ def test_ways_that_run_python_twice_are_exact_or_refuse(first: int) -> None:
             assert result.kind in (EQUAL, LIMIT, REFUSED, UNSEEN), told(seed, way, result)
 
 
-@pytest.mark.parametrize("first", [200, pytest.param(210, marks=pytest.mark.slow)])
-def test_a_budget_changes_nothing_but_memory(first: int) -> None:
-    for seed in range(first, first + 10):
+def test_a_budget_changes_nothing_but_memory() -> None:
+    for seed in range(200, 210):
         result = outcome(program_of(seed), "budget")
         assert result.kind in (EQUAL, LIMIT, REFUSED, UNSEEN), told(seed, "budget", result)
 

@@ -44,7 +44,7 @@ ON_EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", 
 ON_EACH_ENTRY = pytest.mark.parametrize("entry", [*APPLY, "context_fn"])
 
 
-@on_every_way(programs(), quick=("full", "auto", "served rerun", "context_fn"))
+@on_every_way(programs(), quick=("full", "auto", "served rerun"))
 def test_each_program_in_each_way(program: Program, way: str, policy: str) -> None:
     assert_exact(program, way, policy)
 

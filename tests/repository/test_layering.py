@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import sac
 
 PACKAGE = Path(__file__).parents[2] / "sac"
@@ -123,6 +125,7 @@ def test_no_module_has_the_name_of_a_function_of_the_face():
     assert not stems & {*sac.__all__}
 
 
+@pytest.mark.slow
 def test_import_of_sac_brings_no_third_party_package_but_torch_and_yaml_and_not_the_command_line():
     program = (
         "import sys, torch, yaml\n"

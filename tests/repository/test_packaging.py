@@ -35,7 +35,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
-    _pip("wheel", "--no-deps", "--wheel-dir", str(out), str(source))
+    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(source))
     (built,) = out.glob("*.whl")
     return built
 
@@ -115,7 +115,7 @@ def test_what_an_empty_environment_lacks_is_said_before_a_model_is_built(empty, 
     assert told.stdout == ""
 
 
-@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13", "3.14"])
+@pytest.mark.parametrize("version", ["3.10", "3.13", "3.14"])
 def test_what_needs_no_torch_runs_on_every_python(version, tmp_path):
     """All code compiles there; policies and the command line, which do not import torch, work."""
     python = f"python{version}"

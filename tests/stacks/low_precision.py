@@ -17,7 +17,7 @@ from torchao.prototype.quantized_training import int8_weight_only_quantized_trai
 from torchao.quantization import quantize_
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, to_nf4
 
-from tests.support.blocks import Stack, llama_stack, tokens
+from tests.support.blocks import GatedMLP, Stack, llama_stack, tokens
 from tests.support.recording import Recorder
 
 WIDTH, LINEARS = 64, 7  # of each block: four of attention, three of the MLP
@@ -66,10 +66,10 @@ CONVERSIONS: dict[str, Callable[[Stack], nn.Module]] = {
 }
 
 
-def build(name: str, blocks: int = 2) -> nn.Module:
-    """Some blocks, converted by `CONVERSIONS[name]`."""
+def build(name: str, *, small: bool = False) -> nn.Module:
+    """Some blocks, converted by `CONVERSIONS[name]`; `small`: of few ops, since compiling takes time for each."""
     torch.manual_seed(0)
-    return CONVERSIONS[name](llama_stack(blocks, d=WIDTH))
+    return CONVERSIONS[name](Stack(GatedMLP(WIDTH, 2 * WIDTH)) if small else llama_stack(2, d=WIDTH))
 
 
 def inputs(length: int = 32) -> tuple[Tensor, ...]:

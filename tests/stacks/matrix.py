@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import traceback
 from collections.abc import Callable
@@ -10,8 +11,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.stacks.composition import Outcome, differences
-from tests.stacks.registry import NONE, Stack, trained
+from tests.stacks.composition import Outcome, differences, least_kept
+from tests.stacks.registry import NONE, STACKS, Stack, trained
 from tests.support.ranks import RankError
 
 EQUAL, CLOSE, DIFFER = "equal", "close", "DIFFER"
@@ -30,12 +31,12 @@ class Cell:
     sent: float | None = None
     missing: str = ""  # what this machine lacks to run it
     error: str = ""  # what was raised
-    least_kept: float | None = None  # the ratio of one process: in another, what gloo's threads free may be unseen
+    least_kept: float | None = None
 
     @property
     def idle(self) -> bool:
         """Whether nothing was recomputed and nothing released: the mode was applied and had no effect."""
-        return self.flops is not None and self.kept is not None and self.flops <= 1 <= self.kept
+        return self.flops is not None and self.least_kept is not None and self.flops <= 1 <= self.least_kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,12 @@ def line_of(stack: Stack, advance: Callable[[str], None] = lambda label: None) -
     return Line(stack.name, stack.world, tuple(cells))
 
 
+@functools.cache
+def line_named(name: str) -> Line:
+    """A stack of the page in every mode, run once in this process."""
+    return line_of({stack.name: stack for stack in STACKS}[name])
+
+
 def compared(mode: str, ours: list[Outcome], plain: list[Outcome], *, rounded: bool) -> Cell:
     """Hold the outcomes of a mode against those without us, rank by rank."""
     pairs = list(zip(ours, plain, strict=True))
@@ -97,9 +104,8 @@ def compared(mode: str, ours: list[Outcome], plain: list[Outcome], *, rounded: b
     for size in (lambda one: one.flops, lambda one: one.kept_bytes, lambda one: sum(one.collectives.values())):
         mine, other = (sum(map(size, outcomes)) for outcomes in (ours, plain))
         ratios.append(mine / other if other else None)
-    least = min(mine.kept_bytes / other.kept_bytes for mine, other in pairs)
     verdict = EQUAL if not different else CLOSE if near else DIFFER
-    return Cell(mode, verdict, different if verdict == DIFFER else (), *ratios, least_kept=least)
+    return Cell(mode, verdict, different if verdict == DIFFER else (), *ratios, least_kept=least_kept(ours, plain))
 
 
 def _are_close(ours: Outcome, plain: Outcome) -> bool:

@@ -118,13 +118,11 @@ def torchtitan(mode: Any) -> Outcome:
     return titan_models.trained(mode)
 
 
-def low_precision(
-    mode: Any, *, conversion: str = "float8 tensorwise", backend: str = "", length: int = 32, blocks: int = 2
-) -> Outcome:
+def low_precision(mode: Any, *, conversion: str = "float8 tensorwise", backend: str = "", length: int = 32) -> Outcome:
     """A stack in low precision by torchao, a key of `low_precision.CONVERSIONS`; compiled as a whole by `backend`."""
     from tests.stacks import low_precision as models
 
-    model = models.build(conversion, blocks)
+    model = models.build(conversion, small=bool(backend))
     given = models.inputs(length)
     sac.apply(model, mode)
     called = torch.compile(model, backend=backend, fullgraph=True) if backend else model

@@ -6,7 +6,6 @@ function is named and not imported, so that a package that is missing takes away
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -76,6 +75,8 @@ STACKS: tuple[Stack, ...] = (
     Stack("QLoRA 4 bit", "other_trainers:qlora"),
 )
 
+_references: dict[tuple[str, int, str], list[Outcome]] = {}  # without us
+
 
 def trained(stack: Stack, mode: Any, options: Mapping[str, Any] | None = None) -> list[Outcome]:
     """Train in `mode`, a key of `MODES` or a config value; return the outcome of each rank.
@@ -84,9 +85,16 @@ def trained(stack: Stack, mode: Any, options: Mapping[str, Any] | None = None) -
     """
     given = {**stack.options, **(options or {})}
     value = MODES.get(mode, mode) if isinstance(mode, str) else mode
-    if stack.world == 1:
-        return [train(stack.function, value, given)]
-    return run_ranks(stack.world, train, stack.function, value, given)
+    key = (stack.function, stack.world, str(given))
+    found = _references.get(key) if value == NONE else None
+    if found is None:
+        if stack.world == 1:
+            found = [train(stack.function, value, given)]
+        else:
+            found = run_ranks(stack.world, train, stack.function, value, given)
+        if value == NONE:
+            _references[key] = found
+    return found
 
 
 def train(function: str, value: Any, options: Mapping[str, Any]) -> Outcome:
@@ -99,9 +107,3 @@ def train(function: str, value: Any, options: Mapping[str, Any]) -> Outcome:
 def row(function: str, world: int = 1, modes: tuple[str, ...] = EVERYWHERE, **options: Any) -> Stack:
     """A row that is not in the matrix of the page."""
     return Stack(f"{function} {options}", function, world, modes, options)
-
-
-@functools.cache
-def stack_named(name: str) -> Stack:
-    """The stack of that name; raises `KeyError`."""
-    return {stack.name: stack for stack in STACKS}[name]

@@ -67,11 +67,6 @@ def each_in_place(model: nn.Module, backend: Any) -> None:
         block.compile(backend=backend, fullgraph=True)
 
 
-def each_replaced(model: nn.Module, backend: Any) -> None:
-    for place, block in enumerate(model.blocks):
-        model.blocks[place] = torch.compile(block, backend=backend, fullgraph=True)
-
-
 def clean(seen: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.replace("_orig_mod.", ""): value for name, value in seen.items()}
 
@@ -110,7 +105,7 @@ VALUES: dict[str, tuple[Any, int]] = {
 }
 CASES = [
     *((name, whole) for name in VALUES),
-    *(("in turn", way) for way in (in_place, each_replaced, each_in_place)),
+    ("in turn", in_place),
     ("in the first block", each_in_place),
 ]
 
@@ -193,7 +188,7 @@ def test_models(build: Any, put: Any, products: int) -> None:
 
 def test_a_hugging_face_model_is_one_graph() -> None:
     runs = []
-    for value in ("none", "full", "selective"):
+    for value in ("none", "selective"):
         torch._dynamo.reset()
         log = Compiled()
         model, inputs = tiny("qwen3_moe", use_cache=False, num_hidden_layers=1, num_experts=2)
@@ -202,13 +197,12 @@ def test_a_hugging_face_model_is_one_graph() -> None:
         loss.backward()
         seen = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         runs.append((seen | {"loss": loss.detach()}, log, model))
-    (expected, plain, _), (full, again, _), (chosen, some, model) = runs
-    assert_same(expected, full)
+    (expected, plain, _), (chosen, ours, model) = runs
     assert_same(expected, chosen)
-    assert plain.products() <= some.products() < again.products()  # lists of one number
+    assert plain.products() <= ours.products()  # lists of one number
     traced = [kind.traced for kind in sac.report(model).kinds]
     assert sum(one.saved for one in traced) > 0 < sum(one.recomputed for one in traced)
-    assert [count(log.backward[0], TOPK) for log in (again, some)] == [0, 0]
+    assert count(ours.backward[0], TOPK) == 0
 
 
 class Flexible(nn.Module):
@@ -398,11 +392,11 @@ def test_rules_on_results_that_torch_does_not_show_are_told(monkeypatch: pytest.
     monkeypatch.setattr(sys.modules[checkpoint_contexts.__module__], "SHOWS_RESULTS_TO_POLICIES", False)
     value = selective(policy(save("attention"), save("matmul", shape=["_", 64])))
     with pytest.warns(SacWarning, match=r'rule "rule-1" matches on the shape, dtype or size of results'):
-        train_compiled(lean_stack, lambda m: sac.apply(m, value), compile_it=whole)
+        train_compiled(lambda: lean_stack(1), lambda m: sac.apply(m, value), compile_it=whole)
 
 
 def test_what_rules_offload_is_saved_on_the_device() -> None:
-    model = sac.apply(built(lean_stack), selective(policy({"ops": "matmul", "do": "offload"})))
+    model = sac.apply(built(lambda: lean_stack(1)), selective(policy({"ops": "matmul", "do": "offload"})))
     torch.compile(model, backend="aot_eager")(*tokens()).sum().backward()
     (kind,) = sac.report(model).to_dict()["kinds"]
     assert (kind["traced"]["rules"], kind["traced"]["offloads"]) == ({"rule-0": 7}, True)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from sac.stores import transfers
 from sac.stores.transfers import TransferLimits
-from tests.stacks.composition import Outcome, differences
+from tests.stacks.composition import Outcome, differences, least_kept
 from tests.stacks.matrix import assert_as_promised, line_of
 from tests.stacks.registry import EVERYWHERE, Stack, row, train, trained
 from tests.support.blocks import policy, save
@@ -29,19 +29,14 @@ ROWS = (
     row(DDP, 2, find_unused_parameters=True, gradient_as_bucket_view=True),
     row(DDP, 2, frozen=("embed", "blocks.0", "mlp")),
     row(FSDP1, 2, order="before"),
-    row(FSDP1, 2, frozen=FROZEN, use_orig_params=True),
-    row(FSDP1, 2, bf16=True, use_orig_params=True, micro_batches=2),
+    row(FSDP1, 2, frozen=FROZEN, bf16=True, use_orig_params=True, micro_batches=2),
     row(FSDP1, 2, **EXPERTS, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
-    row(FSDP2, 2, order="after", micro_batches=2),
-    row(FSDP2, 2, bf16=True, prefetch=True),
-    row(FSDP2, 2, reshard_after_forward=False),
+    row(FSDP2, 2, order="after", micro_batches=2, offload=True),
+    row(FSDP2, 2, frozen=FROZEN, reshard_after_forward=False),
     row(FSDP2, 4, reshard_after_forward=2),
-    row(FSDP2, 2, offload=True),
-    row(FSDP2, 2, frozen=FROZEN),
-    row(FSDP2, 2, **EXPERTS, order="after", bf16=True),
-    row(FSDP2, 2, **EXPERTS, prefetch=True),
+    row(FSDP2, 2, **EXPERTS, order="after", bf16=True, prefetch=True),
     row(FSDP2, 2, **EXPERTS, unshard_first=True),
-    row(FSDP2, 2, ALL, **EXPERTS, micro_batches=2, reshard_in_between=False),
+    row(FSDP2, 2, (*EVERYWHERE, "on the host"), **EXPERTS, micro_batches=2, reshard_in_between=False),
 )
 
 
@@ -55,7 +50,7 @@ def test_a_row(stack: Stack) -> None:
 
 def test_units_inside_regions_of_fsdp1_are_gathered_again() -> None:
     """By their own hooks, when the region runs again."""
-    stack = row(FSDP1, 2, ALL, **EXPERTS, use_orig_params=True, micro_batches=2)
+    stack = row(FSDP1, 2, (*EVERYWHERE, "reentrant"), **EXPERTS, use_orig_params=True)
     assert_as_promised(line_of(stack), sends_again=True)
 
 
@@ -74,7 +69,7 @@ def test_what_is_gathered_is_no_value_to_save(stack: Stack) -> None:
         found = trained(stack, {"mode": "selective", "policy": value, "engine": engine})
         for ours, reference in zip(found, plain, strict=True):
             assert differences(ours, reference) == []
-            assert ours.kept_bytes <= reference.kept_bytes
+        assert least_kept(found, plain) <= 1
 
 
 @pytest.mark.parametrize("more", [{}, {"order": "after", "micro_batches": 2}], ids=str)
@@ -100,7 +95,7 @@ def on_a_device(function: str, options: dict[str, Any]) -> tuple[Outcome, int, l
 
 @pytest.mark.parametrize(
     ("function", "options"),
-    [(DDP, {}), (FSDP2, {"micro_batches": 2}), ("model_parallel:tensor_parallel", {"kind": "dtensor"})],
+    [(FSDP2, {}), ("model_parallel:tensor_parallel", {"kind": "dtensor"})],
     ids=str,
 )
 def test_what_rules_offload_on_a_simulated_device(function: str, options: dict[str, Any]) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from sac.errors import RegionError
-from tests.stacks.composition import Outcome, differences
+from tests.stacks.composition import Outcome, differences, least_kept
 from tests.stacks.model_parallel import tensor_parallel
 from tests.stacks.registry import row, trained
 from tests.support.blocks import policy, save
@@ -29,7 +28,7 @@ def on_each_rank(function: str, *modes: Any, **options: Any) -> Iterator[tuple[O
     return zip(plain, *found, strict=True)
 
 
-@pytest.mark.parametrize("kind", ["replicated", "sequence", "dtensor"])
+@pytest.mark.parametrize("kind", ["sequence", "dtensor"])  # replicated: TP in the matrix
 def test_a_saved_collective_is_not_sent_again(kind: str) -> None:
     """A policy that saves collectives sends none of them again; one that saves the products sends all.
 
@@ -62,12 +61,14 @@ def refused(mode: object) -> str:
 def test_routed_tokens_are_sent_once_in_every_mode_full_included() -> None:
     """Routing is kept in any case, the all-to-alls with it: uneven ones would not fit if a second run routed anew."""
     modes = ("none", "full", SAVE_COLLECTIVES, "torch full")
-    for plain, full, saved, of_torch in on_each_rank("model_parallel:experts", *modes):
+    ranks = list(on_each_rank("model_parallel:experts", *modes))
+    for plain, full, saved, of_torch in ranks:
         assert of_torch.collectives == {"gloo:all_to_all": 9 + 2 * 3}  # what is spared: three in each block
         for ours in (full, saved):
             assert ours.collectives == plain.collectives
             assert 0 < ours.flops <= of_torch.flops
-            assert ours.kept_bytes < plain.kept_bytes
+    plain, *recomputed, _ = ([*outcomes] for outcomes in zip(*ranks, strict=True))
+    assert all(least_kept(ours, plain) < 1 for ours in recomputed)
 
 
 # -- Context parallelism: sharded tokens, attention in a ring
@@ -83,16 +84,15 @@ def test_attention_that_is_recomputed_sends_its_ring_again() -> None:
 # -- Pipelines: backward in two parts for zero-bubble schedules
 
 
-@pytest.mark.parametrize("schedule", ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
-def test_two_parts_of_backward_share_what_one_of_them_recomputed(schedule: str) -> None:
+def test_two_parts_of_backward_share_what_one_of_them_recomputed() -> None:
     """torch's checkpoint runs a region anew for each group of parameters, and keeps what it made for each."""
     plain, once = total_flops("none", "full", schedule="ScheduleInterleaved1F1B", dropout=0.1)
     region = once - plain
+    schedule = "ScheduleInterleavedZeroBubble"
     plain, ours, of_torch = total_flops("none", "full", "torch full", schedule=schedule, dropout=0.1)
     assert region <= ours - plain <= 2 * region < of_torch - plain
 
 
-@functools.cache
 def total_flops(*modes: str, **options: Any) -> list[int]:
     """Of all ranks, in each mode."""
     return [

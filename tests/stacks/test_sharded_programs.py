@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import sac
-from tests.stacks.composition import Outcome, differences, outcome, train
+from tests.stacks.composition import Outcome, differences, least_kept, outcome, train
 from tests.stacks.data_parallel import Batches, shard_fsdp1, shard_fsdp2, trained, units_of
 from tests.stacks.decoders import Decoder, ExpertsBlock, decoder
 from tests.support.model_zoo import tiny
@@ -114,10 +114,10 @@ def name_of(one: Any) -> str:
 
 
 CASES: list[tuple[Callable[..., Outcome], Any, str]] = [
-    *((one, value, "before") for one in (several_forwards, backward_twice) for value in ("full", "selective")),
+    (several_forwards, "full", "before"),
+    (backward_twice, "selective", "before"),
     (from_meta, "full", "before"),
     (from_meta, "selective", "after"),
-    (hugging_face, "full", "before"),
     (hugging_face, "selective", "after"),
     (in_chunks, CHUNKS, "before"),
     (in_chunks, CHUNKS | {"use_reentrant": True}, "after"),
@@ -125,17 +125,17 @@ CASES: list[tuple[Callable[..., Outcome], Any, str]] = [
 
 
 @functools.cache
-def without_us(program: Callable[..., Outcome], order: str) -> list[Outcome]:
-    return run_ranks(2, program, "none", order)
+def without_us(program: Callable[..., Outcome]) -> list[Outcome]:
+    return run_ranks(2, program, "none", "before")
 
 
 @pytest.mark.parametrize(("program", "value", "order"), CASES, ids=name_of)
 def test_as_without_us(program: Callable[..., Outcome], value: Any, order: str) -> None:
-    plain, ours = without_us(program, order), run_ranks(2, program, value, order)
+    plain, ours = without_us(program), run_ranks(2, program, value, order)
     assert [differences(one, reference) for one, reference in zip(ours, plain, strict=True)] == [[], []]
     assert ours[0].flops > plain[0].flops
     if program not in (several_forwards, backward_twice):  # they do not say when forward is over
-        assert ours[0].kept_bytes < plain[0].kept_bytes
+        assert least_kept(ours, plain) < 1
 
 
 # -- Distributed checkpoints

@@ -93,13 +93,12 @@ def dpo(mode: Any, *, adapter: bool) -> Outcome:
 def test_fine_tuning_an_adapter_that_the_trainer_puts_on(tmp_path: Path) -> None:
     ways = {
         "none": lambda: fine_tune(tmp_path, untouched, peft_config=lora(), **OFF),
-        "apply": lambda: fine_tune(tmp_path, applied("selective"), peft_config=lora(), **OFF),
         "callback": lambda: fine_tune(
             tmp_path, untouched, peft_config=lora(), callbacks=[SacCallback("selective")], **OFF
         ),
         "take_over": lambda: fine_tune(tmp_path, take_over, peft_config=lora()),
     }
-    found = assert_recomputed(lambda way: ways[way](), "apply", "callback", "take_over")
+    found = assert_recomputed(lambda way: ways[way](), "callback", "take_over")
     assert all(any("lora_A" in name for name in one.state) for one in found)
 
 

@@ -8,6 +8,7 @@ writes a file or registers an op gets what it would get without this. Policies t
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +18,17 @@ from sac.ops import names
 from sac.ops.registry import NamePattern, Registry
 from sac.policy import load as files
 from sac.policy.load import shipped_directory, shipped_policies
+from sac.policy.model import Policy
 from sac.policy.syntax import Node
 
 _compose_yaml = files.compose_yaml
+_line_of = files._line_of
 _read_registry = names.read_registry
 _has = Registry.has
 
 _shipped = frozenset(str(shipped_directory() / f"{name}.yaml") for name in shipped_policies())
 _composed: dict[tuple[bytes, str], Node] = {}
+_lines: dict[int, list[Policy]] = {}  # by the id of a node that is kept
 
 
 def compose_yaml(data: bytes, file: str) -> Node:
@@ -36,11 +40,20 @@ def compose_yaml(data: bytes, file: str) -> Node:
     return _composed[data, file]
 
 
+def line_of(node: Node, name: str, source: str, base: Path, trail: tuple[Path, ...] = ()) -> list[Policy]:
+    """The policies of a shipped file: neither they nor their rules can be changed."""
+    if not any(node is one for one in _composed.values()):
+        return _line_of(node, name, source, base, trail)
+    if id(node) not in _lines:
+        _lines[id(node)] = _line_of(node, name, source, base, trail)
+    return [*_lines[id(node)]]
+
+
 class _Registered:
     """The registry of when it was last read, by what, and what it has been asked."""
 
     by: Any = None
-    registry: Registry
+    registry: Any = None
     answers: dict[NamePattern, bool]
 
 
@@ -49,7 +62,9 @@ def read_registry() -> Registry:
     libraries = (len(sys.modules), len(torch.ops.loaded_libraries), set(torch.library._defs))
     registered = (*libraries, list(torch._ops._higher_order_ops))
     if registered != _Registered.by:
-        _Registered.by, _Registered.registry, _Registered.answers = registered, _read_registry(), {}
+        before, found = _Registered.registry, _read_registry()
+        _Registered.by, _Registered.registry = registered, found
+        _Registered.answers = _Registered.answers if found is before else {}
     return _Registered.registry
 
 
@@ -63,6 +78,6 @@ def has(self: Registry, pattern: NamePattern) -> bool:
 
 def install() -> None:
     """Do so in this process."""
-    files.compose_yaml = compose_yaml
+    files.compose_yaml, files._line_of = compose_yaml, line_of
     names.read_registry = bind.read_registry = read_registry
     Registry.has = has  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ from tests.support.prompt_collectives import prompt_collectives
 from tests.unit.planner.small_training import DIM, Language, X, Y, built, controller_of, within
 
 Found = tuple[list[int], list[torch.Tensor], Any]
-STEPS = 6
+STEPS = 4
 
 
 def sharded(model: Language) -> None:

@@ -38,7 +38,7 @@ from tests.unit.planner.small_training import (
 )
 
 
-@pytest.mark.parametrize(("part", "passes", "unmeasured"), [(0.3, 1, 1), (0.8, 1, 5), (0.8, 3, 1), (0.3, 3, 5)])
+@pytest.mark.parametrize(("part", "passes", "unmeasured"), [(0.3, 1, 1), (0.8, 3, 5)])
 def test_peak_is_within_the_budget_and_uses_most_of_the_room(
     part: float, passes: int, unmeasured: int, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -75,8 +75,7 @@ def both_ends(model: Callable[[], nn.Module]) -> tuple[Trained, Trained]:
     return trained(None, model=model(), steps=6, unmeasured=5), trained("full", model=model(), steps=2)
 
 
-@pytest.mark.parametrize("part", [0.2, 0.6, 0.9])
-@pytest.mark.parametrize("model", [two_layers, PeakInAForward])
+@pytest.mark.parametrize(("model", "part"), [(two_layers, 0.2), (two_layers, 0.9), (PeakInAForward, 0.2)])
 def test_few_layers_use_most_of_the_room(model: Callable[[], nn.Module], part: float) -> None:
     plain, full = both_ends(model)
     low, high = full.peaks[0], plain.peaks[0]
@@ -114,20 +113,20 @@ def test_state_of_the_optimizer_that_is_there_counts_once() -> None:
     assert found.is_equal(trained(None, resume=before))
 
 
-@pytest.mark.parametrize(("optimizer", "states"), [(None, 2), ("adamw", 2), ("momentum", 1), ("sgd", 0)])
+@pytest.mark.parametrize(("optimizer", "states"), [(None, 2), ("momentum", 1)])
 def test_state_is_reserved_for_until_it_is_seen(optimizer: str | None, states: int) -> None:
     class Skipping(torch.optim.AdamW):  # as a scaler does where a loss has overflowed
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             self.param_groups[0].setdefault("steps", 0)
 
-    found = trained(within("1GiB", optimizer=optimizer), steps=2, optimizer=Skipping)
-    fitted = controller_of(found.model).fitted
-    assert fitted is not None
     state = states * sum(parameter.numel() * 4 for parameter in built().parameters())
-    unreserved = trained(within("1GiB", optimizer="sgd"), steps=2, optimizer=Skipping)
-    other = controller_of(unreserved.model).fitted
-    assert other is not None
-    assert fitted.most - other.most == state
+    most = []
+    for reserved in (optimizer, "sgd"):
+        found = trained(within("1GiB", optimizer=reserved), steps=2, optimizer=Skipping)
+        fitted = controller_of(found.model).fitted
+        assert fitted is not None
+        most.append(fitted.most)
+    assert most[0] - most[1] == state
 
 
 def test_share_of_the_range() -> None:
@@ -152,7 +151,6 @@ def test_auto_and_shares_of_the_device() -> None:
         ("F0 F1 B1 B0", 2, 0.4),  # two losses
         ("F0 F1 B0 F2 B1 B2", 2, 0.8),  # 1F1B
         ("F0 F1 F2 B0 B1 B2", 3, 0.4),  # GPipe
-        ("F0 B0 F1 F2 B2 F3 B1 B3", 2, 0.8),
     ],
 )
 def test_forwards_whose_backward_comes_later(order: str, in_flight: int, part: float) -> None:
@@ -215,9 +213,8 @@ def test_the_report_is_of_the_last_forward_in_every_step() -> None:
 def test_copies_and_pickles_of_a_model_with_a_budget() -> None:
     model = built()
     sac.apply(model, within(share(0.5)))
-    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    found = trained(None, model=model)
-    copies += [copy.deepcopy(found.model), pickle.loads(pickle.dumps(found.model))]
+    copies = [copy.deepcopy(model)]
+    copies.append(pickle.loads(pickle.dumps(trained(None, model=model).model)))
     for one in copies:
         again = trained(None, model=one)
         assert controller_of(one).model is one

@@ -84,8 +84,8 @@ def test_attention_in_a_function_is_saved_first() -> None:
 
 
 def test_a_named_unit_is_saved_by_its_name() -> None:
-    policies = [plan_of(f"{share}%", X).policy for share in (20, 40, 60, 80)]
-    assert any("scaled" in rule.unit for policy in policies for rule in policy.rules)
+    shares = (40, 60, 20, 80)
+    assert any("scaled" in rule.unit for share in shares for rule in plan_of(f"{share}%", X).policy.rules)
 
 
 @pytest.mark.parametrize("part", [0.3, 0.7])

@@ -18,10 +18,8 @@ from sac.planner.sharding import fake_ranks, fsdp_over
 from sac.policy.load import load_policy
 from sac.policy.model import Policy
 from tests.support.model_zoo import tiny
-from tests.support.pairs import in_pairs
 from tests.unit.planner.plan_models import Block, Looks, Stack
 
-FAMILIES = ["llama", "t5", "mixtral", "vit"]
 X = torch.randn(4, 32, 16)
 
 
@@ -32,7 +30,10 @@ def model_of(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return model.train(), {name: value.repeat(4, *[1] * (value.dim() - 1)) for name, value in batch.items()}
 
 
-@in_pairs(family=FAMILIES, device=["cpu", "h100"], share=["20%", "70%"])
+@pytest.mark.parametrize(
+    ("family", "device", "share"),
+    [("llama", "cpu", "20%"), ("t5", "h100", "20%"), ("mixtral", "cpu", "70%"), ("vit", "h100", "70%")],
+)
 def test_plan_fits_and_uses_the_room(family: str, device: str, share: str) -> None:
     model, inputs = model_of(family)
     made = make_plan(model, inputs, share, device=device)
@@ -90,8 +91,8 @@ def test_least_peak_and_its_parts_are_in_the_error() -> None:
 
 
 def test_explanation_adds_up() -> None:
-    model, inputs = model_of("llama")
-    made = make_plan(model, inputs, "50%", explains=True, optimizer="adamw")
+    model, inputs = Stack(), (X,)
+    made = make_plan(model, inputs, "20%", explains=True, optimizer="adamw")
     assert made.explanation is not None
     found = made.explanation.categories
     assert sum(found.values()) == made.rows[0].peak
@@ -164,7 +165,7 @@ def test_optimizer_is_tried_without_data() -> None:
 def test_best_size_is_one_that_fits() -> None:
     model = Stack()
     budget = make_plan(model, (X[:1].repeat(8, 1, 1),), "60%").budget
-    best, tried = best_size(range(1, 65), lambda size: make_plan(model, (X[:1].repeat(size, 1, 1),), budget))
+    best, tried = best_size(range(1, 17), lambda size: make_plan(model, (X[:1].repeat(size, 1, 1),), budget))
     assert best is not None
     assert tried[best][0] is not None
     assert any(made is None for made, _ in tried.values())

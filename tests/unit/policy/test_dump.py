@@ -125,7 +125,7 @@ def assert_policy_or_told(source: object) -> None:
         assert load_policy(yaml.safe_load(policy.to_yaml())).to_yaml() == policy.to_yaml()
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(contents)
 @example(WRITTEN)
 @example(b'"\\ud800": 1')
@@ -147,7 +147,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     st.dictionaries(st.sampled_from(POLICY_KEYS), values, max_size=4),
     st.lists(st.dictionaries(st.sampled_from(RULE_KEYS), values, max_size=5) | values, max_size=3),

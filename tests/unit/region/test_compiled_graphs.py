@@ -16,7 +16,7 @@ import sac
 from sac.blocks.install import regions_of
 from sac.full import FullConfig, RngTracker
 from tests.support.blocks import FULL, llama_stack, tokens, with_dropout
-from tests.support.compiling import Compiled
+from tests.support.compiling import Compiled, lean_stack
 from tests.support.training import assert_same, built, train
 
 TRACKER = RngTracker()
@@ -87,7 +87,7 @@ def test_one_graph_is_refused_with_our_reason() -> None:
 def test_chunks_are_recomputed_in_the_graph() -> None:
     torch._dynamo.reset()
     log = Compiled()
-    model = sac.apply(built(lambda: nn.Sequential(*llama_stack(4).blocks)), {"mode": "full", "layers": {"uniform": 2}})
+    model = sac.apply(built(lambda: nn.Sequential(*lean_stack(4).blocks)), {"mode": "full", "layers": {"uniform": 2}})
     torch.compile(model, backend=log.backend, fullgraph=True)(*tokens()).sum().backward()
     assert log.products() == [4 * 14 + 2 * 13]  # each chunk of 14 products runs all but its last again
 

@@ -123,12 +123,12 @@ def shared() -> Stack:
 
 
 PROGRAMS: dict[str, tuple[Any, Callable[[], Stack], int]] = {
-    "one autocast": (in_order("0a"), stack(), 8),
-    "updates by ops": (in_order("0a", Recipe(seen=True)), stack(), 8),
+    "one autocast": (in_order("0a"), stack(), 5),
+    "updates by ops": (in_order("0a", Recipe(seen=True)), stack(), 5),
     "autocasts inside": (no_autocast, stack(inner=True), 5),
-    "first in, first out": (in_order("012abc"), stack(), 5),
-    "pipeline": (in_order("01a2b3cd"), stack(), 8),
-    "shared": (in_order("0a"), shared, 8),
+    "first in, first out": (in_order("012abc"), stack(), 4),
+    "pipeline": (in_order("01a2b3cd"), stack(), 4),
+    "shared": (in_order("0a"), shared, 5),
 }
 
 
