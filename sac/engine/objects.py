@@ -66,7 +66,7 @@ def tensors_of_copies(copies: dict[int, Any]) -> list[Tensor]:
 
 
 class StandIn:
-    """Holds a tensor with a graph, or a container or an object, as a copy without graphs; ``copies``: see ``copied``."""
+    """Holds a tensor with a graph, a container or an object as a copy without graphs; ``copies``: see ``copied``."""
 
     __slots__ = ("_copy", "_tensor")
 
