@@ -443,9 +443,7 @@ class TapedFrame(Frame):
         found = f"saved tensor {index} ({describe(tensor)}) is replayed with other values than forward had"
         raise DiffersError(found)
 
-    def _different(
-        self, filled: Iterable[tuple[int, Tensor]], waiting: dict[int, Handle]
-    ) -> tuple[int, Tensor] | None:
+    def _different(self, filled: Iterable[tuple[int, Tensor]], waiting: dict[int, Handle]) -> tuple[int, Tensor] | None:
         """Return the first of the tensors that handles are filled with that is not the one of the forward."""
         compared = [pair for pair in filled if pair[0] in self._sums and not is_in_flight(pair[1])]
         different = {*find_different([(self._sums[index], checksum(tensor)) for index, tensor in compared])}
