@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sac.engine.handles import WRITTEN
-from sac.engine.objects import copied, held_in, is_own_object, not_leaf
+from sac.engine.objects import StandIn, is_own_object, not_leaf, tensors_of_copies, with_tensor
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import fetch, is_written
 from sac.stores.backward_order import CallNode
@@ -25,21 +25,6 @@ from sac.tensors import (
     version_of,
 )
 from sac.torch_private import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
-
-
-class _Copy:
-    """An object among the arguments as it was when the forward began. ``tensors``: those in it."""
-
-    __slots__ = ("_copy", "tensors")
-
-    def __init__(self, value: Any) -> None:
-        copies: dict[int, Any] = {}
-        self._copy = copied(value, copies)
-        self.tensors = [tensor for copy in copies.values() if isinstance(tensor := held_in(copy), Tensor)]
-
-    def again(self) -> Any:
-        """Return a copy for one rerun."""
-        return copied(self._copy, {})
 
 
 class Inputs:
@@ -58,8 +43,9 @@ class Inputs:
         read = [tensor for _, tensor in self.tensors]
         for index, leaf in enumerate(self.leaves):
             if is_own_object(leaf):  # a cache, to which a rerun would add again
-                self.leaves[index] = copy = _Copy(leaf)
-                read += copy.tensors
+                copies: dict[int, Any] = {}
+                self.leaves[index] = StandIn(leaf, copies)
+                read += tensors_of_copies(copies)
         self._before = [(tensor, version_of(tensor)) for tensor in read]
         self._versions: list[tuple[int, int, bool, bool]] = []
         firsts: dict[int, int] = {}
@@ -131,7 +117,7 @@ class Inputs:
 
     def again(self, where: str, function: Any, *, written: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for a rerun; ``written``: the region writes to inputs, whose contents are put back."""
-        leaves = [leaf.again() if type(leaf) is _Copy else leaf for leaf in self.leaves]
+        leaves = [with_tensor(leaf) for leaf in self.leaves]
         for index, version, requires_grad, is_leaf in self._versions:
             tensor = leaves[index]
             has_moved = index in self._addresses and storage_address(tensor) != self._addresses[index]

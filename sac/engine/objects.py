@@ -59,18 +59,19 @@ class _WithoutGraph:
         self.tensor = detached(tensor)
 
 
-def held_in(copy: Any) -> Any:
-    """Return what a copy holds of a tensor; everything else as it is."""
-    return copy.tensor if type(copy) is _WithoutGraph else copy
+def tensors_of_copies(copies: dict[int, Any]) -> list[Tensor]:
+    """Return the tensors among the ``copies`` that ``copied`` has noted."""
+    held = (copy.tensor if type(copy) is _WithoutGraph else copy for copy in copies.values())
+    return [tensor for tensor in held if isinstance(tensor, Tensor)]
 
 
 class StandIn:
-    """Holds a tensor with a graph, or a container or an object with such tensors, as a copy without the graph."""
+    """Holds a tensor with a graph, a container or an object as a copy without graphs; ``copies``: see ``copied``."""
 
     __slots__ = ("_copy", "_tensor")
 
-    def __init__(self, value: Any) -> None:
-        self._copy = copied(value, {})
+    def __init__(self, value: Any, copies: dict[int, Any] | None = None) -> None:
+        self._copy = copied(value, {} if copies is None else copies)
         self._tensor = weakref.ref(value) if isinstance(value, Tensor) else None
 
     @property

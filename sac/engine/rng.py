@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -181,16 +181,6 @@ class RngSnapshot:
             stack.callback(NamedStates(tracker, states.defaults).put_on, tracker)
             states.put_on(tracker)
         set_states(self._states)
-
-
-@contextmanager
-def random_state_kept(tensors: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-    """Restore the default generators of the CPU, of the current device and of those of ``tensors`` at the end."""
-    states = states_of([torch.default_generator, *_accelerator_generators(tensors)])
-    try:
-        yield
-    finally:
-        set_states(states)
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:

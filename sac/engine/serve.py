@@ -55,8 +55,6 @@ def rerun(
             raise _Done
         held = detached(tensor)  # without its graph, of which this may be the result
         if handle is not None:
-            if mode is not None:
-                mode.expect(handle, tensor)
             own = cloned(held) if handle.is_written_later else held
             handle.fill(own, where, checks=settings.checks_metadata)
         if index == last and stops:
@@ -117,7 +115,8 @@ class Served(RegionMode):
         if entries is None:
             return run_op(site, args, kwargs)
         if number >= len(entries):
-            self._refuse(site, "runs more often than in forward")
+            found = f"{site_name(site)} in {module_name(site.path)} runs more often than in forward: {OTHER}"
+            raise RegionError(Problem(self._where, found, fix=OTHER_FIX))
         entry = entries[number]
         return self._serve(site, number, entry, args) if self._is_intact(entry) else run_op(site, args, kwargs)
 
@@ -149,23 +148,6 @@ class Served(RegionMode):
             generator.set_state(state)
         results = [detached(self._fetch(value)) for value in tape.results(entry)]
         return tape.as_returned(entry, results)
-
-    def expect(self, handle: Handle, tensor: Tensor) -> None:
-        """Raise if ``tensor``, which autograd saves, is another parameter or input than the one of ``handle``."""
-        tape, (value, time) = self._tape, handle.position
-        address = storage_address(tensor)
-        root = tape.leaf_roots.get(address)
-        if root is None or root == tape.roots[value] or tape.makers[tape.roots[value]] >= 0:
-            return  # a parameter that the region itself gathers is a result of its ops, too
-        leaf = tape.leaves[root].tensor
-        if not isinstance(leaf, Tensor) or storage_address(leaf) != address:  # its memory was given back, and reused
-            return
-        site = tape.sites[min(time, len(tape.sites) - 1)]
-        self._refuse(site, f"has saved another tensor in recomputation ({describe(tensor)})")
-
-    def _refuse(self, site: CallSite, what: str) -> None:
-        found = f"{site_name(site)} in {module_name(site.path)} {what}: {OTHER}"
-        raise RegionError(Problem(self._where, found, fix=OTHER_FIX))
 
 
 def _texts(metadata: Sequence[Any]) -> str:

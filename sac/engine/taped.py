@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,7 @@ from sac.tensors import (
     detached,
     is_plain,
     landed,
+    metadata,
     storage_address,
     storage_bytes,
     tensor_parts,
@@ -433,29 +434,31 @@ class TapedFrame(Frame):
 
     def _verify(self, filled: list[tuple[int, Tensor]], waiting: dict[int, Handle]) -> None:
         """Compare replayed values with those of the forward."""
-        compared = [pair for pair in filled if pair[0] in self._sums and not is_in_flight(pair[1])]
-        pairs = [(self._sums[index], checksum(tensor)) for index, tensor in compared]
-        different = {compared[position][0] for position in find_different(pairs)}
-        for index, tensor in compared:
-            if (tensor.shape, tensor.dtype, tensor.device) != waiting[index].metadata:
-                different.add(index)
-        different = {index for index in different if not self._may_differ(waiting[index])}
-        if not different:
+        different = self._different(filled, waiting)
+        if different is None:
             self.group.verified = True
             return
         self._sums = {}
-        index, tensor = next(pair for pair in compared if pair[0] in different)
+        index, tensor = different
         found = f"saved tensor {index} ({describe(tensor)}) is replayed with other values than forward had"
         raise DiffersError(found)
 
+    def _different(self, filled: Iterable[tuple[int, Tensor]], waiting: dict[int, Handle]) -> tuple[int, Tensor] | None:
+        """Return the first of the tensors that handles are filled with that is not the one of the forward."""
+        compared = [pair for pair in filled if pair[0] in self._sums and not is_in_flight(pair[1])]
+        different = {*find_different([(self._sums[index], checksum(tensor)) for index, tensor in compared])}
+        for position, (index, tensor) in enumerate(compared):
+            handle = waiting[index]
+            is_other = position in different or metadata(tensor) != handle.metadata
+            if is_other and not may_differ(self.tape, handle.position[:1], handle.metadata[2]):
+                return index, tensor
+        return None
+
     def _verify_rerun(self, waiting: dict[int, Handle]) -> None:
         """Compare the values of a rerun with those of the forward."""
-        indices = [index for index in waiting if index in self._sums and not is_in_flight(waiting[index].value)]
-        pairs = [(self._sums[index], checksum(waiting[index].value)) for index in indices]
-        different = [indices[position] for position in find_different(pairs)]
-        different = [index for index in different if not self._may_differ(waiting[index])]
+        different = self._different([(index, handle.value) for index, handle in waiting.items()], waiting)
         self.group.verified, self._sums = True, {}  # one warning
-        if not different:
+        if different is None:
             return
         handle = waiting[different[0]]
         maker, of = self.tape.makers[handle.position[0]], ""
@@ -471,9 +474,6 @@ class TapedFrame(Frame):
             raise RegionError(Problem(self.where, found, fix=fix))
         fix = f"{fix}. The gradients of this step may differ"
         warn(Problem(self.where, found, fix=fix))
-
-    def _may_differ(self, handle: Handle) -> bool:
-        return may_differ(self.tape, handle.position[:1], handle.metadata[2])
 
     def _depends(self, entry: int) -> str:
         """Return the last Function on which an entry depends."""
@@ -499,7 +499,7 @@ class TapedFrame(Frame):
                 fix += f". The gradients of this step may differ; {rule} avoids that"
             warn(Problem(self.where, found, fix=fix))
         facts.unsteady = True
-        if any((one.shape, one.dtype, one.device) != waiting[index].metadata for index, one in filled):
+        if any(metadata(one) != waiting[index].metadata for index, one in filled):
             if self.tape.has_collectives:
                 raise RegionError(Problem(self.where, found, fix=rule))
             raise UnsteadyError  # the region runs again as Python

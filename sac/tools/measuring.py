@@ -8,11 +8,11 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sac.blocks.applying import refuse_second
 from sac.config import parse_config
-from sac.engine.rng import random_state_kept
 from sac.engine.table import resolve_policy
 from sac.errors import ConfigError, ModelError, Problem, SacError
 from sac.planner.controller import apply
@@ -40,7 +40,7 @@ def trace(
     """
     given, device = _checked(model, inputs)
     parse_config(policy)
-    with random_state_kept(model.parameters()):
+    with torch.random.fork_rng([] if device == "cpu" else [device]):
         return trace_here(deepcopy(model), inputs_on(device, given), policy, type(model).__name__, loss_fn)
 
 
@@ -84,7 +84,7 @@ def compare(
         training = Training(steps, optimizer, lr, seed, device, loss_fn)
     except ConfigError as error:
         raise _located(error, "--", "") from None
-    with random_state_kept(model.parameters()):
+    with torch.random.fork_rng([] if device == "cpu" else [device]):
         built = BuiltModel(deepcopy(model).train(), lambda step: given, type(model).__name__)
         return compare_copies(built, values, training, progress)
 
