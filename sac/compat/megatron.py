@@ -147,7 +147,7 @@ class CheckpointWithoutOutput:
         outputs, self._outputs = self._outputs, []
         unchanged = {output.address: output for output in outputs if version_of(output.watch) == output.version}
         nodes: set[Any] = {None}
-        waiting = [getattr(leaf, "grad_fn", None) for leaf in tree_leaves(hook_tensor) if outputs]
+        waiting: list[Any] = [getattr(leaf, "grad_fn", None) for leaf in tree_leaves(hook_tensor) if outputs]
         while waiting:
             node = waiting.pop()
             if node in nodes:
