@@ -35,11 +35,6 @@ CheckpointImpl: Any = checkpoint_wrapper_module().CheckpointImpl  # REENTRANT or
 offload_wrapper: Any = checkpoint_wrapper_module().offload_wrapper
 
 _NAME = "checkpoint_wrapper"
-_LEGAL = {
-    "checkpoint_impl": "a CheckpointImpl",
-    "checkpoint_fn": "torch's checkpoint, sac.checkpoint",
-    "context_fn": "the result of sac.context_fn, for NO_REENTRANT; FullConfig(state=...) restores other state",
-}
 
 
 def checkpoint_wrapper(
@@ -74,14 +69,17 @@ def _put(
     """Make the modules regions; the other arguments are those of ``checkpoint_wrapper``."""
     policy = policy_of_contexts(context_fn)
     options.setdefault("use_reentrant", checkpoint_impl is CheckpointImpl.REENTRANT)
-    refused = {
-        "checkpoint_impl": not isinstance(checkpoint_impl, CheckpointImpl),
-        "checkpoint_fn": checkpoint_fn not in (None, torch_checkpoint, checkpoint),
-        "context_fn": policy is None or (policy is not FULL and options["use_reentrant"]),
-    }
-    wrong = [name for name, is_refused in refused.items() if is_refused]
-    if wrong:
-        raise ConfigError([Problem(f"{_NAME}.{name}", "a region cannot do this", _LEGAL[name]) for name in wrong])
+    legal: dict[str, str] = {}  # values of the arguments that are not
+    if not isinstance(checkpoint_impl, CheckpointImpl):
+        legal["checkpoint_impl"] = "a CheckpointImpl"
+    if checkpoint_fn not in (None, torch_checkpoint, checkpoint):
+        legal["checkpoint_fn"] = "torch's checkpoint, sac.checkpoint"
+    if policy is None or (policy is not FULL and options["use_reentrant"]):
+        legal["context_fn"] = (
+            "the result of sac.context_fn, for NO_REENTRANT; FullConfig(state=...) restores other state"
+        )
+    if legal:
+        raise ConfigError([Problem(f"{_NAME}.{name}", "a region cannot do this", legal[name]) for name in legal])
     put_regions(model, modules, policy or FULL, settings_of(config or DEFAULT_CONFIG, _NAME, **options))
 
 

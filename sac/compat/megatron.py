@@ -3,7 +3,7 @@
 ``from sac.compat.megatron import checkpoint`` replaces the import from ``megatron.core``.
 
 If Megatron-Core is loaded in this process, its tensor-parallel group, ranks and tracker of random states are used.
-Without it, pass the group to ``set_tensor_model_parallel_group`` and the ranks to ``model_parallel_cuda_manual_seed``.
+Without it, pass the ranks to ``model_parallel_cuda_manual_seed``; to scatter, use ``sac.checkpoint(tp_group=…)``.
 
 Intentional differences: regions are non-reentrant; the caller's tensor is not touched; autocast is restored, and FP8
 state of TransformerEngine, whatever ``fp8`` says; arguments and results have any structure.
@@ -14,45 +14,33 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
-from types import SimpleNamespace
+from functools import cache, partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sac.checkpointing import checkpoint as full_checkpoint
+from sac.checkpointing import run_with
+from sac.config import DEFAULT_CONFIG, settings_of
 from sac.engine.untraced import never_compiled
 from sac.errors import ConfigError, Problem, RegionError, warn
 from sac.full import RngTracker, seed_model_parallel
 from sac.outer_hooks import OuterPacked, active_hooks, fetch
-from sac.stores.scatter import check_group, process_group
 from sac.tensors import Place, place_of, plain_address, version_of, version_watch
 from sac.torch_private import SAVED_TENSOR_PREFIX, SHOWS_SAVED_TENSORS, next_node_number, tree_leaves
 
 __all__ = [
     "CheckpointWithoutOutput", "CudaRNGStatesTracker", "checkpoint", "get_cuda_rng_tracker",
-    "model_parallel_cuda_manual_seed", "set_tensor_model_parallel_group",
+    "model_parallel_cuda_manual_seed",
 ]  # fmt: skip
 
 CudaRNGStatesTracker = RngTracker
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 
-_job = SimpleNamespace(group=None, tracker=None)  # the settings of this process, which Megatron keeps in globals
-
-
-def set_tensor_model_parallel_group(group: Any) -> None:
-    """Set the group over which activations are scattered: a process group, or a one-dimensional mesh; None clears it.
-
-    Raises ``ConfigError`` if this rank is not in it.
-    """
-    if group is not None:
-        check_group(group, "megatron.set_tensor_model_parallel_group")
-    _job.group = group
+_own_tracker = cache(RngTracker)
 
 
 def get_cuda_rng_tracker(*flags: bool, **named: bool) -> Any:
@@ -65,25 +53,22 @@ def get_cuda_rng_tracker(*flags: bool, **named: bool) -> Any:
     if any((*flags, *named.values())):
         found, fix = "this type of tracker belongs to Megatron", "leave the flags out, or import megatron"
         raise ConfigError(Problem("megatron.get_cuda_rng_tracker", found, fix=fix))
-    _job.tracker = _job.tracker or RngTracker()
-    return _job.tracker
+    return _own_tracker()
 
 
 def model_parallel_cuda_manual_seed(seed: int, *flags: bool, **named: Any) -> None:
     """Seed the default generator and the streams of ``get_cuda_rng_tracker``; see ``sac.full.seed_model_parallel``.
 
     The arguments are those of Megatron's function, which does the seeding if Megatron is loaded. Otherwise ``tp_rank``
-    defaults to this rank's position in the group that was set, ``ep_rank`` to 0, and ``etp_rank`` to ``tp_rank``.
-    Raises ``ConfigError`` if no rank is known.
+    is needed, ``ep_rank`` is 0 by default, and ``etp_rank`` is ``tp_rank``. Raises ``ConfigError`` without ``tp_rank``.
     """
     if _RANDOM in sys.modules:
         sys.modules[_RANDOM].model_parallel_cuda_manual_seed(seed, *flags, **named)
         return
     tp_rank, ep_rank, etp_rank = (named.pop(name, None) for name in ("tp_rank", "ep_rank", "etp_rank"))
-    if tp_rank is None and _job.group is None:
-        where, fix = "megatron.model_parallel_cuda_manual_seed.tp_rank", "pass it, or set_tensor_model_parallel_group"
-        raise ConfigError(Problem(where, "the rank in the group is not known", fix=fix))
-    tp_rank = tp_rank if tp_rank is not None else dist.get_rank(process_group(_job.group))
+    if tp_rank is None:
+        where, found = "megatron.model_parallel_cuda_manual_seed.tp_rank", "the rank in the group is not known"
+        raise ConfigError(Problem(where, found, fix="pass it, or import megatron"))
     etp_rank = etp_rank if etp_rank is not None else tp_rank
     seed_model_parallel(seed, tp_rank, ep_rank or 0, etp_rank, tracker=get_cuda_rng_tracker(*flags, **named))
 
@@ -91,23 +76,25 @@ def model_parallel_cuda_manual_seed(seed: int, *flags: bool, **named: Any) -> No
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any) -> Any:
     """Run ``function(*args)`` as a region that is recomputed in backward; return its result.
 
-    ``distribute_saved_activations``: keep the first floating-point input scattered over the tensor-parallel group; None
-    means false, as in Megatron. The tracker of ``get_cuda_rng_tracker`` is always restored for recomputation.
+    ``distribute_saved_activations``: keep the first floating-point input scattered over Megatron's tensor-parallel
+    group; None means false, as in Megatron. The tracker of ``get_cuda_rng_tracker`` is restored for recomputation.
 
     Raises ``ConfigError`` if there is no group to scatter over, and otherwise what ``sac.checkpoint`` raises.
     """
-    scatters = False if distribute_saved_activations is None else distribute_saved_activations
-    group = _job.group
+    scatters, group = False if distribute_saved_activations is None else distribute_saved_activations, None
     state = sys.modules.get("megatron.core.parallel_state")
-    if scatters is True and group is None and state is not None:
+    if scatters is True and state is not None:
         group = state.get_tensor_model_parallel_group(check_initialized=False)
-    return _run(function, *args, distribute_saved_activations=scatters, tp_group=group)
+    return _run(function, args, {}, distribute_saved_activations=scatters, tp_group=group)
 
 
-def _run(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    settings = settings_of(DEFAULT_CONFIG, "megatron.checkpoint", get_rng_state_tracker=get_cuda_rng_tracker, **options)
     takes_discardable = _discardable and any(plain_address(leaf) in _discardable for leaf in tree_leaves(args))
     with saved_tensors_hooks(_pack, fetch) if takes_discardable and active_hooks() is None else nullcontext():
-        return full_checkpoint(function, *args, get_rng_state_tracker=get_cuda_rng_tracker, **options)
+        return run_with(settings, function, args, kwargs)
 
 
 # -- Regions whose outputs are released until backward
@@ -140,7 +127,7 @@ class CheckpointWithoutOutput:
         region = partial(_call_and_pack, run_function)  # not a closure: calls are recognized by the function's parts
         region.__qualname__ = getattr(run_function, "__qualname__", "function")  # type: ignore[attr-defined]
         outputs: list[_Output] = []  # a rerun gets another list
-        result = _run(region, *args, outputs=outputs)
+        result = _run(region, args, {"outputs": outputs})
         taken = {*map(plain_address, tree_leaves(args))}
         self._outputs = [output for output in outputs if output.address not in taken]
         for output in self._outputs:
@@ -160,7 +147,7 @@ class CheckpointWithoutOutput:
         outputs, self._outputs = self._outputs, []
         unchanged = {output.address: output for output in outputs if version_of(output.watch) == output.version}
         nodes: set[Any] = {None}
-        waiting = [getattr(leaf, "grad_fn", None) for leaf in tree_leaves(hook_tensor) if outputs]
+        waiting: list[Any] = [getattr(leaf, "grad_fn", None) for leaf in tree_leaves(hook_tensor) if outputs]
         while waiting:
             node = waiting.pop()
             if node in nodes:

@@ -6,9 +6,10 @@ import copy
 import importlib
 import json
 import re
+import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +21,9 @@ from torch import nn
 import sac
 from sac.blocks.install import regions_of
 from sac.compat import deepspeed
-from sac.compat import megatron as megatron_job
 from sac.config import parse_config
 from sac.config_keys import CONFIG_KEYS, OWN_KEYS
+from sac.full import RngTracker
 from tests.docs.pages import rows, snippets
 from tests.docs.snippet_models import WIDTH, Layer, Model
 from tests.support.rank_programs import ModelParallelUnit
@@ -45,6 +46,14 @@ def names_of_a_user() -> dict[str, Any]:
     }
 
 
+def megatron() -> dict[str, Any]:
+    """What Megatron-Core would have, as far as the page reads it."""
+    tracker = RngTracker()
+    random = {"get_cuda_rng_tracker": lambda: tracker, "model_parallel_cuda_manual_seed": lambda seed: None}
+    state = {"get_tensor_model_parallel_group": lambda check_initialized: dist.group.WORLD}
+    return {"tensor_parallel.random": SimpleNamespace(**random), "parallel_state": SimpleNamespace(**state)}
+
+
 def run_snippets(page: str) -> list[str]:
     """Run them in order, each with models and tensors of its own; train through what they made. Return what it was."""
     torch.manual_seed(0)
@@ -53,7 +62,8 @@ def run_snippets(page: str) -> list[str]:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(deepspeed, "_process", copy.copy(deepspeed._process))  # the process goes on to other tests
-        patch.setattr(megatron_job, "_job", copy.copy(megatron_job._job))
+        for name, module in megatron().items():
+            patch.setitem(sys.modules, f"megatron.core.{name}", module)
         Path("ds_config.json").write_text(json.dumps({"activation_checkpointing": {"partition_activations": True}}))
         for number, snippet in enumerate(snippets(page, "python")):
             names |= names_of_a_user()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from sac.compat import megatron
 from sac.errors import ConfigError
@@ -24,8 +23,8 @@ STATE = "megatron.core.parallel_state"
 
 
 @pytest.fixture(autouse=True)
-def _nothing_was_said_before(monkeypatch):
-    monkeypatch.setattr(megatron, "_job", SimpleNamespace(group=None, tracker=None))
+def _nothing_was_said_before():
+    megatron._own_tracker.cache_clear()
 
 
 def whole(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -53,17 +52,7 @@ def scattering(function: Any, *args: Any) -> Any:
     return megatron.checkpoint(function, True, *args)
 
 
-def scattered() -> list[str]:
-    megatron.set_tensor_model_parallel_group(dist.group.WORLD)
-    return unequal_in_a_residual(scattering)
-
-
-def test_scattering_where_megatron_is_wrong():
-    assert run_ranks(2, scattered) == [[]] * 2
-
-
 def megatrons_group() -> bool:
-    megatron.set_tensor_model_parallel_group(None)  # the rank is the one of earlier tests
     group = dist.new_group([0, 1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(
@@ -72,7 +61,7 @@ def megatrons_group() -> bool:
         return unequal_in_a_residual(scattering) == []
 
 
-def test_megatrons_own_group_is_taken():
+def test_scattering_over_megatrons_group_where_megatron_is_wrong():
     assert run_ranks(2, megatrons_group) == [True] * 2
 
 
@@ -84,17 +73,11 @@ def test_megatron_seeds_its_own_tracker(monkeypatch):
     assert asked == [((3,), {"tp_rank": 1, "force_reset_rng": True})]
 
 
-def seeds_of_the_group() -> tuple[Tensor, Tensor]:
-    megatron.set_tensor_model_parallel_group(dist.group.WORLD)
-    megatron.model_parallel_cuda_manual_seed(11)
+def test_seeds_without_megatron():
+    megatron.model_parallel_cuda_manual_seed(11, tp_rank=3)
     states = megatron.get_cuda_rng_tracker().get_states()
-    return states["model-parallel-rng"], states["expert-parallel-rng"]
-
-
-def test_ranks_are_those_in_the_group_that_was_set():
-    for rank, (model, expert) in enumerate(run_ranks(2, seeds_of_the_group)):
-        assert torch.equal(model, torch.Generator().manual_seed(11 + 2718 + rank).get_state())
-        assert torch.equal(expert, torch.Generator().manual_seed(11 + 1024 + rank).get_state())
+    for name, seed in (("model-parallel-rng", 11 + 2718 + 3), ("expert-parallel-rng", 11 + 1024 + 3)):
+        assert torch.equal(states[name], torch.Generator().manual_seed(seed).get_state())
 
 
 def before_megatron_is_initialised() -> None:
@@ -111,7 +94,6 @@ FAILS: dict[str, Any] = {  # what is told, and the call
     r"distribute_saved_activations is a value of type Tensor\n    legal: true, false": lambda: megatron.checkpoint(
         torch.exp, torch.ones(2)
     ),
-    r"^megatron\.set_tensor_model_parallel_group": lambda: megatron.set_tensor_model_parallel_group("tp"),
     r"tp_rank: the rank in .* is not known\n    fix: pass": lambda: megatron.model_parallel_cuda_manual_seed(5),
     r"this type of tracker belongs to Megatron\n    fix: leave": lambda: megatron.get_cuda_rng_tracker(True),
 }
