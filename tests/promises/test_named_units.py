@@ -221,6 +221,7 @@ def test_wrong_arguments_are_errors(arguments: Any) -> None:
         sac.unit(*arguments)
 
 
+@pytest.mark.slow
 def test_a_graph_of_torch_compile_has_what_is_in_units() -> None:
     expected = trained(None, steps=1, make=Compiled)
     value = {"policy": policy({"ops": "aten.addmm", "do": "save", "optional": True})}
