@@ -20,7 +20,20 @@ from sac.planner.profile import RegionProfile
 # Each gathers what the others have observed and takes the largest sizes; everything else must be equal. The search is
 # deterministic, so all ranks find the same plan. Replicas without a mesh (DDP) plan by themselves.
 
-_SIZES = {"bytes", "flops", "moved_bytes", "before", "peak", "after", "gradients", "static", "extra", "shape", "shapes"}
+_SIZES = {
+    "bytes",
+    "flops",
+    "moved_bytes",
+    "before",
+    "peak",
+    "after",
+    "gradients",
+    "static",
+    "extra",
+    "shape",
+    "shapes",
+    "varies",
+}
 _WHERE = "activation_checkpointing.budget"
 
 
@@ -75,11 +88,9 @@ def largest(several: Sequence[Any], name: str = "grounds") -> Any:
             return tuple(map(max, zip(*several, strict=True))) if is_same else ()
         if len({*map(len, several)}) == 1:
             return tuple(largest(values, name) for values in zip(*several, strict=True))
-        if name == "until":
-            return ()
     elif isinstance(first, int) and name in _SIZES:
         return max(several)
-    elif name in ("memory_bytes", "until"):
+    elif name == "memory_bytes":
         return min(several)
     elif len({*several}) == 1:
         return first

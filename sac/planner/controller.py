@@ -20,7 +20,7 @@ from sac.config import Config, parse_config
 from sac.config_keys import STATES, StepBudget
 from sac.errors import ConfigError, ModelError, PlanError, Problem, warn
 from sac.planner.agreeing import Grounds, agreed, meshes_of
-from sac.planner.devices import Device, device_named, figures_of
+from sac.planner.cost import Device, device_named, figures_of
 from sac.planner.observing import FAILED, WAITS, WHOLE, CpuMeter, Meter, Observation, Shapes, StepRecord, meter_of
 from sac.planner.predict import Choice, Prediction
 from sac.planner.regions import FULL, PLANNED, BudgetRegions, merged

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sac.errors import PlanError, Problem
-from sac.planner.devices import device_named
+from sac.planner.cost import device_named
 from sac.torch_private import FakeTensor, scoped_library
 
 # Note [Lowering]

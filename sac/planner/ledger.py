@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from sac.engine.tracker import BareMode
-from sac.planner.cost import entry_of_call, seconds
-from sac.planner.devices import Device
+from sac.planner.cost import Device, entry_of_call, seconds
 from sac.tensors import STORAGE_WATCHERS, tensor_parts, tensors_of
 from sac.torch_private import FakeTensor, FakeTensorMode, fake_mode_is_active, in_kernel
 

@@ -25,17 +25,27 @@ from sac.config import Config, family_policy
 from sac.config_keys import STATES, StepBudget, read_budget
 from sac.engine.settings import NEVER
 from sac.errors import ModelError, PlanError, Problem, SacWarning, listing, nearest
-from sac.planner.cost import MEMORY, PRIORS
-from sac.planner.devices import Device, figures_of
+from sac.planner.cost import MEMORY, PRIORS, Device, figures_of
 from sac.planner.explain import Explanation, Origins
-from sac.planner.fakes import Inputs, arguments_of, call, fake_copy, fake_inputs, fake_mode, mode_of, without_data
+from sac.planner.fakes import (
+    Inputs,
+    QuickChunks,
+    arguments_of,
+    call,
+    fake_copy,
+    fake_inputs,
+    fake_mode,
+    fake_ranks,
+    fsdp_over,
+    refuse_senders,
+    without_data,
+)
 from sac.planner.gpu_ops import lowered_to
 from sac.planner.ledger import Ledger
 from sac.planner.observing import Meter, Observation, StepRecord
 from sac.planner.predict import Choice, Prediction, TooSmallError
 from sac.planner.regions import BudgetRegions, merged
 from sac.planner.rules import policy_of, saved_by
-from sac.planner.sharding import QuickChunks, fake_ranks, fsdp_over, refuse_senders
 from sac.policy.model import Policy, dump_policy
 from sac.policy.syntax import all_problems, node_of
 from sac.tables import LEGAL_BYTES, Table, bytes_text, flops_text, seconds_text
@@ -229,7 +239,7 @@ class Rehearsal:
         if parallelize is not None:
             with QuickChunks():
                 parallelize(self.model)
-        self._gathers = mode_of(self.model) if parallelize is not None else None
+        self._gathers = mode if parallelize is not None else None
         self.extra = optimizer_bytes(optimizer, self.model.parameters())
         turn_off_cache(self.model)
         policy = family_policy(self.model, (block.module for block in find_blocks(self.model)))
@@ -352,7 +362,7 @@ def make_plan(
     refuse_second(model)
     refuse_existing_checkpointing(model)
     arguments = arguments_of(inputs, PlanError)
-    figures = _figures_of(model, device)
+    figures = figures_of(next((one.device for one in model.parameters()), "cpu") if device is None else device)
     wanted = budget_of(budget, figures)
     is_there = "cuda" in {parameter.device.type for parameter in model.parameters()}
     shards = parallelize if fsdp is None else fsdp_over(fsdp)
@@ -400,20 +410,6 @@ def _planned(steps: Rehearsal, budget: StepBudget, *, explains: bool) -> Plan:
         tuple(notes),
         steps.explain(chosen, peak) if explains else None,
     )
-
-
-def _figures_of(model: nn.Module, device: str | torch.device | None) -> Device:
-    """Return the figures of the named device, or by default of the device of the parameters."""
-    types = {parameter.device.type for parameter in model.parameters()}
-    if others := sorted(types - {"cpu", "cuda", *(["meta"] if device is not None else [])}):
-        fix = 'plan it on the CPU or on the meta device and name the GPU: device="h100"'
-        found = f"its parameters are on {listing(others)}"
-        raise PlanError(Problem(type(model).__name__, found, "cpu, cuda, meta", fix=fix))
-    if not isinstance(device, str | torch.device | None):
-        raise PlanError(Problem("device", f"{device!r} names no device", "a name such as h100, or a torch.device"))
-    if device is None:
-        device = next((parameter.device for parameter in model.parameters()), "cpu")
-    return figures_of(device)
 
 
 def plan(

@@ -9,8 +9,7 @@ from functools import cache
 from itertools import accumulate
 
 from sac.errors import PlanError, Problem
-from sac.planner.cost import FREE, op_class, seconds
-from sac.planner.devices import Device
+from sac.planner.cost import FREE, Device, op_class, seconds
 from sac.planner.observing import BACKWARD, BETWEEN, FORWARD, StepRecord
 from sac.planner.profile import Option, RegionProfile
 from sac.planner.rules import PlannedRegion
@@ -22,7 +21,7 @@ from sac.tables import bytes_text
 # (Note [Profiles]), as an upper bound:
 # - It leaves behind the storages that replay starts from, or for no checkpointing those that autograd saves.
 # - While its forward runs, these are alive in addition to what is alive in any case: the observed forwards are measured
-#   at each op, and of each storage it is known until when it was alive (`_forward_bytes`).
+#   at each op, and each storage is known to be alive until the last op that uses it (`_forward_bytes`).
 # - In its backward, everything that autograd saves is there at once after the replay, whatever was kept. On top come
 #   storages that are only the start of a replay, those that backward has already read when the replay begins, and what
 #   is alive between the steps of the replay (`_replay_bytes`).
@@ -137,7 +136,7 @@ class Prediction:
             if place.own is not None and phase.part == FORWARD:
                 kind, above = self.kinds[place.own], phase.before + extra - self._bases[place]
                 # Not observed op by op, or calls differ: all that an option adds may be there at the peak.
-                is_seen = phase.rises and self.profiles[kind].until
+                is_seen = phase.rises and not self.profiles[kind].varies
                 rises = phase.rises if is_seen else ((-1, phase.peak - phase.before),)
                 own = self._own[FORWARD, kind]
                 for option, more in enumerate(forwards[kind]):
@@ -332,9 +331,7 @@ def _forward_bytes(profile: RegionProfile, option: Option) -> list[int]:
         made = (value for number in option.saved for value in profile.entries[number].makes)
         held = {*option.held, *(profile.roots[value] for value in made)}
         copied = {root for entry in profile.entries for root in entry.writes}
-    used = dict(enumerate(profile.until))  # the last entry during which a storage is there in any case
-    for entry in profile.entries:
-        used |= {root: max(used.get(root, -1), entry.number) for root in profile.used_by(entry)}
+    used = {root: entry.number for entry in profile.entries for root in profile.used_by(entry)}  # at last
     more = [0] * (len(profile.entries) + 1)
     for root in held - profile.routed:
         more[profile.maker.get(root, 0) if root in copied else used[root] + 1] += profile.bytes[root]
@@ -351,10 +348,9 @@ def _replay_bytes(profile: RegionProfile, option: Option, inputs: int) -> int:
     held, needed = option.held, profile.needed
     # Until the replay begins, everything that it starts from is there, also what backward has read already.
     first_read: dict[int, int] = {}
-    for need in profile.needs:
-        root = profile.roots[need.value]
-        if need.value in profile.maker:
-            first_read[root] = max(need.time, first_read.get(root, 0))
+    for value, time in profile.needs:
+        if value in profile.maker:
+            first_read[profile.roots[value]] = max(time, first_read.get(profile.roots[value], 0))
     begins, starts = profile.late_replay(option.saved)
     waits = {root for root in starts if first_read.get(root, -1) > begins}
     # While entries run again, results count until the last entry that reads them; what autograd saves, until the end.

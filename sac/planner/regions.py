@@ -29,7 +29,7 @@ from sac.outer_hooks import PackHooks
 from sac.planner.agreeing import largest
 from sac.planner.cost import attention_flops, entry_of_call, moved_bytes
 from sac.planner.observing import Observation
-from sac.planner.profile import Entry, Need, RegionProfile
+from sac.planner.profile import Entry, RegionProfile
 from sac.planner.rules import PlannedRegion, stack_pattern
 from sac.policy.model import Decision, Policy
 from sac.tensors import storage_bytes
@@ -63,9 +63,6 @@ class _ProfileTrace(OpTraceRecorder):
         super().__init__()
         self._tape, self._after_op = tape, after_op
         self.entries: dict[int, Entry] = {}  # with what is known while an op runs
-        self.until: dict[int, int] = {}  # root -> the last entry after which it was alive
-        self._alive: list[int] = []  # values
-        self._seen = 0
 
     def add(self, site: CallSite, rule: Any, decision: Decision, args: Any, kwargs: Any, out: Any) -> None:
         """Append the op that just ran, which is the last entry of the tape unless the tape skips it."""
@@ -77,11 +74,6 @@ class _ProfileTrace(OpTraceRecorder):
         savable = site.savable and (site.savable_if is None or site.savable_if(args, kwargs, out))
         self.entries[entry] = replace(call, module=site.path, call=self.rows[-1].call, savable=savable)
         self._after_op(entry)
-        self._alive += range(self._seen, len(self._tape.refs))
-        self._seen = len(self._tape.refs)
-        tensors = ((value, self._tape.refs[value]()) for value in self._alive)
-        self._alive = [value for value, tensor in tensors if tensor is not None and storage_bytes(tensor)]
-        self.until.update((self._tape.roots[value], entry) for value in self._alive)
 
     def add_unit(self, site: Any, rule: Any, decision: Decision, arguments: Any, returned: Any, first: int) -> None:
         """Append a unit, the last entry of the tape; it runs the ops inside again."""
@@ -121,7 +113,7 @@ class _ProfilingFrame(TapedFrame):
 
     def _schedule_replay(self) -> None:
         handles = [handle for reference in self._handles if (handle := reference()) is not None]
-        needs = dict.fromkeys(Need(*handle.position) for handle in handles if handle.state != EXTERNAL)
+        needs = dict.fromkeys(handle.position for handle in handles if handle.state != EXTERNAL)
         block = self._region.block
         profile = RegionProfile(
             paths=(block.path,),
@@ -132,7 +124,6 @@ class _ProfilingFrame(TapedFrame):
             needs=tuple(needs),
             stack=block.stack,
             stack_size=block.stack_size,
-            until=tuple(self._ops.until.get(value, -1) for value in range(len(self.tape.roots))),
         )
         super()._schedule_replay()
         self._region.made = profile if self._replays else None
@@ -176,7 +167,7 @@ class FullRegion(Region):
             try:
                 self.profile = largest((known, made))
             except PlanError:  # their ops differ
-                self.profile = replace(max(known, made, key=lambda one: sum(one.bytes)), until=())
+                self.profile = replace(max(known, made, key=lambda one: sum(one.bytes)), varies=True)
         return output
 
     def frame(self, function: Any, owners: Any, settings: Settings, outer: PackHooks | None) -> Frame:
@@ -201,7 +192,7 @@ def merged(profiles: Sequence[RegionProfile], block_bytes: int) -> tuple[RegionP
             paths=tuple(path for one in alike for path in one.paths),
             layers=tuple(layer for one in alike for layer in one.layers),
             bytes=tuple(-(-size // block_bytes) * block_bytes for size in alike[0].bytes),
-            until=tuple(map(min, zip(*(one.until for one in alike), strict=False))),  # none if one has none
+            varies=any(one.varies for one in alike),
         )
         for alike in kinds.values()
     )

@@ -13,8 +13,8 @@ import sac
 from sac.config_keys import LEGAL_BUDGET
 from sac.errors import ModelError, PlanError
 from sac.memory_timeline import measure_memory
+from sac.planner.fakes import fake_ranks, fsdp_over
 from sac.planner.planning import best_size, make_plan
-from sac.planner.sharding import fake_ranks, fsdp_over
 from sac.policy.load import load_policy
 from sac.policy.model import Policy
 from tests.support.model_zoo import tiny
