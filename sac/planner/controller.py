@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,12 +21,11 @@ from sac.errors import ConfigError, ModelError, PlanError, Problem, warn
 from sac.planner.agreeing import Grounds, agreed, meshes_of
 from sac.planner.cost import Device, device_named, figures_of
 from sac.planner.observing import FAILED, WAITS, WHOLE, CpuMeter, Meter, Observation, Shapes, StepRecord, meter_of
-from sac.planner.predict import Choice, Prediction
+from sac.planner.predict import Choice, Plan, Prediction
 from sac.planner.regions import FULL, PLANNED, BudgetRegions, merged
-from sac.planner.rules import PlannedRegion, policy_of
-from sac.policy.model import Policy
+from sac.planner.rules import PlannedRegion
 from sac.reporting import note_memory
-from sac.tables import bytes_text, seconds_text
+from sac.tables import bytes_text
 from sac.tensors import tensor_parts
 from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 
@@ -63,33 +61,6 @@ _MOST_PLANS = 8  # of one training
 _WORTH_CHANGING = 1e-6  # of the recomputed time: more than rounding
 
 
-@dataclass(frozen=True, slots=True)
-class BudgetPlan:
-    """The plan of a budget: what the regions do, and its figures in bytes and seconds."""
-
-    policy: Policy
-    allowed: int
-    peak: int
-    least: int
-    most: int
-    seconds: float
-    forward_seconds: float
-    in_flight: int = 1
-    next_faster: tuple[int, str] | None = None  # the least peak with a faster option in one region, and the region
-
-    def __str__(self) -> str:
-        again = self.seconds / self.forward_seconds if self.forward_seconds else 0.0
-        size, path = self.next_faster or (0, "")
-        return (
-            f"planned for a budget of {bytes_text(self.allowed)}: predicted peak {bytes_text(self.peak)} (least "
-            f"{bytes_text(self.least)}, without checkpointing {bytes_text(self.most)}), "
-            f"{seconds_text(self.seconds)} of recomputing and recording, {again:.0%} of the blocks' forward"
-            + (f", {self.in_flight} forwards in flight" if self.in_flight > 1 else "")
-            + (": no checkpointing is needed" if self.most <= self.allowed else "")
-            + (f"; a faster option of {path} would take {bytes_text(size)}" if path else "")
-        )
-
-
 class Controller(BudgetRegions):
     """See Note [A budget]."""
 
@@ -97,7 +68,7 @@ class Controller(BudgetRegions):
         super().__init__(model, config)
         assert config.budget is not None
         self.budget: StepBudget = config.budget
-        self.fitted: BudgetPlan | None = None
+        self.fitted: Plan | None = None
         self.told = ""
         self.shapes: tuple[Shapes, ...] = ()  # of the inputs that the plan was made for
         self.new: tuple[PlannedRegion, ...] = ()  # a plan that begins with the next pass
@@ -346,22 +317,11 @@ class Controller(BudgetRegions):
 
     def _put(self, prediction: Prediction, choice: Choice, allowed: int, *, took: str = "") -> None:
         """Use a choice from the next begin of a pass on. ``took``: what a step with the last one has taken."""
-        planned = prediction.regions(choice)
-        self.fitted = BudgetPlan(
-            policy_of(planned, "planned"),
-            allowed,
-            prediction.peak_of(choice),
-            prediction.least(),
-            prediction.peak_of(prediction.fastest),
-            prediction.time_of(choice),
-            prediction.forward_s,
-            prediction.in_flight,
-            prediction.next_faster(choice),
-        )
+        self.fitted = prediction.plan(choice, allowed)
         if choice == self._choice:
             self._tell(f"{self.fitted}; {took}")
             return
-        self._choice, self.new = choice, planned
+        self._choice, self.new = choice, prediction.regions(choice)
         self._tell(str(self.fitted))
         _say(f"sac: {took}{', so a faster choice fits: ' if took else ''}{self.fitted}")
 
@@ -370,7 +330,7 @@ class Controller(BudgetRegions):
         prediction, fitted = self._prediction, self.fitted
         assert prediction is not None
         assert fitted is not None
-        allowed, over = fitted.allowed, record.peak - fitted.allowed
+        allowed, over = fitted.budget, record.peak - fitted.budget
         text = f"a step with the plan took {bytes_text(record.peak)}"
         self._tell(f"{fitted}; {text}")
         if over > 0:

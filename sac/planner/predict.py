@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from typing import Any
+
+import torch
 
 from sac.errors import PlanError, Problem
 from sac.planner.cost import FREE, Device, op_class, seconds
+from sac.planner.explain import Explanation
 from sac.planner.observing import BACKWARD, BETWEEN, FORWARD, StepRecord
 from sac.planner.profile import Option, RegionProfile
-from sac.planner.rules import PlannedRegion
-from sac.tables import bytes_text
+from sac.planner.rules import PlannedRegion, policy_of
+from sac.policy.model import Policy, dump_policy
+from sac.tables import Table, bytes_text, flops_text, seconds_text
 
 # Note [From an observed step to every other]
 #
@@ -55,6 +61,115 @@ _RECORD_S = 3.5e-6  # per op of a forward; measured with torch 2.13.0+cpu on a c
 _CALL_S = 150e-6  # per call of a region
 
 Choice = tuple[int, ...]  # the number of the option of each region
+
+
+# -- A plan and its figures
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to checkpoint the model: its peak in bytes, and what it recomputes in FLOPs and seconds.
+
+    ``sac.plan`` runs a step with the plan; the other peaks are predicted, as an upper bound.
+    """
+
+    label: str
+    peak: int
+    flops: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A plan, its figures in bytes and seconds, and those of the usual ways. ``rows``: the plan first.
+
+    ``next_faster``: the least peak with a faster option in one region, and the path of that region. ``step_s``: the
+    predicted seconds of a step with its optimizer, if ops outside of blocks were seen.
+    """
+
+    policy: Policy
+    rows: tuple[Row, ...]
+    device: Device
+    budget: int
+    least: int
+    most: int
+    static: int
+    extra: int
+    forward_s: float
+    in_flight: int
+    next_faster: tuple[int, str] | None
+    step_s: float = 0.0
+    notes: tuple[str, ...] = ()
+    explanation: Explanation | None = None
+
+    @property
+    def peak(self) -> int:
+        """The peak of the plan."""
+        return self.rows[0].peak
+
+    def __str__(self) -> str:
+        again = self.rows[0].seconds / self.forward_s if self.forward_s else 0.0
+        size, path = self.next_faster or (0, "")
+        return (
+            f"planned for a budget of {bytes_text(self.budget)}: predicted peak {bytes_text(self.peak)} (least "
+            f"{bytes_text(self.least)}, without checkpointing {bytes_text(self.most)}), "
+            f"{seconds_text(self.rows[0].seconds)} of recomputing and recording, {again:.0%} of the blocks' forward"
+            + (f", {self.in_flight} forwards in flight" if self.in_flight > 1 else "")
+            + (": no checkpointing is needed" if self.most <= self.budget else "")
+            + (f"; a faster option of {path} would take {bytes_text(size)}" if path else "")
+        )
+
+    def heading(self) -> tuple[str, ...]:
+        """Return the lines above the table: device, budget and peaks."""
+        return (
+            f"for {self.device.name} ({self.device.title}), torch {torch.__version__}",
+            f"budget {bytes_text(self.budget)}; least peak {bytes_text(self.least)}, without checkpointing "
+            f"{bytes_text(self.most)}; of it {bytes_text(self.static)} parameters, buffers and inputs"
+            + (f", {bytes_text(self.extra)} state of the optimizer" if self.extra else ""),
+        )
+
+    def table(self) -> Table:
+        """Return a row for the plan and for each of the usual ways."""
+        columns = ("", "peak", "recomputed", "time", "of forward", "fits", "")
+        return Table(columns, tuple(map(self._cells, self.rows)), right=columns[1:5])
+
+    def _cells(self, row: Row) -> tuple[str, ...]:
+        share = f"{row.seconds / self.forward_s:.1%}" if self.forward_s else "–"
+        fits = "yes" if row.peak <= self.budget else "no"
+        how = "checked" if row is self.rows[0] else "predicted"
+        return row.label, bytes_text(row.peak), flops_text(row.flops), seconds_text(row.seconds), share, fits, how
+
+    def text(self, about: Mapping[str, str] | None = None) -> str:
+        """Return the policy as YAML with the figures in comments. ``about``: further lines of the header by title."""
+        row = self.rows[0]
+        head = [
+            f"Planned by sac with torch {torch.__version__}.",
+            *(f"{name}: {value}" for name, value in (about or {}).items()),
+            f"device: {self.device.name} ({self.device.title})",
+            f"budget: {self.budget} bytes ({bytes_text(self.budget)})",
+            f"peak: {row.peak} bytes ({bytes_text(row.peak)}), checked",
+            f"recomputed: {flops_text(row.flops)} in {seconds_text(row.seconds)} per step (predicted)",
+            *(f"note: {note}" for note in self.notes),
+        ]
+        shown = ("".join(letter if letter.isprintable() else " " for letter in line) for line in head)
+        lines = [f"# {part}" for line in shown for part in textwrap.wrap(line, 98, subsequent_indent="  ")]
+        return "\n".join([*lines, dump_policy(self.policy)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures as plain values."""
+        names = ("budget", "least", "most", "static", "extra")
+        found: dict[str, Any] = {f"{name}_bytes": getattr(self, name) for name in names}
+        rows = [
+            {"label": one.label, "peak_bytes": one.peak, "fits": one.peak <= self.budget, "recompute_flops": one.flops,
+             "recompute_s": one.seconds, "checked": one is self.rows[0]}
+            for one in self.rows
+        ]  # fmt: skip
+        found |= {"device": self.device.name, "torch": torch.__version__, "forward_s": self.forward_s}
+        explained = None if self.explanation is None else self.explanation.to_dict()
+        return found | {"step_s": self.step_s, "rows": rows, "notes": [*self.notes], "explained": explained}
+
+
+# -- The peaks of all choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +216,7 @@ class Prediction:
         extra: int = 0,
         by_hand: Callable[[RegionProfile], frozenset[int]] | None = None,
     ) -> None:
-        self.profiles, self.record, self.extra = tuple(profiles), record, extra
+        self.profiles, self.record, self.device, self.extra = tuple(profiles), record, device, extra
         self.paths = tuple(dict.fromkeys(record.paths))
         self._numbers = {path: number for number, path in enumerate(self.paths)}
         of_path = {path: kind for kind, profile in enumerate(profiles) for path in profile.paths}
@@ -219,6 +334,28 @@ class Prediction:
         """Return what each region is to do for a choice."""
         rows = zip(self.paths, self.kinds, choice, strict=True)
         return tuple(PlannedRegion(path, self.profiles[kind], self.options[kind][one]) for path, kind, one in rows)
+
+    def plan(self, choice: Choice, budget: int, peak: int | None = None) -> Plan:
+        """Return a choice as a plan. ``peak``: that of a step that was run with it."""
+        rows = []
+        usual = {"none": self.fastest, "full": self.full, "selective": self.shipped}
+        for label, one in {"plan": choice, **usual}.items():
+            flops = sum(region.option.flops for region in self.regions(one))
+            shown = peak if label == "plan" and peak is not None else self.peak_of(one)
+            rows.append(Row(label, shown, flops, self.time_of(one)))
+        return Plan(
+            policy_of(self.regions(choice), "planned"),
+            tuple(rows),
+            self.device,
+            budget,
+            self.least(),
+            self.peak_of(self.fastest),
+            self.record.static,
+            self.extra,
+            self.forward_s,
+            self.in_flight,
+            self.next_faster(choice),
+        )
 
     # -- The search
 

@@ -88,7 +88,7 @@ class RegionProfile:
     ``needs``: the values that backward reads, each as it is before the entry of a number.
 
     ``paths`` are the regions that it is true of, in forward order, and ``layers`` their positions in ``stack``.
-    ``varies``: calls ran different ops.
+    ``varies``: calls ran different ops, or ops that are not known.
     ``reason``: why the region cannot be planned op by op; it has no entries then.
     """
 

@@ -162,7 +162,7 @@ class FullRegion(Region):
         output = super().run(*args, **kwargs)
         if self.after_op is not None:
             reason = self.group.not_replayable or "it does not run under the replay engine"
-            made = self.made or RegionProfile((self.path,), (self.block.layer,), reason=reason)
+            made = self.made or RegionProfile((self.path,), (self.block.layer,), reason=reason, varies=True)
             known = made if self.profile is None else self.profile
             try:
                 self.profile = largest((known, made))

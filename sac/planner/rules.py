@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import chain, combinations
+from itertools import combinations
 from typing import Any
 
 from sac.ops.names import resolve_ops
@@ -85,10 +85,10 @@ def policy_of(regions: Sequence[PlannedRegion], name: str) -> Policy:
     for region in regions:
         if not region.profile.reason:
             stacks.setdefault(stack_pattern(region.profile), []).append(region)
-    if len(stacks) == 1:
-        return Policy(name, tuple(rules_of(*stacks.values(), (), "")))
-    rules = (rules_of(stacks[one], (one,), f"{number}-") for number, one in enumerate(stacks, 1))
-    return Policy(name, tuple(chain.from_iterable(rules)))
+    rules: list[Rule] = []
+    for number, (pattern, layers) in enumerate(stacks.items(), 1):
+        rules += rules_of(layers, (pattern,), f"{number}-") if len(stacks) > 1 else rules_of(layers, (), "")
+    return Policy(name, tuple(rules))
 
 
 def stack_pattern(profile: RegionProfile) -> PathPattern:
@@ -137,8 +137,7 @@ def rules_of(layers: Sequence[PlannedRegion], blocks: tuple[PathPattern, ...], p
             layers=_layers(product.layers, size),
             module=None if product.modules == _all(sites, "module") else PathPattern.any_of(sorted(product.modules)),
             call=None if product.calls == _all(sites, "call") else Layers("index", tuple(sorted(product.calls))),
-            **{kind or "ops": tuple(names)},
-            **limits,
+            **limits | {kind or "ops": tuple(names)},
         )
         found.append(rule)
     return found

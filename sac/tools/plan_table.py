@@ -13,7 +13,8 @@ from sac.config_keys import StepBudget
 from sac.errors import PlanError, Problem
 from sac.planner.cost import figures_of
 from sac.planner.fakes import Build, Inputs, build_on_meta
-from sac.planner.planning import Plan, best_size, budget_of, make_plan, optimizer_bytes
+from sac.planner.planning import best_size, budget_of, make_plan, optimizer_bytes
+from sac.planner.predict import Plan
 from sac.tables import Table, bytes_text, screen_width, seconds_text, wrapped_text
 from sac.tensors import describe
 from sac.tools.comparison import loss_of
