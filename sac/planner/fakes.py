@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -108,28 +107,19 @@ def fake_inputs(inputs: Inputs, mode: FakeTensorMode) -> Inputs:
 
 @contextmanager
 def without_data(model: nn.Module) -> Iterator[None]:
-    """Run a part of a step; raises ``PlanError`` that names the op if one needs data that fake tensors do not have."""
+    """Run a step; raises ``PlanError`` if it does not run, naming the op that needs data if there is one."""
     try:
         yield
-    except _NEEDS_DATA as error:
-        op = getattr(error, "func", None) or (error.args[0] if error.args else "an op")
-        found = f"{op} needs the data of a tensor, but a plan is made on tensors without data"
-        fix = "give sac.apply a `budget`: then the first step of the training is observed"
-        raise PlanError(Problem(type(model).__name__, found, fix=fix)) from error
-
-
-def call(model: nn.Module, inputs: Inputs) -> Any:
-    """Call the model; raises ``PlanError`` if it does not run."""
-    try:
-        with without_data(model):
-            return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
     except SacError:
         raise
     except Exception as error:
-        frames = [one for one in traceback.extract_tb(error.__traceback__)[1:] if "/torch/" not in one.filename]
-        where = "".join(f", in {one.name} at {one.filename}:{one.lineno}" for one in frames[-1:])
-        found = f"its forward does not run on tensors without data{where}: {type(error).__name__}: {error}"
-        fix = "see that it runs with these inputs without sac; if so, its kernels need data: give sac.apply a `budget`"
+        if isinstance(error, _NEEDS_DATA):
+            op = getattr(error, "func", None) or (error.args[0] if error.args else "an op")
+            found = f"{op} needs the data of a tensor, but a plan is made on tensors without data"
+            fix = "give sac.apply a `budget`: then the first step of the training is observed"
+        else:
+            found = f"a step of it does not run on tensors without data: {type(error).__name__}: {error}"
+            fix = "see that it runs with these inputs without sac; if so, kernels need data: give sac.apply a `budget`"
         raise PlanError(Problem(type(model).__name__, found, fix=fix)) from error
 
 
@@ -140,10 +130,9 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
 def fake_ranks(count: int) -> Iterator[None]:
     """Act as rank 0 of ``count`` ranks with collectives that send nothing.
 
-    Memory and ops are those of a real rank; data is not. Raises ``PlanError`` if a process group already exists.
+    Memory and ops are those of a real rank; data is not. Raises ``PlanError`` if a process group exists that sends.
     """
-    if dist.is_initialized():
-        raise _needs_silence()
+    refuse_senders()
     dist.init_process_group("fake", store=silent_store(), rank=0, world_size=count)
     try:
         yield
@@ -151,15 +140,11 @@ def fake_ranks(count: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _needs_silence() -> PlanError:
-    found = "a process group is already initialized, but a plan for other ranks needs one that sends nothing"
-    return PlanError(Problem("ranks", found, fix="plan in a process of its own"))
-
-
 def refuse_senders() -> None:
     """Raise ``PlanError`` if the process group sends data: ranks of a training would wait for each other's plans."""
     if dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake":
-        raise _needs_silence()
+        found = "a process group is already initialized, but a plan for other ranks needs one that sends nothing"
+        raise PlanError(Problem("ranks", found, fix="plan in a process of its own"))
 
 
 def fsdp_over(count: int) -> Callable[[nn.Module], None]:

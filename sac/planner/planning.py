@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -21,27 +23,15 @@ from sac.config import Config, family_policy
 from sac.config_keys import STATES, StepBudget, read_budget
 from sac.engine.settings import NEVER
 from sac.errors import ModelError, PlanError, Problem, SacWarning, listing, nearest
+from sac.planner import fakes
 from sac.planner.cost import MEMORY, PRIORS, Device, figures_of
 from sac.planner.explain import Explanation, Origins
-from sac.planner.fakes import (
-    Inputs,
-    QuickChunks,
-    arguments_of,
-    call,
-    fake_copy,
-    fake_inputs,
-    fake_mode,
-    fake_ranks,
-    fsdp_over,
-    refuse_senders,
-    without_data,
-)
 from sac.planner.gpu_ops import lowered_to
 from sac.planner.ledger import Ledger
-from sac.planner.observing import BETWEEN, Meter, Observation, StepRecord
+from sac.planner.observing import Meter, Observation, StepRecord
 from sac.planner.predict import Choice, Plan, Prediction, TooSmallError
-from sac.planner.regions import BudgetRegions, merged
-from sac.planner.rules import policy_of, saved_by
+from sac.planner.regions import PROFILED, BudgetRegions, merged
+from sac.planner.rules import saved_by
 from sac.policy.model import Policy
 from sac.policy.syntax import all_problems, node_of
 from sac.tables import LEGAL_BYTES, bytes_text
@@ -63,9 +53,8 @@ def scalar_loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
     what = f"a {type(loss).__name__}"
     if isinstance(loss, Tensor):
         what = "a scalar that needs no gradient" if loss.numel() == 1 else f"a tensor of shape {[*loss.shape]}"
-    found = "the model returns" if loss_fn is None else "loss_fn returns"
-    fix = "pass loss_fn=, which takes what the model returns" if loss_fn is None else ""
-    raise PlanError(Problem("loss", f"{found} {what}", "a scalar tensor that needs a gradient", fix=fix))
+    fix = "pass loss_fn=, which takes what the model returns, and returns the loss"
+    raise PlanError(Problem("loss", f"it is {what}", "a scalar tensor that needs a gradient", fix=fix))
 
 
 def optimizer_bytes(optimizer: Any, parameters: Iterable[nn.Parameter]) -> int:
@@ -98,7 +87,7 @@ class Rehearsal(BudgetRegions):
     def __init__(
         self,
         model: nn.Module,
-        inputs: Inputs,
+        inputs: fakes.Inputs,
         device: Device,
         *,
         loss_fn: Callable[[Any], Tensor] | None = None,
@@ -107,44 +96,34 @@ class Rehearsal(BudgetRegions):
     ) -> None:
         if loss_fn is not None and not callable(loss_fn):
             raise PlanError(Problem("loss_fn", f"a {type(loss_fn).__name__} cannot be called", "a function"))
-        mode = fake_mode()
-        super().__init__(fake_copy(model, mode), Config(mode="selective", verify=NEVER))
-        self.inputs = fake_inputs(inputs, mode)
+        mode = fakes.fake_mode()
+        super().__init__(fakes.fake_copy(model, mode), Config(mode="selective", verify=NEVER))
+        self.inputs = fakes.fake_inputs(inputs, mode)
         self.device, self._loss_fn = device, loss_fn
         if parallelize is not None:
-            refuse_senders()
-            with QuickChunks():
+            fakes.refuse_senders()
+            with fakes.QuickChunks():
                 parallelize(self.model)
-        self._gathers = mode if parallelize is not None else None
+        self.gathers = mode if parallelize is not None else None
         self.extra = optimizer_bytes(optimizer, self.model.parameters())
         turn_off_cache(self.model)
-        policy = family_policy(self.model, (block.module for block in find_blocks(self.model)))
+        by_hand = partial(saved_by, family_policy(self.model, (block.module for block in find_blocks(self.model))))
         self.put_on()
-        self.profile()
-        record = self._step(ledger := Ledger(device, self._gathers))
-        profiles = self.profiles()
-        if not profiles or not any(phase.position or phase.part != BETWEEN for phase in record.phases):
-            found = "no block of this model is called with gradients: there is nothing to plan"
-            raise ModelError(Problem(type(model).__name__, found))
-        self.prediction = Prediction(
-            merged(profiles, ledger.block_bytes),
-            record,
-            device,
-            extra=self.extra,
-            by_hand=lambda profile: saved_by(policy, profile),
-        )
+        self.use(PROFILED)
+        record = self._step(ledger := Ledger(device, self.gathers))
+        profiles = merged(self.profiles(), ledger.block_bytes)
+        self.prediction = Prediction(profiles, record, device, extra=self.extra, by_hand=by_hand)
         again_s = sum(self.prediction.options[kind][0].ops_s for kind in self.prediction.kinds)
         self.step_s = ledger.seconds - again_s  # without what is recomputed
 
     def run(self, choice: Choice, ledger: Ledger | None = None) -> StepRecord:
         """Run a step with a choice."""
-        planned = self.prediction.regions(choice)
-        self.plan(planned, policy_of(planned, "planned"))
-        return self._step(ledger or Ledger(self.device, self._gathers))
+        self.plan(self.prediction.regions(choice))
+        return self._step(ledger or Ledger(self.device, self.gathers))
 
     def _step(self, ledger: Ledger) -> StepRecord:
-        model = self.model
-        leaves = [leaf for leaf in tree_leaves(self.inputs) if isinstance(leaf, Tensor)]
+        model, inputs = self.model, self.inputs
+        leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         state, collects = torch.get_rng_state(), gc.isenabled()
         gc.disable()  # it would repeatedly scan the many objects of a step's graph
         with ledger:
@@ -152,9 +131,9 @@ class Rehearsal(BudgetRegions):
                 ledger.note([*model.parameters(), *model.buffers(), *leaves])
                 meter = Meter(ledger.read, next(model.parameters()).device, ledger.block_bytes)
                 self.observation = Observation(meter, ledger.live, lambda: 0, ())  # it begins as all steps do
-                with torch.enable_grad():
-                    loss = scalar_loss(call(model, self.inputs), self._loss_fn)
-                with without_data(model):
+                with torch.enable_grad(), fakes.without_data(model):
+                    out_of = partial(model, **inputs) if isinstance(inputs, Mapping) else partial(model, *inputs)
+                    loss = scalar_loss(out_of(), self._loss_fn)
                     loss.backward()
                 record = self.observation.end()
                 del loss
@@ -163,9 +142,8 @@ class Rehearsal(BudgetRegions):
                 torch.set_rng_state(state)
                 if collects:
                     gc.enable()
-                for leaf in leaves:
-                    leaf.grad = None
-                model.zero_grad(set_to_none=True)
+                for one in (*leaves, *model.parameters()):
+                    one.grad = None
         if record is None:
             found = "no backward runs through its blocks: there is nothing to plan"
             raise ModelError(Problem(type(model).__name__, found))
@@ -198,7 +176,7 @@ class Rehearsal(BudgetRegions):
 
     def explain(self, choice: Choice, peak: int) -> Explanation:
         """Return what is alive at the peak of a choice."""
-        ledger = Origins(self.device, self._gathers, self.model, self.inputs, peak - self.extra, self.place)
+        ledger = Origins(self, peak - self.extra)
         self.run(choice, ledger)
         return ledger.explanation(self.prediction.regions(choice), self.extra)
 
@@ -233,17 +211,17 @@ def make_plan(
         raise ModelError(Problem("model", f"a {type(model).__name__} is not a torch.nn.Module"))
     refuse_second(model)
     refuse_existing_checkpointing(model)
-    arguments = arguments_of(inputs, PlanError)
+    arguments = fakes.arguments_of(inputs, PlanError)
     figures = figures_of(next((one.device for one in model.parameters()), "cpu") if device is None else device)
     wanted = budget_of(budget, figures)
     is_there = "cuda" in {parameter.device.type for parameter in model.parameters()}
-    shards = parallelize if fsdp is None else fsdp_over(fsdp)
+    shards = parallelize if fsdp is None else fakes.fsdp_over(fsdp)
     with ExitStack() as scopes:
         scopes.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", SacWarning)  # about the policies that are tried, not about the user's
         scopes.enter_context(torch.random.fork_rng(devices=()))
         scopes.enter_context(lowered_to("cpu" if is_there else figures.name))
-        scopes.enter_context(fake_ranks(fsdp) if fsdp is not None else nullcontext())
+        scopes.enter_context(fakes.fake_ranks(fsdp) if fsdp is not None else nullcontext())
         steps = Rehearsal(model, arguments, figures, loss_fn=loss_fn, optimizer=optimizer, parallelize=shards)
         scopes.callback(remove, steps.model)  # so that the copy can be freed
         return _planned(steps, wanted, explains=explains)
@@ -257,8 +235,7 @@ def _planned(steps: Rehearsal, budget: StepBudget, *, explains: bool) -> Plan:
     notes = [f"{path} is recomputed in full: {reason}" for path, reason in unplanned]
     if chosen == prediction.fastest:
         notes.append("no checkpointing is needed")
-    trained = (part for one in steps.model.parameters() if one.requires_grad for part in tensor_parts(one))
-    moved = 3 * sum(part.numel() * part.element_size() for part in trained) + 2 * steps.extra
+    moved = 3 * optimizer_bytes("momentum", steps.model.parameters()) + 2 * steps.extra  # by the optimizer
     return replace(
         prediction.plan(chosen, allowed, peak),
         step_s=steps.step_s + prediction.time_of(chosen) + moved / (device.bytes_per_s * PRIORS[MEMORY]),
@@ -269,7 +246,7 @@ def _planned(steps: Rehearsal, budget: StepBudget, *, explains: bool) -> Plan:
 
 def plan(
     model: nn.Module,
-    inputs: Inputs,
+    inputs: fakes.Inputs,
     budget: Any,
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
@@ -322,13 +299,9 @@ def best_size(
             tried[size] = None, error.least
         return tried[size][0] is not None
 
-    low, high = 0, 0
-    for size in sizes:
-        if size in (sizes[0], sizes[-1]) or not size & (size - 1):
-            if not fits(size):
-                high = size
-                break
-            low = size
+    coarse = [size for size in sizes if size in (sizes[0], sizes[-1]) or not size & (size - 1)]
+    fitting = [*takewhile(fits, coarse)]
+    low, high = max(fitting, default=0), max(tried)
     for _ in range(2):
         middle = (low + high) // 2
         if 0 < low < middle < high:

@@ -15,7 +15,7 @@ import torch
 from sac.errors import PlanError, Problem
 from sac.planner.cost import FREE, Device, op_class, seconds
 from sac.planner.explain import Explanation
-from sac.planner.observing import BACKWARD, BETWEEN, FORWARD, StepRecord
+from sac.planner.observing import BACKWARD, BETWEEN, FORWARD, StepPhase, StepRecord
 from sac.planner.profile import Option, RegionProfile
 from sac.planner.rules import PlannedRegion, policy_of
 from sac.policy.model import Policy, dump_policy
@@ -185,16 +185,15 @@ class _Place:
     part: str
 
 
-def _places(record: StepRecord, numbers: Mapping[str, int]) -> Iterator[_Place]:
-    """Yield the place of each phase of a step; ``numbers``: that of each region."""
-    regions = [numbers[path] for path in record.paths]
+def _placed(record: StepRecord, numbers: Mapping[str, int]) -> Iterator[tuple[_Place, StepPhase]]:
+    """Yield the phases of a step with their places; ``numbers``: that of each region."""
     with_backward = {phase.position for phase in record.phases if phase.part == BACKWARD}
     alive = [0] * len(numbers)
     for phase in record.phases:
-        own = None if phase.part == BETWEEN else regions[phase.position]
-        if own is not None and phase.part == BACKWARD and phase.position not in record.retained:
+        own = None if phase.part == BETWEEN else numbers[record.paths[phase.position]]
+        if own is not None and phase.part == BACKWARD and not record.is_retained:
             alive[own] -= 1
-        yield _Place(tuple(alive), own, phase.part)
+        yield _Place(tuple(alive), own, phase.part), phase
         if own is not None and phase.part == FORWARD and phase.position in with_backward:
             alive[own] += 1
 
@@ -231,7 +230,7 @@ class Prediction:
         self.seconds = [tuple(option.seconds for option in self.options[kind]) for kind in self.kinds]
         self._bases: dict[_Place, int] = {}
         left = dict.fromkeys(self.kinds, 0)  # by a forward under full recomputation
-        for place, phase in zip(_places(record, self._numbers), record.phases, strict=True):
+        for place, phase in _placed(record, self._numbers):
             self._bases[place] = max(self._bases.get(place, 0), phase.peak + extra)
             if place.own is not None and phase.part == FORWARD:
                 kind = self.kinds[place.own]
@@ -247,7 +246,7 @@ class Prediction:
             self._own[FORWARD, kind] = [0] * (len(others) + 1)
             self._own[BACKWARD, kind] = [0, *(_replay_bytes(profile, option, inputs) for option in others)]
             forwards[kind] = [_forward_bytes(profile, option) for option in self.options[kind]]
-        for place, phase in zip(_places(record, self._numbers), record.phases, strict=True):
+        for place, phase in _placed(record, self._numbers):
             if place.own is not None and phase.part == FORWARD:
                 kind, above = self.kinds[place.own], phase.before + extra - self._bases[place]
                 # Not observed op by op, or calls differ: all that an option adds may be there at the peak.
@@ -265,7 +264,7 @@ class Prediction:
         full = {phase.position: phase.after - phase.before for phase in self.record.phases if phase.part == FORWARD}
         above = self.extra + max(0, self.record.static - record.static)  # this step may have begun with fewer bytes
         peaks: dict[_Place, int] = {}
-        for place, phase in zip(_places(record, self._numbers), record.phases, strict=True):
+        for place, phase in _placed(record, self._numbers):
             if place in self._bases:
                 peaks[place] = max(peaks.get(place, 0), phase.peak + above)
             if place.own is not None and phase.part == FORWARD:
@@ -344,7 +343,7 @@ class Prediction:
             shown = peak if label == "plan" and peak is not None else self.peak_of(one)
             rows.append(Row(label, shown, flops, self.time_of(one)))
         return Plan(
-            policy_of(self.regions(choice), "planned"),
+            policy_of(self.regions(choice)),
             tuple(rows),
             self.device,
             budget,
@@ -372,31 +371,27 @@ class Prediction:
         """Return a choice no slower than ``choice``, none of whose regions can get a faster option that fits."""
         chosen, live = [*choice], self.live(choice)
 
-        def take(at: int, option: int) -> bool:
+        def take(at: int, option: int) -> None:
             nonlocal live
             old, kind = chosen[at], self.kinds[at]
             if self.seconds[at][option] >= self.seconds[at][old]:
-                return False
+                return
             held = self._held[kind][option] - self._held[kind][old]
             own = {part: self._own[part, kind][option] - self._own[part, kind][old] for part in (FORWARD, BACKWARD)}
             after = [
                 size + place.alive[at] * held + (own[place.part] if place.own == at else 0)
                 for size, place in zip(live, self._bases, strict=True)
             ]
-            if max(after) > allowed:
-                return False
-            chosen[at], live = option, after
-            return True
+            if max(after) <= allowed:
+                chosen[at], live = option, after
 
         raises = [
             (rate, at, option)
             for at, kind in enumerate(self.kinds if choice == self.full else ())
             for rate, option in _hull(self._held[kind], self.seconds[at])
         ]
-        blocked: set[int] = set()  # regions whose next raise has not fitted
         for _, at, option in sorted(raises, key=lambda one: (-one[0], -one[1])):
-            if at not in blocked and not take(at, option):
-                blocked.add(at)
+            take(at, option)
         fast = [sorted(range(len(times)), key=times.__getitem__) for times in self.seconds]
         while True:
             before = [*chosen]
@@ -408,13 +403,13 @@ class Prediction:
 
     def next_faster(self, choice: Choice) -> tuple[int, str] | None:
         """Return the least peak of a choice in which one more region gets a faster option, and the region's path."""
-        peaks = []
-        for at in {
-            (kind, option): at for at, (kind, option) in enumerate(zip(self.kinds, choice, strict=True))
-        }.values():
-            times = self.seconds[at]
-            for option in (option for option, time in enumerate(times) if time < times[choice[at]]):
-                peaks.append((self.peak_of((*choice[:at], option, *choice[at + 1 :])), self.paths[at]))
+        alike = {(kind, option): at for at, (kind, option) in enumerate(zip(self.kinds, choice, strict=True))}
+        peaks = (
+            (self.peak_of((*choice[:at], option, *choice[at + 1 :])), self.paths[at])
+            for at in alike.values()
+            for option, time in enumerate(self.seconds[at])
+            if time < self.seconds[at][choice[at]]
+        )
         return min(peaks, default=None)
 
     def refuse(self, where: str, written: str, allowed: int) -> TooSmallError:
@@ -532,21 +527,14 @@ def options_of(
     candidates = frozenset(entry.number for entry in profile.candidates)
     full = priced(frozenset())
     saved = frozenset[int]()
-    while True:
-        now = priced(saved)
-        more_by = {number: priced(saved | {number}) for number in sorted(candidates - saved)}
-        gains = {
-            number: (now.ops_s - one.ops_s) / max(one.bytes - now.bytes, 1)
-            for number, one in more_by.items()
-            if one.ops_s < now.ops_s
-        }
-        if not gains:
+    while rates := {n: _rate(priced(saved | {n}), priced(saved)) for n in sorted(candidates - saved)}:
+        if max(rates.values()) <= 0:
             break
-        saved |= {max(gains, key=gains.__getitem__)}
+        saved |= {max(rates, key=rates.__getitem__)}
     saved = candidates
     while saved:
-        losses = {number: _loss(priced(saved), priced(saved - {number})) for number in sorted(saved, reverse=True)}
-        saved -= {min(losses, key=losses.__getitem__)}
+        rates = {n: _rate(priced(saved), priced(saved - {n})) for n in sorted(saved, reverse=True)}
+        saved -= {min(rates, key=rates.__getitem__)}
     best: list[Option] = []
     for option in sorted(known, key=lambda one: (one.bytes, one.seconds, len(one.saved or ()))):
         if option.seconds < (best[-1].seconds if best else full.seconds):
@@ -560,9 +548,9 @@ def options_of(
     return tuple(found)
 
 
-def _loss(before: Option, after: Option) -> float:
-    """Return the seconds that are lost per byte that is freed; less than zero if nothing changes."""
-    seconds, size = after.ops_s - before.ops_s, before.bytes - after.bytes
+def _rate(more: Option, less: Option) -> float:
+    """Return the seconds per byte that an option spares that saves more; less than zero if nothing changes."""
+    seconds, size = less.ops_s - more.ops_s, more.bytes - less.bytes
     if size > 0:
         return seconds / size
     return math.inf if seconds > 0 else -1.0

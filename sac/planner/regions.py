@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sac.blocks.applying import apply, groups_of
 from sac.blocks.find import Block
 from sac.blocks.install import Applied, RegionForward, ours_on, regions_of
 from sac.config import Config
-from sac.engine.compiled import run_in_eager
 from sac.engine.fp8 import keeps_fp8_state
 from sac.engine.frame import Frame
 from sac.engine.handles import EXTERNAL
@@ -30,7 +28,7 @@ from sac.planner.agreeing import largest
 from sac.planner.cost import attention_flops, entry_of_call, moved_bytes
 from sac.planner.observing import Observation
 from sac.planner.profile import Entry, RegionProfile
-from sac.planner.rules import PlannedRegion, stack_pattern
+from sac.planner.rules import PlannedRegion, policy_of, stack_pattern
 from sac.policy.model import Decision, Policy
 from sac.tensors import storage_bytes
 
@@ -207,30 +205,16 @@ class BudgetForward(RegionForward):
         self.region = self.full = FullRegion(block, group)
         self.regions = (self.full,)
         self.planned: Region | None = None
-        self.is_plain = False  # whether the plan is no checkpointing
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module as a region."""
-        if not torch.is_grad_enabled():
-            return self.original(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return run_in_eager(self._run, *args, **kwargs)
-        return self._run(*args, **kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        self.applied.fitting.begin((args, kwargs), self.block.path)
-        return super()._run(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         regions: BudgetRegions = self.applied.fitting
+        regions.begin((args, kwargs), self.block.path)
         observation = regions.observation
-        # No checkpointing: as a region, its first call would hold all its results.
-        call = self.original if self.is_plain and self.region is self.planned else super()._call
         if observation is None:
-            return call(*args, **kwargs)
+            return super()._call(*args, **kwargs)
         observation.enter(self.block.path, args, kwargs)
         try:
-            output = call(*args, **kwargs)
+            output = super()._call(*args, **kwargs)
         except BaseException:
             regions.stop()
             raise
@@ -259,11 +243,6 @@ class BudgetRegions:
     def begin(self, inputs: Any, path: str = "") -> None:
         """A forward begins: of the model, or of the region at ``path``."""
 
-    def place(self) -> tuple[str, str]:
-        """Return the part of the observed step that runs, and the path of its region; empty between two."""
-        assert self.observation is not None
-        return self.observation.place()
-
     def stop(self) -> None:
         """Observe nothing more."""
         observation, self.observation = self.observation, None
@@ -281,13 +260,6 @@ class BudgetRegions:
         found = (ours_on(module) for module in self.model.modules())
         return [one for one in found if isinstance(one, BudgetForward)]
 
-    def profile(self) -> None:
-        """Have the next calls profiled."""
-        self.use(FULL)
-        self.used = PROFILED
-        for one in self.forwards:
-            one.full.after_op = self.after_op
-
     def profiles(self) -> tuple[RegionProfile, ...]:
         """Take the profiles that the calls have made."""
         profiles = tuple(one.full.profile for one in self.forwards if one.full.profile is not None)
@@ -296,18 +268,19 @@ class BudgetRegions:
         return profiles
 
     def use(self, which: str) -> None:
-        """Have the next calls run as regions that are recomputed in full, or as those of the plan."""
+        """Have the next calls run as regions that are recomputed in full, also be profiled, or as those of the plan."""
         if which != self.used:
             self.used = which
             for one in self.forwards:
-                one.full.after_op = None
+                one.full.after_op = self.after_op if which == PROFILED else None
                 one.region = one.planned if which == PLANNED and one.planned is not None else one.full
                 one.regions = (one.region,)
 
-    def plan(self, planned: Sequence[PlannedRegion], policy: Policy) -> None:
-        """Have the next calls run as ``planned``; ``policy``: that of the plan."""
+    def plan(self, planned: Sequence[PlannedRegion]) -> None:
+        """Have the next calls run as ``planned``."""
         forwards, of_path = {one.block.path: one for one in self.forwards}, {one.path: one for one in planned}
-        for block, group in groups_of(resolve_policy(policy), [one.block for one in forwards.values()], "selective"):
+        policy = resolve_policy(policy_of(planned))
+        for block, group in groups_of(policy, [one.block for one in forwards.values()], "selective"):
             forward, path, mine = forwards[block.path], block.path, of_path.get(block.path)
             forward.planned, full = Region(group, path), forward.full.group
             group.functions.update(full.functions)  # a planned call keeps nothing to verify units anew
@@ -315,10 +288,10 @@ class BudgetRegions:
             if mine is not None and mine.profile.reason:
                 forward.planned = forward.full
                 full.give_up("it is not planned", path)
-            forward.is_plain = mine is not None and mine.option.saved is None
-            if mine is not None and forward.is_plain:
+            if mine is not None and mine.option.saved is None:
                 size = mine.option.bytes
                 rule = next(one.index for one in group.table.rules if one.rule.matches_module)  # saves the whole block
+                # The next call is not its first, which would hold all its results.
                 forward.planned.stats = RegionStats(1, SavedFigures(size, 0, {rule: size}, {rule: 1}))
         self.used = ""
         self.use(PLANNED)

@@ -79,7 +79,7 @@ class _Product:
         return _Product(*parts, self.layers | other.layers)
 
 
-def policy_of(regions: Sequence[PlannedRegion], name: str) -> Policy:
+def policy_of(regions: Sequence[PlannedRegion]) -> Policy:
     """Return the policy by which regions save what the plan says."""
     stacks: dict[PathPattern, list[PlannedRegion]] = {}
     for region in regions:
@@ -88,7 +88,7 @@ def policy_of(regions: Sequence[PlannedRegion], name: str) -> Policy:
     rules: list[Rule] = []
     for number, (pattern, layers) in enumerate(stacks.items(), 1):
         rules += rules_of(layers, (pattern,), f"{number}-") if len(stacks) > 1 else rules_of(layers, (), "")
-    return Policy(name, tuple(rules))
+    return Policy("planned", tuple(rules))
 
 
 def stack_pattern(profile: RegionProfile) -> PathPattern:
@@ -181,7 +181,7 @@ def _products(sites: Sequence[_Site]) -> list[_Product]:
         if any(one.matches(site) and site.saved <= one.layers for one in found):
             continue
         product = _Product(frozenset([site.op]), frozenset([site.module]), frozenset([site.call]), site.saved)
-        names = [name for name in (_packet(site.op), *_SETS) if is_named((name,), site.op)]
+        names = [name for name in (site.op.rpartition(".")[0], *_SETS) if is_named((name,), site.op)]
         wider: list[dict[str, Any]] = [{"calls": _all(sites, "call")}, {"modules": _all(sites, "module")}]
         for change in wider + [{"names": frozenset([name])} for name in names]:
             product = next(filter(is_allowed, [replace(product, **change)]), product)
@@ -197,11 +197,6 @@ def _products(sites: Sequence[_Site]) -> list[_Product]:
 def _kind(name: str) -> str:
     """Return ``function`` or ``unit``, or nothing for ops."""
     return name.partition(" ")[0] if " " in name else ""
-
-
-def _packet(op: str) -> str:
-    """Return the name of an op without its overload."""
-    return op.rpartition(".")[0] if op.count(".") > 1 and find_op(op) is not None else op
 
 
 def _layers(numbers: Collection[int], count: int) -> Layers | None:
