@@ -258,9 +258,9 @@ def plan(
 
     ``inputs``: the arguments of the model, as a tuple or a dict.
     ``budget``: the peak of allocated bytes over forward and backward of one step, including parameters, gradients, and
-    the state of ``optimizer`` (a name or an optimizer) if one is given. It is an int (bytes), a text such as
-    ``"40GiB"``, a share of the way from the least peak to the peak without checkpointing, such as ``"50%"``, or one
-    of the device's memory: ``"auto"`` or ``{"device": "90%"}``.
+    the state of ``optimizer`` if one is given (sgd, momentum, adam, adamw, or an optimizer of a class called so). It is
+    an int (bytes), a text such as ``"40GiB"``, a share of the way from the least peak to the predicted peak without
+    checkpointing, such as ``"50%"``, or one of the device's memory: ``"auto"`` or ``{"device": "90%"}``.
     ``loss_fn``: the loss is ``loss_fn(output)``, else ``output.loss``, else a scalar output.
     ``device``: the device whose figures price the ops (``"h100"``, …; default: the device of the parameters). For a
     model on the CPU or on the meta device, the ops that this device would run are planned; until then, no other thread
