@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sac
-from sac.planner.sharding import fake_ranks
+from sac.planner.fakes import fake_ranks
 
 TEXT = Path(__file__).parent / "text.txt"
 TP = 2  # ranks that share a layer

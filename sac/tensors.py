@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeGuard
 
@@ -67,15 +66,6 @@ def describe(tensor: torch.Tensor) -> str:
 
 # -- Detaching and copying tensors unseen by dispatch modes
 
-STORAGE_WATCHERS: list[Callable[[torch.UntypedStorage], None]] = []  # called with storages made here, unseen by modes
-
-
-def tell_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Report a tensor that was made unseen by any mode to the watchers, and return it."""
-    for watcher in STORAGE_WATCHERS:
-        watcher(tensor.untyped_storage())
-    return tensor
-
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor.detach()``: the same data, the same version counter, no graph."""
@@ -90,7 +80,7 @@ def cloned(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not Tensor:
         return tensor.clone()
     with UnseenByModes():
-        return tell_of(tensor.clone())
+        return tensor.clone()
 
 
 def version_watch(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,8 +112,6 @@ def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """Return a copy of ``storage``, made unseen by any mode."""
     with UnseenByModes():
         copy: torch.UntypedStorage = storage.clone()
-        for watcher in STORAGE_WATCHERS:
-            watcher(copy)
         return copy
 
 

@@ -104,9 +104,9 @@ def pair(number: int) -> tuple[str, float, float, bool, bool]:
         sac.apply(model, {"mode": "selective", "budget": f"{100 * share:.2f}%"})
         peak = last_step(model, inputs, 6)
     plan = next(regions_of(model)).applied.fitting.fitted
-    over = peak > plan.allowed or any("more than the budget" in str(one.message) for one in told)
-    room = plan.allowed - plan.least
-    fits = plan.next_faster is not None and plan.next_faster[0] <= plan.allowed
+    over = peak > plan.budget or any("more than the budget" in str(one.message) for one in told)
+    room = plan.budget - plan.least
+    fits = plan.next_faster is not None and plan.next_faster[0] <= plan.budget
     return family, share, (peak - plan.least) / room if room > 0 else 1.0, over, fits
 
 

@@ -215,7 +215,7 @@ class RegionForward(InstalledForward):
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         if torch.compiler.is_compiling():
-            if self.applied.settings.needs_frame:
+            if self.applied.settings.needs_frame or self.applied.fitting is not None:
                 return run_in_eager(self._run, *args, **kwargs)
             return run_traced(self.original, self.region.group.table, args, kwargs)
         return self._run(*args, **kwargs)

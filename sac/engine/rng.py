@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sac.engine.settings import Settings
 from sac.errors import ConfigError, Problem
-from sac.tensors import cloned, equal, tell_of
+from sac.tensors import cloned, equal
 from sac.torch_private import UnseenByModes, mps_generator
 
 GeneratorStates = list[tuple[torch.Generator, Tensor]]
@@ -28,7 +28,8 @@ def default_generators() -> list[torch.Generator]:
 def state_of(generator: torch.Generator) -> Tensor:
     """Return a copy of a generator's state, a tensor of bytes on the CPU; modes do not see it."""
     with UnseenByModes():
-        return tell_of(generator.get_state())
+        state: Tensor = generator.get_state()
+        return state
 
 
 def states_of(generators: Iterable[torch.Generator]) -> GeneratorStates:

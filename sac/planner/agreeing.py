@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -20,8 +20,8 @@ from sac.planner.profile import RegionProfile
 # Each gathers what the others have observed and takes the largest sizes; everything else must be equal. The search is
 # deterministic, so all ranks find the same plan. Replicas without a mesh (DDP) plan by themselves.
 
-_SIZES = {"bytes", "flops", "moved_bytes", "before", "peak", "after", "gradients", "static", "extra", "shape", "shapes"}
-_WHERE = "activation_checkpointing.budget"
+_LARGEST = ("bytes", "flops", "moved_bytes", "before", "peak", "after", "gradients", "static", "extra")
+_SIZES = {*_LARGEST, "shape", "shapes", "rises", "varies"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +36,21 @@ class Grounds:
 
 def agreed(mine: Grounds, model: nn.Module) -> Grounds:
     """Return the grounds of all ranks that share parameters of ``model``; raises ``PlanError`` if their ops differ."""
-    for group in _groups(model):
-        gathered: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, mine, group)
-        mine = largest(gathered)
+    seen: set[str] = set()
+    for mesh in sorted(meshes_of(model), key=lambda mesh: (mesh.ndim, str(mesh.mesh.tolist()))):
+        for group in map(mesh.get_group, range(mesh.ndim)):
+            ranks = dist.get_process_group_ranks(group)
+            if len(ranks) > 1 and str(ranks) not in seen:
+                seen.add(str(ranks))
+                gathered: list[Any] = [None] * len(ranks)
+                dist.all_gather_object(gathered, mine, group)
+                mine = largest(gathered)
     return mine
 
 
 def meshes_of(model: nn.Module) -> set[Any]:
     """Return the device meshes of a model's parameters."""
     return {mesh for one in model.parameters() if (mesh := getattr(one, "device_mesh", None)) is not None}
-
-
-def _groups(model: nn.Module) -> Iterator[Any]:
-    names: set[str] = set()
-    for mesh in sorted(meshes_of(model), key=lambda mesh: (mesh.ndim, str(mesh.mesh.tolist()))):
-        for dimension in range(mesh.ndim):
-            group = mesh.get_group(dimension)
-            name = str(dist.get_process_group_ranks(group))
-            if name not in names and dist.get_world_size(group) > 1:
-                names.add(name)
-                yield group
 
 
 def largest(several: Sequence[Any], name: str = "grounds") -> Any:
@@ -70,22 +64,17 @@ def largest(several: Sequence[Any], name: str = "grounds") -> Any:
         values = {one: largest([getattr(value, one) for value in several], one) for one in names}
         return replace(first, **values)  # type: ignore[type-var]
     if isinstance(first, tuple):
-        if name == "rises":  # pairs of an entry and bytes
-            is_same = len({tuple(entry for entry, _ in one) for one in several}) == 1
-            return tuple(map(max, zip(*several, strict=True))) if is_same else ()
         if len({*map(len, several)}) == 1:
             return tuple(largest(values, name) for values in zip(*several, strict=True))
-        if name == "until":
+        if name == "rises":  # calls vary, and are not observed op by op
             return ()
     elif isinstance(first, int) and name in _SIZES:
         return max(several)
-    elif name in ("memory_bytes", "until"):
+    elif name == "memory_bytes":
         return min(several)
     elif len({*several}) == 1:
         return first
-    what = f"the {name} of their regions, so that no plan is right for all"
-    raise PlanError(
-        Problem(
-            _WHERE, f"the ranks that share its parameters differ in {what}", fix="use mode: full, or a policy by hand"
-        )
+    found = (
+        f"the ranks that share its parameters differ in the {name} of their regions, so that no plan is right for all"
     )
+    raise PlanError(Problem("activation_checkpointing.budget", found, fix="use mode: full, or a policy by hand"))

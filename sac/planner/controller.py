@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,14 +21,13 @@ from sac.config import Config, parse_config
 from sac.config_keys import STATES, StepBudget
 from sac.errors import ConfigError, ModelError, PlanError, Problem, warn
 from sac.planner.agreeing import Grounds, agreed, meshes_of
-from sac.planner.devices import Device, device_named, figures_of
+from sac.planner.cost import DEVICES, figures_of
 from sac.planner.observing import FAILED, WAITS, WHOLE, CpuMeter, Meter, Observation, Shapes, StepRecord, meter_of
-from sac.planner.predict import Choice, Prediction
-from sac.planner.regions import FULL, PLANNED, BudgetRegions, merged
-from sac.planner.rules import PlannedRegion, policy_of
-from sac.policy.model import Policy
+from sac.planner.predict import Choice, Plan, Prediction
+from sac.planner.regions import FULL, PLANNED, PROFILED, BudgetRegions, merged
+from sac.planner.rules import PlannedRegion
 from sac.reporting import note_memory
-from sac.tables import bytes_text, seconds_text
+from sac.tables import bytes_text
 from sac.tensors import tensor_parts
 from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 
@@ -57,37 +57,8 @@ from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 # turn out not to be of the step are measured, too, and left out.
 
 _UNSEEN_STATES = 2  # per trained parameter
-_MOST_FORWARDS = 64  # of a step that accumulates gradients; further ones are like them
 _MOST_CHECKS = 3  # steps of plans that are measured
 _MOST_PLANS = 8  # of one training
-_WORTH_CHANGING = 1e-6  # of the recomputed time: more than rounding
-
-
-@dataclass(frozen=True, slots=True)
-class BudgetPlan:
-    """The plan of a budget: what the regions do, and its figures in bytes and seconds."""
-
-    policy: Policy
-    allowed: int
-    peak: int
-    least: int
-    most: int
-    seconds: float
-    forward_seconds: float
-    in_flight: int = 1
-    next_faster: tuple[int, str] | None = None  # the least peak with a faster option in one region, and the region
-
-    def __str__(self) -> str:
-        again = self.seconds / self.forward_seconds if self.forward_seconds else 0.0
-        size, path = self.next_faster or (0, "")
-        return (
-            f"planned for a budget of {bytes_text(self.allowed)}: predicted peak {bytes_text(self.peak)} (least "
-            f"{bytes_text(self.least)}, without checkpointing {bytes_text(self.most)}), "
-            f"{seconds_text(self.seconds)} of recomputing and recording, {again:.0%} of the blocks' forward"
-            + (f", {self.in_flight} forwards in flight" if self.in_flight > 1 else "")
-            + (": no checkpointing is needed" if self.most <= self.allowed else "")
-            + (f"; a faster option of {path} would take {bytes_text(size)}" if path else "")
-        )
 
 
 class Controller(BudgetRegions):
@@ -97,7 +68,7 @@ class Controller(BudgetRegions):
         super().__init__(model, config)
         assert config.budget is not None
         self.budget: StepBudget = config.budget
-        self.fitted: BudgetPlan | None = None
+        self.fitted: Plan | None = None
         self.told = ""
         self.shapes: tuple[Shapes, ...] = ()  # of the inputs that the plan was made for
         self.new: tuple[PlannedRegion, ...] = ()  # a plan that begins with the next pass
@@ -186,7 +157,7 @@ class Controller(BudgetRegions):
         may_observe = observation is None and self._record is None  # see Note [A profiler in steps]
         if self.fitted is not None and _cover(self.shapes, [shapes]) and not (self._wants and starts and may_observe):
             if self.new:
-                self.plan(self.new, self.fitted.policy)
+                self.plan(self.new)
                 self.new = ()
             self.use(PLANNED)
             if may_observe and self._checks and self._meter.is_free():
@@ -203,7 +174,7 @@ class Controller(BudgetRegions):
         elif may_observe and self._may_plan() and (self._wants or _cover([shapes], self.shapes)):
             self._find_device()
             if self._meter.is_free():
-                self.profile()
+                self.use(PROFILED)
                 self._observe(inputs, shapes)
 
     def _goes_on(self, observation: Observation, inputs: Any, shapes: Shapes) -> bool:
@@ -217,7 +188,7 @@ class Controller(BudgetRegions):
             if not is_check and not (state == WHOLE and has_changed):
                 observation.begin_again(self._live(inputs), shapes)  # it was a pass to learn the shapes of results
                 return True
-            if len(observation.shapes) >= _MOST_FORWARDS or self._step_is_over():
+            if self._step_is_over():
                 self._end_pass()
         if self.observation is not None and is_check and not _cover(self.shapes, [shapes]):
             self.stop()
@@ -244,11 +215,7 @@ class Controller(BudgetRegions):
     def _observe(self, inputs: Any, shapes: Shapes) -> None:
         if self._hook is None:
             mine = weakref.WeakMethod(self._optimizer_steps)
-
-            def steps(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-                if (method := mine()) is not None:
-                    method(optimizer)
-
+            steps = lambda optimizer, *_: method(optimizer) if (method := mine()) else None  # noqa: E731
             self._hook = register_optimizer_step_pre_hook(steps)
         self.observation = Observation(self._meter, self._live(inputs), self._gradients, shapes, self._lost)
 
@@ -317,19 +284,18 @@ class Controller(BudgetRegions):
         observed, self._record = self.profiles(), None
         what = "one step" if self.fitted is None else "a step with larger inputs"
         _say(f"sac: {what} observed, planning {len(observed)} regions for a budget of {self.budget} …")
-        mine = Grounds(
-            observed,
-            record.rebased(self._live(inputs), self._gradients()),
-            self._unseen_state(),
-            self._meter.memory_bytes,
-        )
+        record = record.rebased(self._live(inputs), self._gradients())
+        mine = Grounds(observed, record, self._unseen_state(), self._meter.memory_bytes)
         grounds = agreed(mine, self.model)
         if unplanned := [one for one in grounds.profiles if one.reason]:
             more = f" and {len(unplanned) - 1} more blocks are" if len(unplanned) > 1 else " is"
             found = f"it{more} recomputed in full, and not planned op by op: {unplanned[0].reason}"
             warn(Problem(unplanned[0].paths[0], found))
         profiles = merged(grounds.profiles, self._meter.block_bytes)
-        prediction = Prediction(profiles, grounds.record, _figures_at(self._meter.device), extra=grounds.extra)
+        figures = DEVICES["h100"]  # of a GPU that is unknown too, since only their ratios matter here
+        with contextlib.suppress(PlanError):
+            figures = figures_of(self._meter.device)
+        prediction = Prediction(profiles, grounds.record, figures, extra=grounds.extra)
         least, most = prediction.least(), prediction.peak_of(prediction.fastest)
         allowed = self.budget.within(least, most, grounds.memory_bytes)
         self._plans += 1
@@ -346,22 +312,11 @@ class Controller(BudgetRegions):
 
     def _put(self, prediction: Prediction, choice: Choice, allowed: int, *, took: str = "") -> None:
         """Use a choice from the next begin of a pass on. ``took``: what a step with the last one has taken."""
-        planned = prediction.regions(choice)
-        self.fitted = BudgetPlan(
-            policy_of(planned, "planned"),
-            allowed,
-            prediction.peak_of(choice),
-            prediction.least(),
-            prediction.peak_of(prediction.fastest),
-            prediction.time_of(choice),
-            prediction.forward_s,
-            prediction.in_flight,
-            prediction.next_faster(choice),
-        )
+        self.fitted = prediction.plan(choice, allowed)
         if choice == self._choice:
             self._tell(f"{self.fitted}; {took}")
             return
-        self._choice, self.new = choice, planned
+        self._choice, self.new = choice, prediction.regions(choice)
         self._tell(str(self.fitted))
         _say(f"sac: {took}{', so a faster choice fits: ' if took else ''}{self.fitted}")
 
@@ -370,7 +325,7 @@ class Controller(BudgetRegions):
         prediction, fitted = self._prediction, self.fitted
         assert prediction is not None
         assert fitted is not None
-        allowed, over = fitted.allowed, record.peak - fitted.allowed
+        allowed, over = fitted.budget, record.peak - fitted.budget
         text = f"a step with the plan took {bytes_text(record.peak)}"
         self._tell(f"{fitted}; {text}")
         if over > 0:
@@ -382,7 +337,7 @@ class Controller(BudgetRegions):
             return
         prediction.learn(record, self._choice)
         choice = prediction.search(allowed, self._choice)
-        if prediction.time_of(choice) >= (1 - _WORTH_CHANGING) * prediction.time_of(self._choice):
+        if prediction.time_of(choice) >= prediction.time_of(self._choice):
             choice, self._checks = self._choice, 0
         self._put(prediction, choice, allowed, took=text)
         if not self._checks:
@@ -396,23 +351,14 @@ class Controller(BudgetRegions):
         self.told = text
 
 
-def _figures_at(device: torch.device) -> Device:
-    """Return the figures of a device; of another GPU if it is unknown, since only their ratios matter here."""
-    try:
-        return figures_of(device)
-    except PlanError:
-        return device_named("h100")
-
-
 def _cover(several: Sequence[Shapes], others: Sequence[Shapes]) -> bool:
     """Return whether each of the ``others`` is no larger than one of ``several`` in any dimension."""
-    return all(any(_is_within(one, known) for known in several) for one in others)
 
+    def covers(known: Shapes, other: Shapes) -> bool:
+        pairs = zip(chain.from_iterable(known), chain.from_iterable(other), strict=False)
+        return [*map(len, known)] == [*map(len, other)] and all(most >= size for most, size in pairs)
 
-def _is_within(shapes: Shapes, known: Shapes) -> bool:
-    return [*map(len, shapes)] == [*map(len, known)] and all(
-        size <= most for one, other in zip(shapes, known, strict=True) for size, most in zip(one, other, strict=True)
-    )
+    return all(any(covers(known, one) for known in several) for one in others)
 
 
 def _say(text: str) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from sac.blocks.paths import group_label
 from sac.ops.registry import op_name
@@ -71,18 +71,16 @@ class Explanation:
 class Origins(Ledger):
     """A ledger that knows who made each storage, and notes what is alive when the live bytes reach ``level``.
 
-    ``place``: returns the part of the step and the path of the block that is running.
+    ``steps``: the ``Rehearsal`` whose step it counts.
     """
 
-    def __init__(
-        self, device: Any, gathers: Any, model: nn.Module, inputs: Any, level: int, place: Callable[[], tuple[str, str]]
-    ) -> None:
-        super().__init__(device, gathers)
-        self._model, self._level, self._place = model, level, place
-        self._alive: dict[int, int] = {}
+    def __init__(self, steps: Any, level: int) -> None:
+        super().__init__(steps.device, steps.gathers)
+        self._steps, self._level = steps, level
+        self._alive: list[tuple[int, tuple[str, str, str]]] = []  # bytes and origin
         self._origins: dict[int, tuple[str, str, str]] = {}  # category, path of the block, op
-        self._note(PARAMETERS, model.parameters())
-        self._note(INPUTS, (*model.buffers(), *tree_leaves(inputs)))
+        self._note(PARAMETERS, steps.model.parameters())
+        self._note(INPUTS, (*steps.model.buffers(), *tree_leaves(steps.inputs)))
 
     def _note(self, category: str, tensors: Iterable[Any], path: str = "", op: str = "") -> None:
         parts = (part for one in tensors if isinstance(one, Tensor) for part in tensor_parts(one))
@@ -91,14 +89,14 @@ class Origins(Ledger):
     def _rise(self, size: int) -> None:
         super()._rise(size)
         if self.live >= self._level and not self._alive:
-            self._alive = {key: size for key, (_, size) in self.storages.items()}
-            self._note(GRADIENTS, (parameter.grad for parameter in self._model.parameters()))
-            self._known = dict(self._origins)
+            self._note(GRADIENTS, (parameter.grad for parameter in self._steps.model.parameters()))
+            unseen = GATHERED if self.gathers is not None else OTHERS, "", ""
+            self._alive = [(size, self._origins.get(key, unseen)) for key, (_, size) in self.storages.items()]
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """See ``Ledger.run``."""
         out = super().run(func, args, kwargs)
-        part, path = self._place()
+        part, path = self._steps.observation.place()
         category = BLOCKS if part == FORWARD else OTHERS if current_graph_task_id() == NO_TASK else BACKWARD
         for piece in (piece for tensor in tensors_of(out) for piece in tensor_parts(tensor)):
             key = piece.untyped_storage()._cdata
@@ -108,11 +106,10 @@ class Origins(Ledger):
 
     def explanation(self, planned: Sequence[PlannedRegion], optimizer: int) -> Explanation:
         """Return what was alive under a plan, with the bytes of ``optimizer`` state to come."""
-        policy, of_path = policy_of(planned, "planned"), {one.path: one for one in planned}
+        policy, of_path = policy_of(planned), {one.path: one for one in planned}
         sizes: Counter[tuple[str, str, str]] = Counter({(OPTIMIZER, "", ""): optimizer})
         paths: dict[tuple[str, str, str], set[str]] = {}
-        for key, size in self._alive.items():
-            category, path, op = self._known.get(key, (GATHERED if self.gathers is not None else OTHERS, "", ""))
+        for size, (category, path, op) in self._alive:
             rule = of_path[path].rule_of(policy, op) if category == BLOCKS else ""
             row = category, op, f" ({rule})" if rule else ""
             sizes[row] += size
@@ -120,6 +117,6 @@ class Origins(Ledger):
         rows = []
         for row, size in (+sizes).most_common():  # without rows of no bytes
             where = f"{row[1]} in {group_label(sorted(paths[row]))}" if paths.get(row) else row[1]
-            is_shown = size >= _WORTH_A_ROW * sum(self._alive.values())
+            is_shown = size >= _WORTH_A_ROW * self._level
             rows.append((row[0], where + row[2] if is_shown else "", size))
         return Explanation(tuple(rows))

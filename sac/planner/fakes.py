@@ -1,18 +1,19 @@
-"""Models and inputs without data, so that a step of any size can run anywhere."""
+"""Models, inputs and ranks without data, so that a step of any size can run anywhere."""
 
 from __future__ import annotations
 
 import copy
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from sac.blocks.find import find_blocks
 from sac.errors import PlanError, Problem, SacError
-from sac.tensors import tensor_parts
 from sac.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -20,6 +21,7 @@ from sac.torch_private import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    silent_store,
     tree_map_only,
 )
 
@@ -52,96 +54,133 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def fake_build(mode: FakeTensorMode) -> Build:
-    """Return a function that builds a model of a given dtype without data: it calls the model's class under ``mode``.
+def build_on_meta(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+    """Return the model that ``make`` builds, on the meta device; one whose class reads data on the CPU, with data.
 
-    A class that reads data is called without the mode, and its model is then copied without the data.
+    Some read data to initialize weights (ViT), or for their own sizes (stochastic depth).
     """
-
-    def build(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
-        try:
-            with mode:
-                model = make()
-                known = _changed(model, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-                return copy.deepcopy(model, known)
-        except _NEEDS_DATA:  # for initialising weights (ViT), or for its own sizes (stochastic depth)
-            return fake_copy(make().to(dtype), mode)
-
-    return build
+    try:
+        with torch.device("meta"):
+            return make().to(dtype)
+    except RuntimeError:
+        return make().to(dtype)
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Return a deep copy of ``model`` whose parameters and buffers are fake; the model is not changed.
+    """Return a deep copy of ``model`` whose tensors are fake, without gradients; the model is not changed.
 
-    Gradients are not copied. Raises ``PlanError`` if the model cannot be copied.
+    Raises ``PlanError`` if the model cannot be copied.
     """
+    attributes = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
+    known: dict[int, Any] = {}
     try:
-        known = _changed(model, lambda tensor: _of_cpu(tensor, mode))
-        with FakeCopyMode(mode):  # for tensors that are plain attributes
+        for tensor in [*model.parameters(), *model.buffers(), *attributes]:
+            fake = _faked(tensor.detach(), mode)
+            known[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        with FakeCopyMode(mode):  # for tensors that objects hold
             return copy.deepcopy(model, known)
     except Exception as error:
         found = f"the model cannot be copied: {type(error).__name__}: {error}"
         raise PlanError(Problem(type(model).__name__, found, fix="plan the model before it is sharded")) from error
 
 
-def _changed(model: nn.Module, change: Callable[[Tensor], Tensor]) -> dict[int, Any]:
-    """Return other parameters and buffers for a deep copy of ``model``, by the id of each."""
-    known: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        new = change(tensor.detach())
-        known[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-    return known
-
-
-def _of_cpu(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    if isinstance(tensor, FakeTensor):
-        return tensor.clone()
-    if not tensor.is_meta:
+def _faked(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """Return a fake tensor, on the CPU in place of the meta device."""
+    if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
         return mode.from_tensor(tensor)
     with mode:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        device = "cpu" if tensor.is_meta else tensor.device
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def fake_inputs(inputs: Inputs | Mapping[str, Any], mode: FakeTensorMode) -> Inputs:
+def fake_inputs(inputs: Inputs, mode: FakeTensorMode) -> Inputs:
     """Return ``inputs`` with fake tensors in place of floating-point ones and of those on the meta device."""
 
     def faked(tensor: Tensor) -> Tensor:
-        is_number = not (tensor.is_floating_point() or tensor.is_complex())
-        if isinstance(tensor, FakeTensor) or (is_number and not tensor.is_meta):
+        has_value = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta)
+        if has_value and not isinstance(tensor, FakeTensor):
             return tensor
-        return _of_cpu(tensor.detach(), mode).requires_grad_(tensor.requires_grad)
+        return _faked(tensor.detach(), mode).requires_grad_(tensor.requires_grad)
 
     return tree_map_only(Tensor, faked, inputs)  # type: ignore[no-any-return]
 
 
 @contextmanager
 def without_data(model: nn.Module) -> Iterator[None]:
-    """Run a part of a step; raises ``PlanError`` that names the op if one needs data that fake tensors do not have."""
+    """Run a step; raises ``PlanError`` if it does not run, naming the op that needs data if there is one."""
     try:
         yield
-    except _NEEDS_DATA as error:
-        op = getattr(error, "func", None) or (error.args[0] if error.args else "an op")
-        found = f"{op} needs the data of a tensor, but a plan is made on tensors without data"
-        fix = "give sac.apply a `budget`: then the first step of the training is observed"
-        raise PlanError(Problem(type(model).__name__, found, fix=fix)) from error
-
-
-def call(model: nn.Module, inputs: Inputs) -> Any:
-    """Call the model; raises ``PlanError`` if it does not run."""
-    try:
-        with without_data(model):
-            return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
     except SacError:
         raise
     except Exception as error:
-        frames = [one for one in traceback.extract_tb(error.__traceback__)[1:] if "/torch/" not in one.filename]
-        where = "".join(f", in {one.name} at {one.filename}:{one.lineno}" for one in frames[-1:])
-        found = f"its forward does not run on tensors without data{where}: {type(error).__name__}: {error}"
-        fix = "see that it runs with these inputs without sac; if so, its kernels need data: give sac.apply a `budget`"
+        if isinstance(error, _NEEDS_DATA):
+            op = getattr(error, "func", None) or (error.args[0] if error.args else "an op")
+            found = f"{op} needs the data of a tensor, but a plan is made on tensors without data"
+            fix = "give sac.apply a `budget`: then the first step of the training is observed"
+        else:
+            found = f"a step of it does not run on tensors without data: {type(error).__name__}: {error}"
+            fix = "see that it runs with these inputs without sac; if so, kernels need data: give sac.apply a `budget`"
         raise PlanError(Problem(type(model).__name__, found, fix=fix)) from error
 
 
-def mode_of(model: nn.Module) -> FakeTensorMode | None:
-    """Return the fake mode of the parameters of ``model``, or None if they have data."""
-    fakes = (part for parameter in model.parameters() for part in tensor_parts(parameter))
-    return next((part.fake_mode for part in fakes if isinstance(part, FakeTensor)), None)
+# -- Sharded models on one machine: a process group that sends nothing, and FSDP2 over it
+
+
+@contextmanager
+def fake_ranks(count: int) -> Iterator[None]:
+    """Act as rank 0 of ``count`` ranks with collectives that send nothing.
+
+    Memory and ops are those of a real rank; data is not. Raises ``PlanError`` if a process group exists that sends.
+    """
+    refuse_senders()
+    dist.init_process_group("fake", store=silent_store(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def refuse_senders() -> None:
+    """Raise ``PlanError`` if the process group sends data: ranks of a training would wait for each other's plans."""
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake":
+        found = "a process group is already initialized, but a plan for other ranks needs one that sends nothing"
+        raise PlanError(Problem("ranks", found, fix="plan in a process of its own"))
+
+
+def fsdp_over(count: int) -> Callable[[nn.Module], None]:
+    """Return a function that shards a model by FSDP2 over ``count`` ranks: one unit per block, and one for the rest.
+
+    Pass it as ``parallelize`` to ``sac.plan``, within ``fake_ranks(count)``.
+    """
+
+    def parallelize(model: nn.Module) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(next(model.parameters()).device.type, (count,))
+        for module in (*(block.module for block in find_blocks(model)), model):
+            fully_shard(module, mesh=mesh)
+
+    return parallelize
+
+
+class QuickChunks(TorchFunctionMode):
+    """Cuts a tensor without data into at most two tensors: the chunks of equal size are one tensor, the first.
+
+    FSDP2 and DTensor cut each parameter into a chunk per rank, and the one rank there is (`fake_ranks`) uses the first.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.chunk and len(args) > 1 and type(args[0]) is FakeTensor:
+            return _chunks(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _chunks(whole: Tensor, count: int, dim: int = 0) -> tuple[Tensor, ...]:
+    length = whole.shape[dim]
+    size = -(-length // count)
+    if not size:
+        return torch.chunk(whole, count, dim)
+    full, rest = divmod(length, size)
+    last = (whole.narrow(dim, length - rest, rest),) if rest else ()
+    return (whole.narrow(dim, 0, size),) * full + last

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sac.errors import PlanError, Problem
-from sac.planner.devices import device_named
+from sac.planner.cost import device_named
 from sac.torch_private import FakeTensor, scoped_library
 
 # Note [Lowering]
@@ -77,9 +77,7 @@ def _rms_norm_backward(
 def _dropout(x: Tensor, p: float, train: bool) -> Any:
     if not train or p == 0 or not x.numel():
         return x
-    if p < 1:
-        return torch.ops.aten.native_dropout.default(x, p, train)[0]
-    return x * torch.zeros((), dtype=x.dtype)  # everything is dropped
+    return torch.ops.aten.native_dropout.default(x, p, train)[0]
 
 
 def _attention(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
 from sac.engine.tracker import BareMode
-from sac.planner.cost import entry_of_call, seconds
-from sac.planner.devices import Device
-from sac.tensors import STORAGE_WATCHERS, tensor_parts, tensors_of
+from sac.planner.cost import Device, entry_of_call, seconds
+from sac.tensors import tensor_parts, tensors_of
 from sac.torch_private import FakeTensor, FakeTensorMode, fake_mode_is_active, in_kernel
 
 # Note [What the ledger counts]
@@ -21,7 +21,8 @@ from sac.torch_private import FakeTensor, FakeTensorMode, fake_mode_is_active, i
 # which it is divided: each works on one rank's share, and there may be collectives and copies between them. Ops by
 # which DTensor only finds the layout of a result, in a fake mode of its own, do not count. Written arguments and
 # results located in known storages are not new. A resized storage, as in FSDP2, counts with its new size. The memory
-# that a kernel allocates and frees while it runs is not a tensor of any op, and does not count.
+# that a kernel allocates and frees while it runs is not a tensor of any op, and does not count; nor do the states of
+# random generators that regions hold, of some KB on a CPU.
 
 # Note [Gathered parameters]
 #
@@ -32,7 +33,7 @@ from sac.torch_private import FakeTensor, FakeTensorMode, fake_mode_is_active, i
 
 CUDA_BLOCK = 512  # bytes; torch's caching allocator rounds sizes up to a multiple of this
 _EMPTY = torch.ops.aten.empty.memory_format
-_GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
+_GROUPED = torch.ops.aten._grouped_mm.default
 _PLACED = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)
 
 
@@ -54,7 +55,6 @@ class Ledger(BareMode):
 
     def __enter__(self) -> Ledger:
         super().__enter__()  # type: ignore[no-untyped-call]
-        STORAGE_WATCHERS.append(self._note_unseen)
         self._resize = resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP2 so allocates and frees whole parameters
@@ -69,13 +69,7 @@ class Ledger(BareMode):
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        STORAGE_WATCHERS.remove(self._note_unseen)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    def _note_unseen(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage that was not made by an op, such as the state of a random generator on the CPU."""
-        if self.device.name == "cpu" or storage.device.type != "cpu":
-            self.note_storage(storage)
 
     def read(self) -> tuple[int, int]:
         """Return the peak since this was called last, and the live bytes."""
@@ -84,20 +78,15 @@ class Ledger(BareMode):
 
     def note(self, tensors: Iterable[Any]) -> None:
         """Count the storages of tensors if they are not counted yet."""
-        for tensor in tensors:
-            for part in tensor_parts(tensor):
-                try:
-                    self.note_storage(part.untyped_storage())
-                except (RuntimeError, NotImplementedError):  # sparse layouts have no storage
-                    continue
-
-    def note_storage(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage if it is not counted yet."""
-        key = storage._cdata
-        if key not in self.storages:
-            size = self._size(storage)
-            self.storages[key] = weakref.ref(storage, self._freed(key)), size
-            self._rise(size)
+        for part in (part for tensor in tensors for part in tensor_parts(tensor)):
+            try:
+                storage = part.untyped_storage()
+            except (RuntimeError, NotImplementedError):  # sparse layouts have no storage
+                continue
+            key = storage._cdata
+            if key not in self.storages:
+                self.storages[key] = weakref.ref(storage, partial(self._freed, key)), self._size(storage)
+                self._rise(self._size(storage))
 
     def _size(self, storage: torch.UntypedStorage) -> int:
         return -(-storage.nbytes() // self.block_bytes) * self.block_bytes
@@ -106,15 +95,8 @@ class Ledger(BareMode):
         self.live += size
         self.peak = max(self.peak, self.live)
 
-    def _freed(self, key: int) -> Callable[[Any], None]:
-        mine = weakref.ref(self)
-
-        def freed(_: Any) -> None:
-            ledger = mine()
-            if ledger is not None and (known := ledger.storages.pop(key, None)) is not None:
-                ledger.live -= known[1]
-
-        return freed
+    def _freed(self, key: int, _: Any) -> None:
+        self.live -= self.storages.pop(key)[1]
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op."""
@@ -126,8 +108,10 @@ class Ledger(BareMode):
             if dtype.is_floating_point:
                 with self.gathers:
                     return func(*args, **kwargs)
-        if _GROUPED is not None and func is _GROUPED.default and isinstance(args[0], FakeTensor):
-            return _run_grouped(args, kwargs)
+        if func is _GROUPED and isinstance(args[0], FakeTensor):  # torch 2.13 knows the shape for bfloat16 only
+            left, right, *rest = args
+            out = func(left.bfloat16(), right.bfloat16(), *rest, **{**kwargs, "out_dtype": None})
+            return out.new_empty(out.shape, dtype=kwargs.get("out_dtype") or left.dtype)
         return func(*args, **kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -142,11 +126,3 @@ class Ledger(BareMode):
         if torch.Tag.nondeterministic_seeded in func.tags and any(type(one) is FakeTensor for one in tensors_of(out)):
             torch.empty(1).uniform_()  # nothing is drawn without data; advance the generator's state visibly
         return out
-
-
-def _run_grouped(args: Any, kwargs: Any) -> Any:
-    """Run a grouped product of fake tensors, including dtypes that only the CPU's kernel accepts."""
-    left, right, *rest = args  # torch 2.13 knows the shape for bfloat16 only
-    op: Any = _GROUPED
-    out = op.default(left.bfloat16(), right.bfloat16(), *rest, **{**kwargs, "out_dtype": None})
-    return out.new_empty(out.shape, dtype=kwargs.get("out_dtype") or left.dtype)

@@ -33,7 +33,7 @@ from sac.torch_private import (
 # that accumulate gradients follow one another: what is kept of one is there in the next.
 #
 # A backward that retains its graph may be the first part of one that a schedule divides: for the inputs, and later for
-# the weights, which no hook sees begin. What the region keeps then counts until the end of the step.
+# the weights, which no hook sees begin. What regions keep in such a step counts until its end.
 #
 # The hooks belong to the graph, and hold the token of the step: when the graph is freed without a backward, the token
 # goes, and with it the step.
@@ -149,13 +149,13 @@ class StepPhase:
 class StepRecord:
     """The memory of one step in bytes; ``static``: when it begins. ``paths``: the region at each position.
 
-    ``retained``: the positions whose backward has retained its graph. ``shapes``: those of the inputs of each forward.
+    ``is_retained``: a backward has retained its graph. ``shapes``: those of the inputs of each forward.
     """
 
     paths: tuple[str, ...]
     phases: tuple[StepPhase, ...]
     static: int
-    retained: frozenset[int] = frozenset()
+    is_retained: bool = False
     shapes: tuple[Shapes, ...] = ()
 
     @property
@@ -168,14 +168,14 @@ class StepRecord:
 
         If gradients are there from the start only now, backward finds those that it would have made.
         """
-        first, phases, found = self.phases[0].gradients, [], False
-        more, others = max(0, gradients - first), max(0, (live - gradients) - (self.static - first))
-        for phase in self.phases:
-            found = found or phase.part == BACKWARD
-            shift = others + (max(0, more - phase.gradients) if found else more)
-            sizes = {name: getattr(phase, name) + shift for name in ("before", "peak", "after")}
-            phases.append(replace(phase, **sizes))
-        return replace(self, phases=tuple(phases), static=live)
+        first = self.phases[0].gradients
+        others = max(0, (live - gradients) - (self.static - first))
+
+        def rebased(phase: StepPhase) -> StepPhase:
+            shift = others + max(0, gradients - max(first, phase.gradients))
+            return replace(phase, before=phase.before + shift, peak=phase.peak + shift, after=phase.after + shift)
+
+        return replace(self, phases=tuple(map(rebased, self.phases)), static=live)
 
 
 class _Token:
@@ -211,7 +211,7 @@ class Observation:
         self._paths: list[str] = []
         self._token: Any = None
         self._waiting: list[int] = []  # positions whose backward has not begun
-        self._retained: set[int] = set()
+        self._is_retained = False
         self._ended = False
 
     def begin_again(self, live: int, shapes: Shapes) -> None:
@@ -272,7 +272,7 @@ class Observation:
         self._cut(BETWEEN, position + 1, self._cuts[-1].gradients)
 
     def place(self) -> tuple[str, str]:
-        """See ``BudgetRegions.place``."""
+        """Return the part of the step that runs, and the path of its region; empty between two."""
         cut = self._cuts[-1]
         return cut.part, "" if cut.part == BETWEEN else self._paths[cut.position]
 
@@ -293,8 +293,7 @@ class Observation:
         if task != NO_TASK and task not in self._tasks:
             self._tasks.add(task)
             when_backward_ends(partial(self._end_task, task))
-        if task != NO_TASK and graph_is_retained():
-            self._retained.add(position)
+        self._is_retained = self._is_retained or (task != NO_TASK and graph_is_retained())
         self._cut(BACKWARD, position)
 
     def _end_backward(self, token: _Token, position: int, gradient: Tensor) -> None:
@@ -324,6 +323,6 @@ class Observation:
                 most, several = before + max(rise for _, rise in rises), tuple(rises) if len(rises) > 1 else ()
                 phases.append(replace(cut, before=before, peak=most, after=live, rises=several))
                 rises, before = [], live
-        if not self._retained:
+        if not self._is_retained:
             del phases[-1]  # what came after backward
-        return StepRecord(tuple(self._paths), tuple(phases), self._live, frozenset(self._retained), tuple(self.shapes))
+        return StepRecord(tuple(self._paths), tuple(phases), self._live, self._is_retained, tuple(self.shapes))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import inspect
-import textwrap
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -25,116 +23,23 @@ from sac.config import Config, family_policy
 from sac.config_keys import STATES, StepBudget, read_budget
 from sac.engine.settings import NEVER
 from sac.errors import ModelError, PlanError, Problem, SacWarning, listing, nearest
-from sac.planner.cost import MEMORY, PRIORS
-from sac.planner.devices import Device, figures_of
+from sac.planner import fakes
+from sac.planner.cost import MEMORY, PRIORS, Device, figures_of
 from sac.planner.explain import Explanation, Origins
-from sac.planner.fakes import Inputs, arguments_of, call, fake_copy, fake_inputs, fake_mode, mode_of, without_data
 from sac.planner.gpu_ops import lowered_to
 from sac.planner.ledger import Ledger
 from sac.planner.observing import Meter, Observation, StepRecord
-from sac.planner.predict import Choice, Prediction, TooSmallError
-from sac.planner.regions import BudgetRegions, merged
-from sac.planner.rules import policy_of, saved_by
-from sac.planner.sharding import QuickChunks, fake_ranks, fsdp_over, refuse_senders
+from sac.planner.predict import Choice, Plan, Prediction, TooSmallError
+from sac.planner.regions import PROFILED, BudgetRegions, merged
+from sac.planner.rules import saved_by
 from sac.policy.model import Policy
 from sac.policy.syntax import all_problems, node_of
-from sac.tables import LEGAL_BYTES, Table, bytes_text, flops_text, seconds_text
+from sac.tables import LEGAL_BYTES, bytes_text
 from sac.tensors import tensor_parts
-from sac.torch_private import DataDependentOutputException, tree_leaves
+from sac.torch_private import tree_leaves
 
 _CHECKS = 5  # steps with a choice, the first one included
 _WORTH_A_STEP = 0.01  # of the room between the least peak and the budget
-
-# -- A plan and its figures
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One way to checkpoint the model: its peak in bytes, and what it recomputes in FLOPs and seconds.
-
-    A step was run with the plan; the other peaks are predicted, as an upper bound.
-    """
-
-    label: str
-    peak: int
-    flops: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A plan, its figures, and those of the usual ways. ``rows``: the plan first.
-
-    ``once_s``: the predicted seconds of a step with its optimizer, without what is recomputed.
-    """
-
-    policy: Policy
-    rows: tuple[Row, ...]
-    device: Device
-    budget: int
-    least: int
-    most: int
-    static: int
-    extra: int
-    forward_s: float
-    once_s: float
-    notes: tuple[str, ...] = ()
-    explanation: Explanation | None = None
-
-    @property
-    def step_s(self) -> float:
-        """The predicted seconds of a step with its optimizer."""
-        return self.once_s + self.rows[0].seconds
-
-    def heading(self) -> tuple[str, ...]:
-        """Return the lines above the table: device, budget and peaks."""
-        return (
-            f"for {self.device.name} ({self.device.title}), torch {torch.__version__}",
-            f"budget {bytes_text(self.budget)}; least peak {bytes_text(self.least)}, without checkpointing "
-            f"{bytes_text(self.most)}; of it {bytes_text(self.static)} parameters, buffers and inputs"
-            + (f", {bytes_text(self.extra)} state of the optimizer" if self.extra else ""),
-        )
-
-    def table(self) -> Table:
-        """Return a row for the plan and for each of the usual ways."""
-        columns = ("", "peak", "recomputed", "time", "of forward", "fits", "")
-        return Table(columns, tuple(map(self._cells, self.rows)), right=columns[1:5])
-
-    def _cells(self, row: Row) -> tuple[str, ...]:
-        share = f"{row.seconds / self.forward_s:.1%}" if self.forward_s else "–"
-        fits = "yes" if row.peak <= self.budget else "no"
-        how = "checked" if row is self.rows[0] else "predicted"
-        return row.label, bytes_text(row.peak), flops_text(row.flops), seconds_text(row.seconds), share, fits, how
-
-    def text(self, about: Mapping[str, str] | None = None) -> str:
-        """Return the policy as YAML with the figures in comments. ``about``: further lines of the header by title."""
-        row = self.rows[0]
-        head = [
-            f"Planned by sac with torch {torch.__version__}.",
-            *(f"{name}: {value}" for name, value in (about or {}).items()),
-            f"device: {self.device.name} ({self.device.title})",
-            f"budget: {self.budget} bytes ({bytes_text(self.budget)})",
-            f"peak: {row.peak} bytes ({bytes_text(row.peak)}), checked",
-            f"recomputed: {flops_text(row.flops)} in {seconds_text(row.seconds)} per step (predicted)",
-            *(f"note: {note}" for note in self.notes),
-        ]
-        shown = ("".join(letter if letter.isprintable() else " " for letter in line) for line in head)
-        lines = [f"# {part}" for line in shown for part in textwrap.wrap(line, 98, subsequent_indent="  ")]
-        return "\n".join([*lines, self.policy.to_yaml()])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all figures as plain values."""
-        names = ("budget", "least", "most", "static", "extra")
-        found: dict[str, Any] = {f"{name}_bytes": getattr(self, name) for name in names}
-        rows = [
-            {"label": one.label, "peak_bytes": one.peak, "fits": one.peak <= self.budget, "recompute_flops": one.flops,
-             "recompute_s": one.seconds, "checked": one is self.rows[0]}
-            for one in self.rows
-        ]  # fmt: skip
-        found |= {"device": self.device.name, "torch": torch.__version__, "forward_s": self.forward_s}
-        explained = None if self.explanation is None else self.explanation.to_dict()
-        return found | {"step_s": self.step_s, "rows": rows, "notes": [*self.notes], "explained": explained}
-
 
 # -- What a step needs besides the model
 
@@ -148,62 +53,33 @@ def scalar_loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
     what = f"a {type(loss).__name__}"
     if isinstance(loss, Tensor):
         what = "a scalar that needs no gradient" if loss.numel() == 1 else f"a tensor of shape {[*loss.shape]}"
-    found = "the model returns" if loss_fn is None else "loss_fn returns"
-    fix = "pass loss_fn=, which takes what the model returns" if loss_fn is None else ""
-    raise PlanError(Problem("loss", f"{found} {what}", "a scalar tensor that needs a gradient", fix=fix))
+    fix = "pass loss_fn=, which takes what the model returns, and returns the loss"
+    raise PlanError(Problem("loss", f"it is {what}", "a scalar tensor that needs a gradient", fix=fix))
 
 
 def optimizer_bytes(optimizer: Any, parameters: Iterable[nn.Parameter]) -> int:
     """Return the bytes of the optimizer's state on this rank for the trained ones of ``parameters``.
 
     ``optimizer``: None (no state), a name (sgd, momentum, adam, adamw: states with the shape of each parameter), or an
-    optimizer, which is run on a parameter without data of each shape; if its groups differ, with the options of the
-    group that holds the most. Counters, one number per parameter, are ignored. Raises ``PlanError`` otherwise.
+    optimizer whose class is called so. Counters, one number per parameter, are ignored. Raises ``PlanError`` otherwise.
     """
-    parts = [part for one in parameters if one.requires_grad for part in tensor_parts(one.detach())]
     if optimizer is None:
         return 0
-    if isinstance(optimizer, str) and (word := optimizer.strip().lower()) in STATES:
-        return STATES[word] * sum(part.numel() * part.element_size() for part in parts)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        found = f"'{optimizer}' is not known" if isinstance(optimizer, str) else f"{optimizer!r} is not an optimizer"
-        legal = f"{listing([*STATES])}, or a torch.optim.Optimizer"
-        raise PlanError(Problem("optimizer", found, legal, nearest(str(optimizer), STATES)))
-    alike = Counter((tuple(part.shape), part.dtype) for part in parts)
-    return sum(
-        count * max(_state_bytes(optimizer, group, *part) for group in optimizer.param_groups)
-        for part, count in alike.items()
-    )
-
-
-def _state_bytes(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype
-) -> int:
-    """Return the bytes of state that such an optimizer holds for one parameter with the options of ``group``."""
-    with fake_mode():
-        parameter = nn.Parameter(torch.empty(shape, dtype=dtype))
-        parameter.grad = torch.empty_like(parameter)
-    same: Any = type(optimizer)
-    accepted = inspect.signature(same).parameters  # a group also holds options that the class has added itself
-    options = {name: value for name, value in group.items() if name in accepted and name != "params"}
-    options |= {name: False for name in ("foreach", "fused") if name in options}  # other kernels, same state
-    try:
-        tried = same([parameter], **options)
-        with contextlib.suppress(DataDependentOutputException):  # for example of a norm; by then the state exists
-            tried.step()
-    except Exception as error:
-        found = f"a step of {same.__name__} cannot be tried without data: {type(error).__name__}: {error}"
-        fix = f"name one that has as many states ({listing([*STATES])}), or give none and leave room"
-        raise PlanError(Problem("optimizer", found, fix=fix)) from error
-    states = (one for one in tried.state[parameter].values() if isinstance(one, torch.Tensor) and one.dim())
-    return sum(one.numel() * one.element_size() for one in states)
+    word = optimizer.strip().lower() if isinstance(optimizer, str) else type(optimizer).__name__.lower()
+    if word not in STATES:
+        found, fix = f"'{word}' is not known", "name one that has as many states, or give none and leave room"
+        raise PlanError(Problem("optimizer", found, listing([*STATES]), nearest(word, STATES), fix))
+    groups = getattr(optimizer, "param_groups", ())
+    states = STATES[word] + any(group.get("momentum") or group.get("amsgrad") for group in groups)
+    parts = (part for one in parameters if one.requires_grad for part in tensor_parts(one.detach()))
+    return states * sum(part.numel() * part.element_size() for part in parts)
 
 
 # -- Steps without data
 
 
-class Rehearsal:
-    """A copy of ``model`` without data, on whose steps a plan for ``device`` is made; the model is not changed.
+class Rehearsal(BudgetRegions):
+    """Regions on a copy of ``model`` without data, on whose steps a plan for ``device`` is made.
 
     ``parallelize`` shards the copy in place. For the other arguments see ``sac.plan``.
     """
@@ -211,7 +87,7 @@ class Rehearsal:
     def __init__(
         self,
         model: nn.Module,
-        inputs: Inputs,
+        inputs: fakes.Inputs,
         device: Device,
         *,
         loss_fn: Callable[[Any], Tensor] | None = None,
@@ -220,46 +96,33 @@ class Rehearsal:
     ) -> None:
         if loss_fn is not None and not callable(loss_fn):
             raise PlanError(Problem("loss_fn", f"a {type(loss_fn).__name__} cannot be called", "a function"))
-        if parallelize is not None:
-            refuse_senders()
-        mode = fake_mode()
-        self.model = fake_copy(model, mode)
-        self.inputs = fake_inputs(inputs, mode)
+        mode = fakes.fake_mode()
+        super().__init__(fakes.fake_copy(model, mode), Config(mode="selective", verify=NEVER))
+        self.inputs = fakes.fake_inputs(inputs, mode)
         self.device, self._loss_fn = device, loss_fn
         if parallelize is not None:
-            with QuickChunks():
+            fakes.refuse_senders()
+            with fakes.QuickChunks():
                 parallelize(self.model)
-        self._gathers = mode_of(self.model) if parallelize is not None else None
+        self.gathers = mode if parallelize is not None else None
         self.extra = optimizer_bytes(optimizer, self.model.parameters())
         turn_off_cache(self.model)
-        policy = family_policy(self.model, (block.module for block in find_blocks(self.model)))
-        self._regions = BudgetRegions(self.model, Config(mode="selective", verify=NEVER))
-        self._regions.put_on()
-        self._regions.profile()
-        record = self._step(ledger := Ledger(device, self._gathers))
-        profiles = self._regions.profiles()
-        if not profiles or not any(phase.position or phase.part != "between" for phase in record.phases):
-            found = "no block of this model is called with gradients: there is nothing to plan"
-            raise ModelError(Problem(type(model).__name__, found))
-        self.prediction = Prediction(
-            merged(profiles, ledger.block_bytes),
-            record,
-            device,
-            extra=self.extra,
-            by_hand=lambda profile: saved_by(policy, profile),
-        )
+        by_hand = partial(saved_by, family_policy(self.model, (block.module for block in find_blocks(self.model))))
+        self.put_on()
+        self.use(PROFILED)
+        record = self._step(ledger := Ledger(device, self.gathers))
+        profiles = merged(self.profiles(), ledger.block_bytes)
+        self.prediction = Prediction(profiles, record, device, extra=self.extra, by_hand=by_hand)
         again_s = sum(self.prediction.options[kind][0].ops_s for kind in self.prediction.kinds)
         self.step_s = ledger.seconds - again_s  # without what is recomputed
 
     def run(self, choice: Choice, ledger: Ledger | None = None) -> StepRecord:
         """Run a step with a choice."""
-        planned = self.prediction.regions(choice)
-        self._regions.plan(planned, policy_of(planned, "planned"))
-        return self._step(ledger or Ledger(self.device, self._gathers))
+        self.plan(self.prediction.regions(choice))
+        return self._step(ledger or Ledger(self.device, self.gathers))
 
     def _step(self, ledger: Ledger) -> StepRecord:
-        model, inputs, regions = self.model, self.inputs, self._regions
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        model, inputs = self.model, self.inputs
         leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         state, collects = torch.get_rng_state(), gc.isenabled()
         gc.disable()  # it would repeatedly scan the many objects of a step's graph
@@ -267,22 +130,20 @@ class Rehearsal:
             try:
                 ledger.note([*model.parameters(), *model.buffers(), *leaves])
                 meter = Meter(ledger.read, next(model.parameters()).device, ledger.block_bytes)
-                gradients = lambda: meter.bytes_of([one.grad for one in trained])  # noqa: E731
-                observation = regions.observation = Observation(meter, ledger.live, gradients, ())
-                with torch.enable_grad():
-                    loss = scalar_loss(call(model, inputs), self._loss_fn)
-                with without_data(model):
+                self.observation = Observation(meter, ledger.live, lambda: 0, ())  # it begins as all steps do
+                with torch.enable_grad(), fakes.without_data(model):
+                    out_of = partial(model, **inputs) if isinstance(inputs, Mapping) else partial(model, *inputs)
+                    loss = scalar_loss(out_of(), self._loss_fn)
                     loss.backward()
-                record = observation.end()
+                record = self.observation.end()
                 del loss
             finally:
-                regions.observation = None
+                self.observation = None
                 torch.set_rng_state(state)
                 if collects:
                     gc.enable()
-                for leaf in leaves:
-                    leaf.grad = None
-                model.zero_grad(set_to_none=True)
+                for one in (*leaves, *model.parameters()):
+                    one.grad = None
         if record is None:
             found = "no backward runs through its blocks: there is nothing to plan"
             raise ModelError(Problem(type(model).__name__, found))
@@ -315,8 +176,7 @@ class Rehearsal:
 
     def explain(self, choice: Choice, peak: int) -> Explanation:
         """Return what is alive at the peak of a choice."""
-        regions = self._regions
-        ledger = Origins(self.device, self._gathers, self.model, self.inputs, peak - self.extra, regions.place)
+        ledger = Origins(self, peak - self.extra)
         self.run(choice, ledger)
         return ledger.explanation(self.prediction.regions(choice), self.extra)
 
@@ -351,17 +211,17 @@ def make_plan(
         raise ModelError(Problem("model", f"a {type(model).__name__} is not a torch.nn.Module"))
     refuse_second(model)
     refuse_existing_checkpointing(model)
-    arguments = arguments_of(inputs, PlanError)
-    figures = _figures_of(model, device)
+    arguments = fakes.arguments_of(inputs, PlanError)
+    figures = figures_of(next((one.device for one in model.parameters()), "cpu") if device is None else device)
     wanted = budget_of(budget, figures)
     is_there = "cuda" in {parameter.device.type for parameter in model.parameters()}
-    shards = parallelize if fsdp is None else fsdp_over(fsdp)
+    shards = parallelize if fsdp is None else fakes.fsdp_over(fsdp)
     with ExitStack() as scopes:
         scopes.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", SacWarning)  # about the policies that are tried, not about the user's
         scopes.enter_context(torch.random.fork_rng(devices=()))
         scopes.enter_context(lowered_to("cpu" if is_there else figures.name))
-        scopes.enter_context(fake_ranks(fsdp) if fsdp is not None else nullcontext())
+        scopes.enter_context(fakes.fake_ranks(fsdp) if fsdp is not None else nullcontext())
         steps = Rehearsal(model, arguments, figures, loss_fn=loss_fn, optimizer=optimizer, parallelize=shards)
         scopes.callback(remove, steps.model)  # so that the copy can be freed
         return _planned(steps, wanted, explains=explains)
@@ -369,56 +229,24 @@ def make_plan(
 
 def _planned(steps: Rehearsal, budget: StepBudget, *, explains: bool) -> Plan:
     prediction, device = steps.prediction, steps.device
-    least, most = prediction.least(), prediction.peak_of(prediction.fastest)
-    if budget.share is not None:
-        most = max(least, steps.run(prediction.fastest).peak + steps.extra)
-    allowed = budget.within(least, most, device.memory_bytes)
+    allowed = budget.within(prediction.least(), prediction.peak_of(prediction.fastest), device.memory_bytes)
     chosen, peak = steps.choose(allowed)
     unplanned = [(path, profile.reason) for profile in prediction.profiles for path in profile.paths if profile.reason]
     notes = [f"{path} is recomputed in full: {reason}" for path, reason in unplanned]
     if chosen == prediction.fastest:
         notes.append("no checkpointing is needed")
-    choices = {"plan": chosen, "none": prediction.fastest, "full": prediction.full, "selective": prediction.shipped}
-    rows = []
-    for label, choice in choices.items():
-        flops = sum(region.option.flops for region in prediction.regions(choice))
-        shown = peak if label == "plan" else prediction.peak_of(choice)
-        rows.append(Row(label, shown, flops, prediction.time_of(choice)))
-    trained = (part for one in steps.model.parameters() if one.requires_grad for part in tensor_parts(one))
-    moved = 3 * sum(part.numel() * part.element_size() for part in trained) + 2 * steps.extra
-    return Plan(
-        policy_of(prediction.regions(chosen), "planned"),
-        tuple(rows),
-        device,
-        allowed,
-        prediction.least(),
-        most,
-        prediction.record.static,
-        steps.extra,
-        prediction.forward_s,
-        steps.step_s + moved / (device.bytes_per_s * PRIORS[MEMORY]),
-        tuple(notes),
-        steps.explain(chosen, peak) if explains else None,
+    moved = 3 * optimizer_bytes("momentum", steps.model.parameters()) + 2 * steps.extra  # by the optimizer
+    return replace(
+        prediction.plan(chosen, allowed, peak),
+        step_s=steps.step_s + prediction.time_of(chosen) + moved / (device.bytes_per_s * PRIORS[MEMORY]),
+        notes=tuple(notes),
+        explanation=steps.explain(chosen, peak) if explains else None,
     )
-
-
-def _figures_of(model: nn.Module, device: str | torch.device | None) -> Device:
-    """Return the figures of the named device, or by default of the device of the parameters."""
-    types = {parameter.device.type for parameter in model.parameters()}
-    if others := sorted(types - {"cpu", "cuda", *(["meta"] if device is not None else [])}):
-        fix = 'plan it on the CPU or on the meta device and name the GPU: device="h100"'
-        found = f"its parameters are on {listing(others)}"
-        raise PlanError(Problem(type(model).__name__, found, "cpu, cuda, meta", fix=fix))
-    if not isinstance(device, str | torch.device | None):
-        raise PlanError(Problem("device", f"{device!r} names no device", "a name such as h100, or a torch.device"))
-    if device is None:
-        device = next((parameter.device for parameter in model.parameters()), "cpu")
-    return figures_of(device)
 
 
 def plan(
     model: nn.Module,
-    inputs: Inputs,
+    inputs: fakes.Inputs,
     budget: Any,
     *,
     loss_fn: Callable[[Any], Tensor] | None = None,
@@ -430,9 +258,9 @@ def plan(
 
     ``inputs``: the arguments of the model, as a tuple or a dict.
     ``budget``: the peak of allocated bytes over forward and backward of one step, including parameters, gradients, and
-    the state of ``optimizer`` (a name or an optimizer) if one is given. It is an int (bytes), a text such as
-    ``"40GiB"``, a share of the way from the least peak to the peak without checkpointing, such as ``"50%"``, or one
-    of the device's memory: ``"auto"`` or ``{"device": "90%"}``.
+    the state of ``optimizer`` if one is given (sgd, momentum, adam, adamw, or an optimizer of a class called so). It is
+    an int (bytes), a text such as ``"40GiB"``, a share of the way from the least peak to the predicted peak without
+    checkpointing, such as ``"50%"``, or one of the device's memory: ``"auto"`` or ``{"device": "90%"}``.
     ``loss_fn``: the loss is ``loss_fn(output)``, else ``output.loss``, else a scalar output.
     ``device``: the device whose figures price the ops (``"h100"``, …; default: the device of the parameters). For a
     model on the CPU or on the meta device, the ops that this device would run are planned; until then, no other thread
@@ -471,13 +299,9 @@ def best_size(
             tried[size] = None, error.least
         return tried[size][0] is not None
 
-    low, high = 0, 0
-    for size in sizes:
-        if size in (sizes[0], sizes[-1]) or not size & (size - 1):
-            if not fits(size):
-                high = size
-                break
-            low = size
+    coarse = [size for size in sizes if size in (sizes[0], sizes[-1]) or not size & (size - 1)]
+    fitting = [*takewhile(fits, coarse)]
+    low, high = max(fitting, default=0), max(tried)
     for _ in range(2):
         middle = (low + high) // 2
         if 0 < low < middle < high:

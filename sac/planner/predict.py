@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from typing import Any
+
+import torch
 
 from sac.errors import PlanError, Problem
-from sac.planner.cost import FREE, op_class, seconds
-from sac.planner.devices import Device
-from sac.planner.observing import BACKWARD, BETWEEN, FORWARD, StepRecord
+from sac.planner.cost import FREE, Device, op_class, seconds
+from sac.planner.explain import Explanation
+from sac.planner.observing import BACKWARD, BETWEEN, FORWARD, StepPhase, StepRecord
 from sac.planner.profile import Option, RegionProfile
-from sac.planner.rules import PlannedRegion
-from sac.tables import bytes_text
+from sac.planner.rules import PlannedRegion, policy_of
+from sac.policy.model import Policy
+from sac.tables import Table, bytes_text, flops_text, seconds_text
 
 # Note [From an observed step to every other]
 #
@@ -22,7 +27,7 @@ from sac.tables import bytes_text
 # (Note [Profiles]), as an upper bound:
 # - It leaves behind the storages that replay starts from, or for no checkpointing those that autograd saves.
 # - While its forward runs, these are alive in addition to what is alive in any case: the observed forwards are measured
-#   at each op, and of each storage it is known until when it was alive (`_forward_bytes`).
+#   at each op, and each storage is known to be alive until the last op that uses it (`_forward_bytes`).
 # - In its backward, everything that autograd saves is there at once after the replay, whatever was kept. On top come
 #   storages that are only the start of a replay, those that backward has already read when the replay begins, and what
 #   is alive between the steps of the replay (`_replay_bytes`).
@@ -58,6 +63,115 @@ _CALL_S = 150e-6  # per call of a region
 Choice = tuple[int, ...]  # the number of the option of each region
 
 
+# -- A plan and its figures
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to checkpoint the model: its peak in bytes, and what it recomputes in FLOPs and seconds.
+
+    ``sac.plan`` runs a step with the plan; the other peaks are predicted, as an upper bound.
+    """
+
+    label: str
+    peak: int
+    flops: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A plan, its figures in bytes and seconds, and those of the usual ways. ``rows``: the plan first.
+
+    ``next_faster``: the least peak with a faster option in one region, and the path of that region. ``step_s``: the
+    predicted seconds of a step with its optimizer, if ops outside of blocks were seen.
+    """
+
+    policy: Policy
+    rows: tuple[Row, ...]
+    device: Device
+    budget: int
+    least: int
+    most: int
+    static: int
+    extra: int
+    forward_s: float
+    in_flight: int
+    next_faster: tuple[int, str] | None
+    step_s: float = 0.0
+    notes: tuple[str, ...] = ()
+    explanation: Explanation | None = None
+
+    @property
+    def peak(self) -> int:
+        """The peak of the plan."""
+        return self.rows[0].peak
+
+    def __str__(self) -> str:
+        again = self.rows[0].seconds / self.forward_s if self.forward_s else 0.0
+        size, path = self.next_faster or (0, "")
+        return (
+            f"planned for a budget of {bytes_text(self.budget)}: predicted peak {bytes_text(self.peak)} (least "
+            f"{bytes_text(self.least)}, without checkpointing {bytes_text(self.most)}), "
+            f"{seconds_text(self.rows[0].seconds)} of recomputing and recording, {again:.0%} of the blocks' forward"
+            + (f", {self.in_flight} forwards in flight" if self.in_flight > 1 else "")
+            + (": no checkpointing is needed" if self.most <= self.budget else "")
+            + (f"; a faster option of {path} would take {bytes_text(size)}" if path else "")
+        )
+
+    def heading(self) -> tuple[str, ...]:
+        """Return the lines above the table: device, budget and peaks."""
+        return (
+            f"for {self.device.name} ({self.device.title}), torch {torch.__version__}",
+            f"budget {bytes_text(self.budget)}; least peak {bytes_text(self.least)}, without checkpointing "
+            f"{bytes_text(self.most)}; of it {bytes_text(self.static)} parameters, buffers and inputs"
+            + (f", {bytes_text(self.extra)} state of the optimizer" if self.extra else ""),
+        )
+
+    def table(self) -> Table:
+        """Return a row for the plan and for each of the usual ways."""
+        columns = ("", "peak", "recomputed", "time", "of forward", "fits", "")
+        return Table(columns, tuple(map(self._cells, self.rows)), right=columns[1:5])
+
+    def _cells(self, row: Row) -> tuple[str, ...]:
+        share = f"{row.seconds / self.forward_s:.1%}" if self.forward_s else "–"
+        fits = "yes" if row.peak <= self.budget else "no"
+        how = "checked" if row is self.rows[0] else "predicted"
+        return row.label, bytes_text(row.peak), flops_text(row.flops), seconds_text(row.seconds), share, fits, how
+
+    def text(self, about: Mapping[str, str] | None = None) -> str:
+        """Return the policy as YAML with the figures in comments. ``about``: further lines of the header by title."""
+        row = self.rows[0]
+        head = [
+            f"Planned by sac with torch {torch.__version__}.",
+            *(f"{name}: {value}" for name, value in (about or {}).items()),
+            f"device: {self.device.name} ({self.device.title})",
+            f"budget: {self.budget} bytes ({bytes_text(self.budget)})",
+            f"peak: {row.peak} bytes ({bytes_text(row.peak)}), checked",
+            f"recomputed: {flops_text(row.flops)} in {seconds_text(row.seconds)} per step (predicted)",
+            *(f"note: {note}" for note in self.notes),
+        ]
+        shown = ("".join(letter if letter.isprintable() else " " for letter in line) for line in head)
+        lines = [f"# {part}" for line in shown for part in textwrap.wrap(line, 98, subsequent_indent="  ")]
+        return "\n".join([*lines, self.policy.to_yaml()])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures as plain values."""
+        names = ("budget", "least", "most", "static", "extra")
+        found: dict[str, Any] = {f"{name}_bytes": getattr(self, name) for name in names}
+        rows = [
+            {"label": one.label, "peak_bytes": one.peak, "fits": one.peak <= self.budget, "recompute_flops": one.flops,
+             "recompute_s": one.seconds, "checked": one is self.rows[0]}
+            for one in self.rows
+        ]  # fmt: skip
+        found |= {"device": self.device.name, "torch": torch.__version__, "forward_s": self.forward_s}
+        explained = None if self.explanation is None else self.explanation.to_dict()
+        return found | {"step_s": self.step_s, "rows": rows, "notes": [*self.notes], "explained": explained}
+
+
+# -- The peaks of all choices
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where in a step a phase is: what decides which options count in it.
@@ -71,16 +185,15 @@ class _Place:
     part: str
 
 
-def _places(record: StepRecord, numbers: Mapping[str, int]) -> Iterator[_Place]:
-    """Yield the place of each phase of a step; ``numbers``: that of each region."""
-    regions = [numbers[path] for path in record.paths]
+def _placed(record: StepRecord, numbers: Mapping[str, int]) -> Iterator[tuple[_Place, StepPhase]]:
+    """Yield the phases of a step with their places; ``numbers``: that of each region."""
     with_backward = {phase.position for phase in record.phases if phase.part == BACKWARD}
     alive = [0] * len(numbers)
     for phase in record.phases:
-        own = None if phase.part == BETWEEN else regions[phase.position]
-        if own is not None and phase.part == BACKWARD and phase.position not in record.retained:
+        own = None if phase.part == BETWEEN else numbers[record.paths[phase.position]]
+        if own is not None and phase.part == BACKWARD and not record.is_retained:
             alive[own] -= 1
-        yield _Place(tuple(alive), own, phase.part)
+        yield _Place(tuple(alive), own, phase.part), phase
         if own is not None and phase.part == FORWARD and phase.position in with_backward:
             alive[own] += 1
 
@@ -102,7 +215,7 @@ class Prediction:
         extra: int = 0,
         by_hand: Callable[[RegionProfile], frozenset[int]] | None = None,
     ) -> None:
-        self.profiles, self.record, self.extra = tuple(profiles), record, extra
+        self.profiles, self.record, self.device, self.extra = tuple(profiles), record, device, extra
         self.paths = tuple(dict.fromkeys(record.paths))
         self._numbers = {path: number for number, path in enumerate(self.paths)}
         of_path = {path: kind for kind, profile in enumerate(profiles) for path in profile.paths}
@@ -117,7 +230,7 @@ class Prediction:
         self.seconds = [tuple(option.seconds for option in self.options[kind]) for kind in self.kinds]
         self._bases: dict[_Place, int] = {}
         left = dict.fromkeys(self.kinds, 0)  # by a forward under full recomputation
-        for place, phase in zip(_places(record, self._numbers), record.phases, strict=True):
+        for place, phase in _placed(record, self._numbers):
             self._bases[place] = max(self._bases.get(place, 0), phase.peak + extra)
             if place.own is not None and phase.part == FORWARD:
                 kind = self.kinds[place.own]
@@ -133,11 +246,11 @@ class Prediction:
             self._own[FORWARD, kind] = [0] * (len(others) + 1)
             self._own[BACKWARD, kind] = [0, *(_replay_bytes(profile, option, inputs) for option in others)]
             forwards[kind] = [_forward_bytes(profile, option) for option in self.options[kind]]
-        for place, phase in zip(_places(record, self._numbers), record.phases, strict=True):
+        for place, phase in _placed(record, self._numbers):
             if place.own is not None and phase.part == FORWARD:
                 kind, above = self.kinds[place.own], phase.before + extra - self._bases[place]
                 # Not observed op by op, or calls differ: all that an option adds may be there at the peak.
-                is_seen = phase.rises and self.profiles[kind].until
+                is_seen = phase.rises and not self.profiles[kind].varies
                 rises = phase.rises if is_seen else ((-1, phase.peak - phase.before),)
                 own = self._own[FORWARD, kind]
                 for option, more in enumerate(forwards[kind]):
@@ -151,7 +264,7 @@ class Prediction:
         full = {phase.position: phase.after - phase.before for phase in self.record.phases if phase.part == FORWARD}
         above = self.extra + max(0, self.record.static - record.static)  # this step may have begun with fewer bytes
         peaks: dict[_Place, int] = {}
-        for place, phase in zip(_places(record, self._numbers), record.phases, strict=True):
+        for place, phase in _placed(record, self._numbers):
             if place in self._bases:
                 peaks[place] = max(peaks.get(place, 0), phase.peak + above)
             if place.own is not None and phase.part == FORWARD:
@@ -221,6 +334,28 @@ class Prediction:
         rows = zip(self.paths, self.kinds, choice, strict=True)
         return tuple(PlannedRegion(path, self.profiles[kind], self.options[kind][one]) for path, kind, one in rows)
 
+    def plan(self, choice: Choice, budget: int, peak: int | None = None) -> Plan:
+        """Return a choice as a plan. ``peak``: that of a step that was run with it."""
+        rows = []
+        usual = {"none": self.fastest, "full": self.full, "selective": self.shipped}
+        for label, one in {"plan": choice, **usual}.items():
+            flops = sum(region.option.flops for region in self.regions(one))
+            shown = peak if label == "plan" and peak is not None else self.peak_of(one)
+            rows.append(Row(label, shown, flops, self.time_of(one)))
+        return Plan(
+            policy_of(self.regions(choice)),
+            tuple(rows),
+            self.device,
+            budget,
+            self.least(),
+            self.peak_of(self.fastest),
+            self.record.static,
+            self.extra,
+            self.forward_s,
+            self.in_flight,
+            self.next_faster(choice),
+        )
+
     # -- The search
 
     def search(self, allowed: int, *known: Choice) -> Choice:
@@ -236,31 +371,27 @@ class Prediction:
         """Return a choice no slower than ``choice``, none of whose regions can get a faster option that fits."""
         chosen, live = [*choice], self.live(choice)
 
-        def take(at: int, option: int) -> bool:
+        def take(at: int, option: int) -> None:
             nonlocal live
             old, kind = chosen[at], self.kinds[at]
             if self.seconds[at][option] >= self.seconds[at][old]:
-                return False
+                return
             held = self._held[kind][option] - self._held[kind][old]
             own = {part: self._own[part, kind][option] - self._own[part, kind][old] for part in (FORWARD, BACKWARD)}
             after = [
                 size + place.alive[at] * held + (own[place.part] if place.own == at else 0)
                 for size, place in zip(live, self._bases, strict=True)
             ]
-            if max(after) > allowed:
-                return False
-            chosen[at], live = option, after
-            return True
+            if max(after) <= allowed:
+                chosen[at], live = option, after
 
         raises = [
             (rate, at, option)
             for at, kind in enumerate(self.kinds if choice == self.full else ())
             for rate, option in _hull(self._held[kind], self.seconds[at])
         ]
-        blocked: set[int] = set()  # regions whose next raise has not fitted
         for _, at, option in sorted(raises, key=lambda one: (-one[0], -one[1])):
-            if at not in blocked and not take(at, option):
-                blocked.add(at)
+            take(at, option)
         fast = [sorted(range(len(times)), key=times.__getitem__) for times in self.seconds]
         while True:
             before = [*chosen]
@@ -272,13 +403,13 @@ class Prediction:
 
     def next_faster(self, choice: Choice) -> tuple[int, str] | None:
         """Return the least peak of a choice in which one more region gets a faster option, and the region's path."""
-        peaks = []
-        for at in {
-            (kind, option): at for at, (kind, option) in enumerate(zip(self.kinds, choice, strict=True))
-        }.values():
-            times = self.seconds[at]
-            for option in (option for option, time in enumerate(times) if time < times[choice[at]]):
-                peaks.append((self.peak_of((*choice[:at], option, *choice[at + 1 :])), self.paths[at]))
+        alike = {(kind, option): at for at, (kind, option) in enumerate(zip(self.kinds, choice, strict=True))}
+        peaks = (
+            (self.peak_of((*choice[:at], option, *choice[at + 1 :])), self.paths[at])
+            for at in alike.values()
+            for option, time in enumerate(self.seconds[at])
+            if time < self.seconds[at][choice[at]]
+        )
         return min(peaks, default=None)
 
     def refuse(self, where: str, written: str, allowed: int) -> TooSmallError:
@@ -332,9 +463,7 @@ def _forward_bytes(profile: RegionProfile, option: Option) -> list[int]:
         made = (value for number in option.saved for value in profile.entries[number].makes)
         held = {*option.held, *(profile.roots[value] for value in made)}
         copied = {root for entry in profile.entries for root in entry.writes}
-    used = dict(enumerate(profile.until))  # the last entry during which a storage is there in any case
-    for entry in profile.entries:
-        used |= {root: max(used.get(root, -1), entry.number) for root in profile.used_by(entry)}
+    used = {root: entry.number for entry in profile.entries for root in profile.used_by(entry)}  # at last
     more = [0] * (len(profile.entries) + 1)
     for root in held - profile.routed:
         more[profile.maker.get(root, 0) if root in copied else used[root] + 1] += profile.bytes[root]
@@ -351,10 +480,9 @@ def _replay_bytes(profile: RegionProfile, option: Option, inputs: int) -> int:
     held, needed = option.held, profile.needed
     # Until the replay begins, everything that it starts from is there, also what backward has read already.
     first_read: dict[int, int] = {}
-    for need in profile.needs:
-        root = profile.roots[need.value]
-        if need.value in profile.maker:
-            first_read[root] = max(need.time, first_read.get(root, 0))
+    for value, time in profile.needs:
+        if value in profile.maker:
+            first_read[profile.roots[value]] = max(time, first_read.get(profile.roots[value], 0))
     begins, starts = profile.late_replay(option.saved)
     waits = {root for root in starts if first_read.get(root, -1) > begins}
     # While entries run again, results count until the last entry that reads them; what autograd saves, until the end.
@@ -399,21 +527,14 @@ def options_of(
     candidates = frozenset(entry.number for entry in profile.candidates)
     full = priced(frozenset())
     saved = frozenset[int]()
-    while True:
-        now = priced(saved)
-        more_by = {number: priced(saved | {number}) for number in sorted(candidates - saved)}
-        gains = {
-            number: (now.ops_s - one.ops_s) / max(one.bytes - now.bytes, 1)
-            for number, one in more_by.items()
-            if one.ops_s < now.ops_s
-        }
-        if not gains:
+    while rates := {n: _rate(priced(saved | {n}), priced(saved)) for n in sorted(candidates - saved)}:
+        if max(rates.values()) <= 0:
             break
-        saved |= {max(gains, key=gains.__getitem__)}
+        saved |= {max(rates, key=rates.__getitem__)}
     saved = candidates
     while saved:
-        losses = {number: _loss(priced(saved), priced(saved - {number})) for number in sorted(saved, reverse=True)}
-        saved -= {min(losses, key=losses.__getitem__)}
+        rates = {n: _rate(priced(saved), priced(saved - {n})) for n in sorted(saved, reverse=True)}
+        saved -= {min(rates, key=rates.__getitem__)}
     best: list[Option] = []
     for option in sorted(known, key=lambda one: (one.bytes, one.seconds, len(one.saved or ()))):
         if option.seconds < (best[-1].seconds if best else full.seconds):
@@ -427,9 +548,9 @@ def options_of(
     return tuple(found)
 
 
-def _loss(before: Option, after: Option) -> float:
-    """Return the seconds that are lost per byte that is freed; less than zero if nothing changes."""
-    seconds, size = after.ops_s - before.ops_s, before.bytes - after.bytes
+def _rate(more: Option, less: Option) -> float:
+    """Return the seconds per byte that an option spares that saves more; less than zero if nothing changes."""
+    seconds, size = less.ops_s - more.ops_s, more.bytes - less.bytes
     if size > 0:
         return seconds / size
     return math.inf if seconds > 0 else -1.0

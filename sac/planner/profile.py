@@ -49,14 +49,6 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """A value that backward reads, as it is before entry number ``time``."""
-
-    value: int
-    time: int
-
-
-@dataclass(frozen=True, slots=True)
 class Option:
     """Entries that a region saves in addition to those that must be, or None for no checkpointing.
 
@@ -93,10 +85,10 @@ def _tape_of(entries: Sequence[Entry], roots: Sequence[int], maker: Mapping[int,
 @dataclass(frozen=True, slots=True)
 class RegionProfile:
     """The profile of a region, see Note [Profiles]. ``roots`` and ``bytes`` (of the storage) are per value.
+    ``needs``: the values that backward reads, each as it is before the entry of a number.
 
     ``paths`` are the regions that it is true of, in forward order, and ``layers`` their positions in ``stack``.
-    ``until``: per value, if it is a root that was seen alive, the last entry after which it was alive in the forward
-    under full recomputation; otherwise -1. Empty if calls ran different ops.
+    ``varies``: calls ran different ops, or ops that are not known.
     ``reason``: why the region cannot be planned op by op; it has no entries then.
     """
 
@@ -105,10 +97,10 @@ class RegionProfile:
     entries: tuple[Entry, ...] = ()
     roots: tuple[int, ...] = ()
     bytes: tuple[int, ...] = ()
-    needs: tuple[Need, ...] = ()
+    needs: tuple[tuple[int, int], ...] = ()
     stack: str = ""
     stack_size: int = 0
-    until: tuple[int, ...] = field(default=(), compare=False)
+    varies: bool = field(default=False, compare=False)
     reason: str = ""
     maker: dict[int, int] = field(init=False, compare=False, repr=False)
     tape: Tape = field(init=False, compare=False, repr=False)
@@ -126,7 +118,7 @@ class RegionProfile:
     @property
     def needed(self) -> set[int]:
         """The storages that autograd saves and the region makes."""
-        return {self.roots[need.value] for need in self.needs if need.value in self.maker}
+        return {self.roots[value] for value, _ in self.needs if value in self.maker}
 
     @property
     def routed(self) -> set[int]:
@@ -155,20 +147,19 @@ class RegionProfile:
         kept = self._kept(saved)
         roots = {self.roots[value] for value in kept}
         missing = [
-            need
-            for need in self.needs
-            if need.value in self.maker
-            and not (self.roots[need.value] in roots and self.tape.last_write(need.value) < need.time)
+            (value, time)
+            for value, time in self.needs
+            if value in self.maker and not (self.roots[value] in roots and self.tape.last_write(value) < time)
         ]
-        return max((need.time for need in missing), default=-1), self._schedule(kept, missing)[1]
+        return max((time for _, time in missing), default=-1), self._schedule(kept, missing)[1]
 
     def _kept(self, saved: Collection[int]) -> set[int]:
         chosen = {*saved, *(entry.number for entry in self.entries if entry.must_save)}
         return {value for number in chosen for value in self.entries[number].makes}
 
-    def _schedule(self, kept: Collection[int], needs: Sequence[Need]) -> tuple[list[int], set[int]]:
+    def _schedule(self, kept: Collection[int], needs: Sequence[tuple[int, int]]) -> tuple[list[int], set[int]]:
         """Return the entries that run again, and the storages of kept values that they start from."""
         tape = copy(self.tape)
         tape.kept = dict.fromkeys(kept)
-        schedule = schedule_replay(tape, [(handle, need.value, need.time) for handle, need in enumerate(needs)])
+        schedule = schedule_replay(tape, [(handle, *need) for handle, need in enumerate(needs)])
         return [step[0] for step in schedule.steps], {self.roots[value] for value in schedule.kept}

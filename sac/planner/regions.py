@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sac.blocks.applying import apply, groups_of
 from sac.blocks.find import Block
 from sac.blocks.install import Applied, RegionForward, ours_on, regions_of
 from sac.config import Config
-from sac.engine.compiled import run_in_eager
 from sac.engine.fp8 import keeps_fp8_state
 from sac.engine.frame import Frame
 from sac.engine.handles import EXTERNAL
@@ -29,8 +27,8 @@ from sac.outer_hooks import PackHooks
 from sac.planner.agreeing import largest
 from sac.planner.cost import attention_flops, entry_of_call, moved_bytes
 from sac.planner.observing import Observation
-from sac.planner.profile import Entry, Need, RegionProfile
-from sac.planner.rules import PlannedRegion, stack_pattern
+from sac.planner.profile import Entry, RegionProfile
+from sac.planner.rules import PlannedRegion, policy_of, stack_pattern
 from sac.policy.model import Decision, Policy
 from sac.tensors import storage_bytes
 
@@ -63,9 +61,6 @@ class _ProfileTrace(OpTraceRecorder):
         super().__init__()
         self._tape, self._after_op = tape, after_op
         self.entries: dict[int, Entry] = {}  # with what is known while an op runs
-        self.until: dict[int, int] = {}  # root -> the last entry after which it was alive
-        self._alive: list[int] = []  # values
-        self._seen = 0
 
     def add(self, site: CallSite, rule: Any, decision: Decision, args: Any, kwargs: Any, out: Any) -> None:
         """Append the op that just ran, which is the last entry of the tape unless the tape skips it."""
@@ -77,11 +72,6 @@ class _ProfileTrace(OpTraceRecorder):
         savable = site.savable and (site.savable_if is None or site.savable_if(args, kwargs, out))
         self.entries[entry] = replace(call, module=site.path, call=self.rows[-1].call, savable=savable)
         self._after_op(entry)
-        self._alive += range(self._seen, len(self._tape.refs))
-        self._seen = len(self._tape.refs)
-        tensors = ((value, self._tape.refs[value]()) for value in self._alive)
-        self._alive = [value for value, tensor in tensors if tensor is not None and storage_bytes(tensor)]
-        self.until.update((self._tape.roots[value], entry) for value in self._alive)
 
     def add_unit(self, site: Any, rule: Any, decision: Decision, arguments: Any, returned: Any, first: int) -> None:
         """Append a unit, the last entry of the tape; it runs the ops inside again."""
@@ -121,7 +111,7 @@ class _ProfilingFrame(TapedFrame):
 
     def _schedule_replay(self) -> None:
         handles = [handle for reference in self._handles if (handle := reference()) is not None]
-        needs = dict.fromkeys(Need(*handle.position) for handle in handles if handle.state != EXTERNAL)
+        needs = dict.fromkeys(handle.position for handle in handles if handle.state != EXTERNAL)
         block = self._region.block
         profile = RegionProfile(
             paths=(block.path,),
@@ -132,7 +122,6 @@ class _ProfilingFrame(TapedFrame):
             needs=tuple(needs),
             stack=block.stack,
             stack_size=block.stack_size,
-            until=tuple(self._ops.until.get(value, -1) for value in range(len(self.tape.roots))),
         )
         super()._schedule_replay()
         self._region.made = profile if self._replays else None
@@ -171,12 +160,12 @@ class FullRegion(Region):
         output = super().run(*args, **kwargs)
         if self.after_op is not None:
             reason = self.group.not_replayable or "it does not run under the replay engine"
-            made = self.made or RegionProfile((self.path,), (self.block.layer,), reason=reason)
+            made = self.made or RegionProfile((self.path,), (self.block.layer,), reason=reason, varies=True)
             known = made if self.profile is None else self.profile
             try:
                 self.profile = largest((known, made))
             except PlanError:  # their ops differ
-                self.profile = replace(max(known, made, key=lambda one: sum(one.bytes)), until=())
+                self.profile = replace(max(known, made, key=lambda one: sum(one.bytes)), varies=True)
         return output
 
     def frame(self, function: Any, owners: Any, settings: Settings, outer: PackHooks | None) -> Frame:
@@ -201,7 +190,7 @@ def merged(profiles: Sequence[RegionProfile], block_bytes: int) -> tuple[RegionP
             paths=tuple(path for one in alike for path in one.paths),
             layers=tuple(layer for one in alike for layer in one.layers),
             bytes=tuple(-(-size // block_bytes) * block_bytes for size in alike[0].bytes),
-            until=tuple(map(min, zip(*(one.until for one in alike), strict=False))),  # none if one has none
+            varies=any(one.varies for one in alike),
         )
         for alike in kinds.values()
     )
@@ -216,30 +205,16 @@ class BudgetForward(RegionForward):
         self.region = self.full = FullRegion(block, group)
         self.regions = (self.full,)
         self.planned: Region | None = None
-        self.is_plain = False  # whether the plan is no checkpointing
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module as a region."""
-        if not torch.is_grad_enabled():
-            return self.original(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return run_in_eager(self._run, *args, **kwargs)
-        return self._run(*args, **kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        self.applied.fitting.begin((args, kwargs), self.block.path)
-        return super()._run(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         regions: BudgetRegions = self.applied.fitting
+        regions.begin((args, kwargs), self.block.path)
         observation = regions.observation
-        # No checkpointing: as a region, its first call would hold all its results.
-        call = self.original if self.is_plain and self.region is self.planned else super()._call
         if observation is None:
-            return call(*args, **kwargs)
+            return super()._call(*args, **kwargs)
         observation.enter(self.block.path, args, kwargs)
         try:
-            output = call(*args, **kwargs)
+            output = super()._call(*args, **kwargs)
         except BaseException:
             regions.stop()
             raise
@@ -268,11 +243,6 @@ class BudgetRegions:
     def begin(self, inputs: Any, path: str = "") -> None:
         """A forward begins: of the model, or of the region at ``path``."""
 
-    def place(self) -> tuple[str, str]:
-        """Return the part of the observed step that runs, and the path of its region; empty between two."""
-        assert self.observation is not None
-        return self.observation.place()
-
     def stop(self) -> None:
         """Observe nothing more."""
         observation, self.observation = self.observation, None
@@ -290,13 +260,6 @@ class BudgetRegions:
         found = (ours_on(module) for module in self.model.modules())
         return [one for one in found if isinstance(one, BudgetForward)]
 
-    def profile(self) -> None:
-        """Have the next calls profiled."""
-        self.use(FULL)
-        self.used = PROFILED
-        for one in self.forwards:
-            one.full.after_op = self.after_op
-
     def profiles(self) -> tuple[RegionProfile, ...]:
         """Take the profiles that the calls have made."""
         profiles = tuple(one.full.profile for one in self.forwards if one.full.profile is not None)
@@ -305,18 +268,19 @@ class BudgetRegions:
         return profiles
 
     def use(self, which: str) -> None:
-        """Have the next calls run as regions that are recomputed in full, or as those of the plan."""
+        """Have the next calls run as regions that are recomputed in full, also be profiled, or as those of the plan."""
         if which != self.used:
             self.used = which
             for one in self.forwards:
-                one.full.after_op = None
+                one.full.after_op = self.after_op if which == PROFILED else None
                 one.region = one.planned if which == PLANNED and one.planned is not None else one.full
                 one.regions = (one.region,)
 
-    def plan(self, planned: Sequence[PlannedRegion], policy: Policy) -> None:
-        """Have the next calls run as ``planned``; ``policy``: that of the plan."""
+    def plan(self, planned: Sequence[PlannedRegion]) -> None:
+        """Have the next calls run as ``planned``."""
         forwards, of_path = {one.block.path: one for one in self.forwards}, {one.path: one for one in planned}
-        for block, group in groups_of(resolve_policy(policy), [one.block for one in forwards.values()], "selective"):
+        policy = resolve_policy(policy_of(planned))
+        for block, group in groups_of(policy, [one.block for one in forwards.values()], "selective"):
             forward, path, mine = forwards[block.path], block.path, of_path.get(block.path)
             forward.planned, full = Region(group, path), forward.full.group
             group.functions.update(full.functions)  # a planned call keeps nothing to verify units anew
@@ -324,10 +288,10 @@ class BudgetRegions:
             if mine is not None and mine.profile.reason:
                 forward.planned = forward.full
                 full.give_up("it is not planned", path)
-            forward.is_plain = mine is not None and mine.option.saved is None
-            if mine is not None and forward.is_plain:
+            if mine is not None and mine.option.saved is None:
                 size = mine.option.bytes
                 rule = next(one.index for one in group.table.rules if one.rule.matches_module)  # saves the whole block
+                # The next call is not its first, which would hold all its results.
                 forward.planned.stats = RegionStats(1, SavedFigures(size, 0, {rule: size}, {rule: 1}))
         self.used = ""
         self.use(PLANNED)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sac.tensors import detached, is_plain, lazy_bits, storage_address, tell_of, with_lazy_bits
+from sac.tensors import detached, is_plain, lazy_bits, storage_address, with_lazy_bits
 from sac.torch_private import FakeTensor, UnseenByModes
 
 # Note [Laid flat]
@@ -158,5 +158,4 @@ def restored(flat: torch.Tensor, layout: Layout) -> torch.Tensor:
     # A fake tensor needs its mode, and a DTensor its class.
     is_unseen = type(flat) is torch.Tensor and layout.distributed is None
     with UnseenByModes() if is_unseen else nullcontext(), torch.no_grad():
-        tensor = layout.restore(flat)
-        return tell_of(tensor) if is_unseen else tensor
+        return layout.restore(flat)

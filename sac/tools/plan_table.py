@@ -11,9 +11,10 @@ from torch import Tensor
 
 from sac.config_keys import StepBudget
 from sac.errors import PlanError, Problem
-from sac.planner.devices import figures_of
-from sac.planner.fakes import Build, Inputs, fake_build, fake_inputs, fake_mode
-from sac.planner.planning import Plan, best_size, budget_of, make_plan, optimizer_bytes
+from sac.planner.cost import figures_of
+from sac.planner.fakes import Build, Inputs, build_on_meta
+from sac.planner.planning import best_size, budget_of, make_plan, optimizer_bytes
+from sac.planner.predict import Plan
 from sac.tables import Table, bytes_text, screen_width, seconds_text, wrapped_text
 from sac.tensors import describe
 from sac.tools.comparison import loss_of
@@ -56,11 +57,11 @@ def plan_model(arguments: argparse.Namespace, budget: StepBudget, load: Callable
     built: dict[int, BuiltModel] = {}
 
     def plan_of(size: int) -> Plan:
-        arguments.batch, mode = size, fake_mode()
-        built[size] = load(fake_build(mode))
+        arguments.batch = size
+        built[size] = load(build_on_meta)
         return make_plan(
             built[size].model,
-            fake_inputs(built[size].inputs_of_step(0), mode),
+            built[size].inputs_of_step(0),
             budget,
             loss_fn=loss_of,
             device=arguments.device,

@@ -46,8 +46,9 @@ def test_best_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert "yes, best" in run(capsys, "--seq", "32", "--budget", "300KiB", "--batch", "1..2")
     found = json.loads(run(capsys, "--seq", "32", "--budget", "300KiB", "--batch", "1..16", "--json"))
     assert sum(row["best"] for row in found["sizes"]) == 1
-    peaks = [row["peak_bytes"] for row in found["sizes"]]
-    assert sorted(set(peaks)) == peaks
+    sizes = [row["batch"] for row in found["sizes"]]
+    assert sorted(set(sizes)) == sizes
+    assert all(row["fits"] == (row["peak_bytes"] <= 300 * 2**10) for row in found["sizes"])
 
 
 def test_ranks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from torch.nn.functional import grouped_mm, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from sac.ops.flops import flops_of, grouped_matmul_flops
-from sac.planner.sharding import fake_ranks
+from sac.planner.fakes import fake_ranks
 from sac.tools.comparison import count_flops
 
 BATCH, HEADS, S, D = 2, 3, 8, 16

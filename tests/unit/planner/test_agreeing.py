@@ -12,7 +12,7 @@ import torch
 from sac.errors import PlanError
 from sac.planner.agreeing import Grounds, largest
 from sac.planner.observing import FORWARD, StepPhase, StepRecord
-from sac.planner.profile import Entry, Need, RegionProfile
+from sac.planner.profile import Entry, RegionProfile
 from tests.support.ranks import run_ranks
 from tests.unit.planner.rank_trainings import Found, replicated, sharded, tensor_parallel, trained
 from tests.unit.planner.small_training import within
@@ -49,7 +49,7 @@ def test_the_plan_is_for_the_largest_batch_among_the_ranks() -> None:
 
 def profile(size: int, op: str = "aten.mm.default") -> RegionProfile:
     entry = Entry(0, "up", op, 0, (0,), (1,), savable=True, flops=size * 2, moved_bytes=size * 3)
-    return RegionProfile(("layers.0",), (0,), (entry,), (0, 1), (0, size), (Need(1, 1),))
+    return RegionProfile(("layers.0",), (0,), (entry,), (0, 1), (0, size), ((1, 1),))
 
 
 def grounds(size: int, op: str = "aten.mm.default", path: str = "layers.0") -> Grounds:

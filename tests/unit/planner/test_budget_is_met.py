@@ -133,16 +133,16 @@ def test_share_of_the_range() -> None:
     found = trained(within("50%"))
     fitted = controller_of(found.model).fitted
     assert fitted is not None
-    assert fitted.allowed == fitted.least + int(0.5 * (fitted.most - fitted.least))
+    assert fitted.budget == fitted.least + int(0.5 * (fitted.most - fitted.least))
     assert fitted.least == ends()[0]
-    assert max(found.peaks) <= fitted.allowed
+    assert max(found.peaks) <= fitted.budget
 
 
 def test_auto_and_shares_of_the_device() -> None:
     for budget, part in (("auto", 0.9), ({"device": "50%"}, 0.5)):
         controller = controller_of(trained(within(budget), steps=2).model)
         assert controller.fitted is not None
-        assert controller.fitted.allowed == int(part * controller._meter.memory_bytes)
+        assert controller.fitted.budget == int(part * controller._meter.memory_bytes)
 
 
 @pytest.mark.parametrize(

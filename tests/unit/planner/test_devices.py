@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sac.errors import PlanError
-from sac.planner.devices import DEVICES, device_named, figures_of
+from sac.planner.cost import DEVICES, device_named, figures_of
 
 
 @pytest.mark.parametrize(

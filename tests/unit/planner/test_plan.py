@@ -13,8 +13,8 @@ import sac
 from sac.config_keys import LEGAL_BUDGET
 from sac.errors import ModelError, PlanError
 from sac.memory_timeline import measure_memory
+from sac.planner.fakes import fake_ranks, fsdp_over
 from sac.planner.planning import best_size, make_plan
-from sac.planner.sharding import fake_ranks, fsdp_over
 from sac.policy.load import load_policy
 from sac.policy.model import Policy
 from tests.support.model_zoo import tiny
@@ -155,11 +155,19 @@ def test_errors(arguments: dict[str, Any], message: str) -> None:
         sac.plan(given.pop("model"), given.pop("inputs"), given.pop("budget"), **given)
 
 
-def test_optimizer_is_tried_without_data() -> None:
+def test_state_of_an_optimizer_counts() -> None:
     model = Stack()
     count = sum(one.nbytes for one in model.parameters())
-    for optimizer, states in ((torch.optim.AdamW(model.parameters()), 2), (torch.optim.SGD(model.parameters()), 0)):
-        assert make_plan(model, (X,), "1GiB", optimizer=optimizer).extra == states * count
+    kinds: list[tuple[Any, dict[str, Any], int]] = [
+        (torch.optim.AdamW, {}, 2),
+        (torch.optim.Adam, {"amsgrad": True}, 3),
+        (torch.optim.SGD, {}, 0),
+        (torch.optim.SGD, {"momentum": 0.9}, 1),
+    ]
+    for kind, options, states in kinds:
+        assert make_plan(model, (X,), "1GiB", optimizer=kind(model.parameters(), **options)).extra == states * count
+    with pytest.raises(PlanError, match="'adagrad' is not known"):
+        sac.plan(model, (X,), "1GiB", optimizer=torch.optim.Adagrad(model.parameters()))
 
 
 def test_best_size_is_one_that_fits() -> None:
