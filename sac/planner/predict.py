@@ -20,7 +20,7 @@ from sac.planner.observing import BACKWARD, BETWEEN, FORWARD, StepPhase, StepRec
 from sac.planner.profile import Option, RegionProfile
 from sac.planner.rules import PlannedRegion, policy_of
 from sac.policy.model import Policy, dump_policy
-from sac.stores.transfers import LIMITS
+from sac.stores import transfers
 from sac.tables import Table, bytes_text, flops_text, seconds_text
 
 # Note [From an observed step to every other]
@@ -275,11 +275,11 @@ class Prediction:
         other = copy(self)
         share = host // max(sum(place.alive) for place in self._bases)
         other.options, other._held, other._own = [*self.options], {**self._held}, {**self._own}
-        other._bases = {place: size + LIMITS.in_flight for place, size in self._bases.items()}
+        other._bases = {place: size + transfers.LIMITS.in_flight for place, size in self._bases.items()}
         for kind in self._held:
             profile = self.profiles[kind]
             forward_s = sum(seconds(entry, self.device) for entry in profile.entries)
-            room = min(LIMITS.in_flight, int(self.device.host_bytes_per_s * forward_s))
+            room = min(transfers.LIMITS.in_flight, int(self.device.host_bytes_per_s * forward_s))
             other.options[kind] = tuple(
                 replace(option, sent=profile.sendable(option, room, share)) for option in self.options[kind]
             )

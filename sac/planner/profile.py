@@ -11,7 +11,8 @@ import torch
 
 from sac.engine.schedule import schedule_replay
 from sac.engine.tape import Tape
-from sac.stores.transfers import LIMITS, pinned_bytes
+from sac.stores import transfers
+from sac.stores.transfers import pinned_bytes
 
 # Note [Profiles]
 #
@@ -146,7 +147,9 @@ class RegionProfile:
         for number in sorted(option.saved or (), key=lambda one: -self.bytes_of(self.roots_of(one))):
             roots = self.roots_of(number)
             size, pinned = self.bytes_of(roots), sum(pinned_bytes(self.bytes[root]) for root in roots)
-            is_alone = roots <= read & option.held and min(self.bytes[root] for root in roots) >= LIMITS.smallest
+            is_alone = (
+                roots <= read & option.held and min(self.bytes[root] for root in roots) >= transfers.LIMITS.smallest
+            )
             if is_alone and size <= room and pinned <= host_room:
                 sent.add(number)
                 room, host_room = room - size, host_room - pinned
