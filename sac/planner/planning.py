@@ -270,7 +270,7 @@ def _planned(steps: Rehearsal, budget: StepBudget, host: int, *, explains: bool)
     moved = 3 * optimizer_bytes("momentum", steps.model.parameters()) + 2 * steps.extra  # by the optimizer
     return replace(
         prediction.plan(chosen, allowed, peak),
-        policy=policy_of(sending.regions(chosen), "planned"),
+        policy=policy_of(sending.regions(chosen)),
         next_faster=sending.next_faster(chosen),
         host=on_host,
         step_s=steps.step_s + prediction.time_of(chosen) + moved / (device.bytes_per_s * PRIORS[MEMORY]),
