@@ -44,6 +44,7 @@ class Device:
     bytes_per_s: float
     memory_bytes: int
     link_bytes_per_s: float
+    host_bytes_per_s: float = 0.0
     launch_s: float = 4e-6
 
     def peak(self, dtype: str) -> float:
@@ -66,12 +67,12 @@ DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
         # NVIDIA's data sheets and architecture briefs; NVLink 3, 4 and 5
-        Device("a100", "NVIDIA A100 SXM, 80 GB", _AMPERE, 2.039e12, 80 * _GIB, 300e9),
-        Device("h100", "NVIDIA H100 SXM, 80 GB", _HOPPER, 3.35e12, 80 * _GIB, 450e9),
-        Device("h200", "NVIDIA H200 SXM, 141 GB", _HOPPER, 4.8e12, 141 * _GIB, 450e9),
-        Device("b200", "NVIDIA B200 SXM, 180 GB", _BLACKWELL, 8e12, 180 * _GIB, 900e9),
+        Device("a100", "NVIDIA A100 SXM, 80 GB", _AMPERE, 2.039e12, 80 * _GIB, 300e9, 25e9),
+        Device("h100", "NVIDIA H100 SXM, 80 GB", _HOPPER, 3.35e12, 80 * _GIB, 450e9, 55e9),
+        Device("h200", "NVIDIA H200 SXM, 141 GB", _HOPPER, 4.8e12, 141 * _GIB, 450e9, 55e9),
+        Device("b200", "NVIDIA B200 SXM, 180 GB", _BLACKWELL, 8e12, 180 * _GIB, 900e9, 55e9),
         # AMD's data sheet; seven links
-        Device("mi300x", "AMD Instinct MI300X, 192 GB", _MI300X, 5.3e12, 192 * _GIB, 448e9),
+        Device("mi300x", "AMD Instinct MI300X, 192 GB", _MI300X, 5.3e12, 192 * _GIB, 448e9, 55e9),
         # Processors differ too much for a data sheet: 16 cores with AVX2 at 2.5 GHz, two channels of DDR4-3200, and
         # 100 Gb/s Ethernet are assumed. The ratio of the figures matters.
         Device("cpu", "a processor, rough figures", _AVX2, 51.2e9, 0, 12.5e9, launch_s=2e-6),

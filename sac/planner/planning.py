@@ -20,7 +20,7 @@ from sac.blocks.install import remove
 from sac.blocks.kv_cache import turn_off_cache
 from sac.blocks.other_checkpointing import refuse_existing_checkpointing
 from sac.config import Config, family_policy
-from sac.config_keys import STATES, StepBudget, read_budget
+from sac.config_keys import CONFIG_KEYS, STATES, StepBudget, read_budget
 from sac.engine.settings import NEVER
 from sac.errors import ModelError, PlanError, Problem, SacWarning, listing, nearest
 from sac.planner import fakes
@@ -31,7 +31,7 @@ from sac.planner.ledger import Ledger
 from sac.planner.observing import Meter, Observation, StepRecord
 from sac.planner.predict import Choice, Plan, Prediction, TooSmallError
 from sac.planner.regions import PROFILED, BudgetRegions, merged
-from sac.planner.rules import saved_by
+from sac.planner.rules import policy_of, saved_by
 from sac.policy.model import Policy
 from sac.policy.syntax import all_problems, node_of
 from sac.tables import LEGAL_BYTES, bytes_text
@@ -174,6 +174,20 @@ class Rehearsal(BudgetRegions):
             aim = allowed if peak > allowed else aim + (prediction.peak_of(choice) - peak)
         return best
 
+    def choose_with_host(self, allowed: int, host: int) -> tuple[Prediction, Choice]:
+        """Return the fastest choice within ``allowed`` bytes with values in ``host`` bytes of host memory.
+
+        Steps were run with it, in which all values stay on the device; see Note [Values on the host].
+        """
+        tried = set[Choice]()
+        while True:
+            sending = self.prediction.sending(host)
+            choice = sending.search(allowed)
+            if choice in tried or len(tried) == _CHECKS:
+                return sending, choice
+            tried.add(choice)
+            self.prediction.learn(self.run(choice), choice)
+
     def explain(self, choice: Choice, peak: int) -> Explanation:
         """Return what is alive at the peak of a choice."""
         ledger = Origins(self, peak - self.extra)
@@ -194,6 +208,15 @@ def budget_of(value: Any, device: Device) -> StepBudget:
     return budget
 
 
+def host_memory_of(value: Any, device: Device) -> int:
+    """Return the bytes of host memory, 0 for None; raises ``PlanError`` for others, and for a device without a link."""
+    with all_problems(PlanError) as attempt:
+        size: int | None = attempt(CONFIG_KEYS["host_memory"].read, node_of(value, "", "host_memory"))
+    if size and not device.host_bytes_per_s:
+        raise PlanError(Problem("host_memory", f"nothing is copied to the host from {device.title}", fix="name a GPU"))
+    return size or 0
+
+
 def make_plan(
     model: nn.Module,
     inputs: Any,
@@ -203,6 +226,7 @@ def make_plan(
     device: str | torch.device | None = None,
     optimizer: Any = None,
     parallelize: Callable[[nn.Module], Any] | None = None,
+    host_memory: Any = None,
     fsdp: int | None = None,
     explains: bool = False,
 ) -> Plan:
@@ -213,7 +237,7 @@ def make_plan(
     refuse_existing_checkpointing(model)
     arguments = fakes.arguments_of(inputs, PlanError)
     figures = figures_of(next((one.device for one in model.parameters()), "cpu") if device is None else device)
-    wanted = budget_of(budget, figures)
+    wanted, host = budget_of(budget, figures), host_memory_of(host_memory, figures)
     is_there = "cuda" in {parameter.device.type for parameter in model.parameters()}
     shards = parallelize if fsdp is None else fakes.fsdp_over(fsdp)
     with ExitStack() as scopes:
@@ -224,23 +248,34 @@ def make_plan(
         scopes.enter_context(fakes.fake_ranks(fsdp) if fsdp is not None else nullcontext())
         steps = Rehearsal(model, arguments, figures, loss_fn=loss_fn, optimizer=optimizer, parallelize=shards)
         scopes.callback(remove, steps.model)  # so that the copy can be freed
-        return _planned(steps, wanted, explains=explains)
+        return _planned(steps, wanted, host, explains=explains)
 
 
-def _planned(steps: Rehearsal, budget: StepBudget, *, explains: bool) -> Plan:
+def _planned(steps: Rehearsal, budget: StepBudget, host: int, *, explains: bool) -> Plan:
     prediction, device = steps.prediction, steps.device
     allowed = budget.within(prediction.least(), prediction.peak_of(prediction.fastest), device.memory_bytes)
     chosen, peak = steps.choose(allowed)
+    sending, other = steps.choose_with_host(allowed, host) if host else (prediction, chosen)
+    if sending.peak_of(other) <= allowed and prediction.time_of(other) < prediction.time_of(chosen):
+        chosen, peak = other, sending.peak_of(other)
+    else:
+        sending = prediction
     unplanned = [(path, profile.reason) for profile in prediction.profiles for path in profile.paths if profile.reason]
     notes = [f"{path} is recomputed in full: {reason}" for path, reason in unplanned]
     if chosen == prediction.fastest:
         notes.append("no checkpointing is needed")
+    if on_host := sending.host_of(chosen):
+        rate = f"{device.host_bytes_per_s / 1e9:.0f} GB/s"
+        notes.append(f"{bytes_text(on_host)} wait on the host, which forwards of blocks hide if copies reach {rate}")
     moved = 3 * optimizer_bytes("momentum", steps.model.parameters()) + 2 * steps.extra  # by the optimizer
     return replace(
         prediction.plan(chosen, allowed, peak),
+        policy=policy_of(sending.regions(chosen)),
+        next_faster=sending.next_faster(chosen),
+        host=on_host,
         step_s=steps.step_s + prediction.time_of(chosen) + moved / (device.bytes_per_s * PRIORS[MEMORY]),
         notes=tuple(notes),
-        explanation=steps.explain(chosen, peak) if explains else None,
+        explanation=steps.explain(chosen, prediction.peak_of(chosen) if on_host else peak) if explains else None,
     )
 
 
@@ -253,6 +288,7 @@ def plan(
     device: str | torch.device | None = None,
     optimizer: Any = None,
     parallelize: Callable[[nn.Module], Any] | None = None,
+    host_memory: int | str | None = None,
 ) -> Policy:
     """Return the policy that fits one training step of ``model`` into ``budget`` with little recomputation.
 
@@ -267,6 +303,7 @@ def plan(
     may run a model on the CPU.
     ``parallelize``: a function that shards the copy in place (``fully_shard``, ``parallelize_module``), over a process
     group that sends nothing; the budget is then that of one rank.
+    ``host_memory``: bytes of pinned host memory in which saved values may wait, as far as blocks hide their copies.
     No data is read, and the model and torch's random state are not changed. The policy's ``table()`` shows the plan
     next to the usual choices, and ``save(path)`` writes it with its figures in comments.
 
@@ -274,7 +311,7 @@ def plan(
     nor a dict, or a forward that needs data; ``ModelError`` for a model that sac is already on or that has no blocks.
     """
     options: Any = {"loss_fn": loss_fn, "device": device, "optimizer": optimizer, "parallelize": parallelize}
-    made = make_plan(model, inputs, budget, **options)
+    made = make_plan(model, inputs, budget, host_memory=host_memory, **options)
     return replace(made.policy, figures=made)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -19,6 +20,7 @@ from sac.planner.observing import BACKWARD, BETWEEN, FORWARD, StepPhase, StepRec
 from sac.planner.profile import Option, RegionProfile
 from sac.planner.rules import PlannedRegion, policy_of
 from sac.policy.model import Policy
+from sac.stores import transfers
 from sac.tables import Table, bytes_text, flops_text, seconds_text
 
 # Note [From an observed step to every other]
@@ -56,6 +58,14 @@ from sac.tables import Table, bytes_text, flops_text, seconds_text
 # which no op is recorded. A processor runs an op when it is launched, so there this time is added. A GPU runs behind
 # the host: there only what is longer than the kernels of the same forward and recomputation counts.
 
+# Note [Values on the host]
+#
+# With host memory, saved values of a region wait there as far as its own forward hides the copies: bytes up to its
+# seconds times the rate of the link, largest values first. So the link has always finished with one region when the
+# next one ends, no copy is waited for, and backward, which takes longer, hides the copies back. On the device there is
+# at each time at most what transfers may have on their way (`TransferLimits`), and in its own backward what the region
+# has sent. A step without data copies nothing: it is run with all values saved, and the rest is this arithmetic.
+
 MOST_OPTIONS = 60  # of a region; of more, every n-th
 _RECORD_S = 3.5e-6  # per op of a forward; measured with torch 2.13.0+cpu on a core of an AMD EPYC
 _CALL_S = 150e-6  # per call of a region
@@ -84,7 +94,7 @@ class Plan:
     """A plan, its figures in bytes and seconds, and those of the usual ways. ``rows``: the plan first.
 
     ``next_faster``: the least peak with a faster option in one region, and the path of that region. ``step_s``: the
-    predicted seconds of a step with its optimizer, if ops outside of blocks were seen.
+    predicted seconds of a step with its optimizer, if ops outside of blocks were seen. ``host``: what waits there.
     """
 
     policy: Policy
@@ -99,6 +109,7 @@ class Plan:
     in_flight: int
     next_faster: tuple[int, str] | None
     step_s: float = 0.0
+    host: int = 0
     notes: tuple[str, ...] = ()
     explanation: Explanation | None = None
 
@@ -136,8 +147,11 @@ class Plan:
     def _cells(self, row: Row) -> tuple[str, ...]:
         share = f"{row.seconds / self.forward_s:.1%}" if self.forward_s else "–"
         fits = "yes" if row.peak <= self.budget else "no"
-        how = "checked" if row is self.rows[0] else "predicted"
+        how = "checked" if self._is_checked(row) else "predicted"
         return row.label, bytes_text(row.peak), flops_text(row.flops), seconds_text(row.seconds), share, fits, how
+
+    def _is_checked(self, row: Row) -> bool:
+        return row is self.rows[0] and not self.host
 
     def text(self, about: Mapping[str, str] | None = None) -> str:
         """Return the policy as YAML with the figures in comments. ``about``: further lines of the header by title."""
@@ -147,7 +161,7 @@ class Plan:
             *(f"{name}: {value}" for name, value in (about or {}).items()),
             f"device: {self.device.name} ({self.device.title})",
             f"budget: {self.budget} bytes ({bytes_text(self.budget)})",
-            f"peak: {row.peak} bytes ({bytes_text(row.peak)}), checked",
+            f"peak: {row.peak} bytes ({bytes_text(row.peak)}), {'checked' if self._is_checked(row) else 'predicted'}",
             f"recomputed: {flops_text(row.flops)} in {seconds_text(row.seconds)} per step (predicted)",
             *(f"note: {note}" for note in self.notes),
         ]
@@ -157,11 +171,11 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as plain values."""
-        names = ("budget", "least", "most", "static", "extra")
+        names = ("budget", "least", "most", "static", "extra", "host")
         found: dict[str, Any] = {f"{name}_bytes": getattr(self, name) for name in names}
         rows = [
             {"label": one.label, "peak_bytes": one.peak, "fits": one.peak <= self.budget, "recompute_flops": one.flops,
-             "recompute_s": one.seconds, "checked": one is self.rows[0]}
+             "recompute_s": one.seconds, "checked": self._is_checked(one)}
             for one in self.rows
         ]  # fmt: skip
         found |= {"device": self.device.name, "torch": torch.__version__, "forward_s": self.forward_s}
@@ -255,6 +269,30 @@ class Prediction:
                 own = self._own[FORWARD, kind]
                 for option, more in enumerate(forwards[kind]):
                     own[option] = max(own[option], *(above + rise + more[entry] for entry, rise in rises))
+
+    def sending(self, host: int) -> Prediction:
+        """Return the prediction if options keep values in ``host`` bytes; see Note [Values on the host]."""
+        other = copy(self)
+        share = host // max(sum(place.alive) for place in self._bases)
+        other.options, other._held, other._own = [*self.options], {**self._held}, {**self._own}
+        other._bases = {place: size + transfers.LIMITS.in_flight for place, size in self._bases.items()}
+        for kind in self._held:
+            profile = self.profiles[kind]
+            forward_s = sum(seconds(entry, self.device) for entry in profile.entries)
+            room = min(transfers.LIMITS.in_flight, int(self.device.host_bytes_per_s * forward_s))
+            other.options[kind] = tuple(
+                replace(option, sent=profile.sendable(option, room, share)) for option in self.options[kind]
+            )
+            sizes = [profile.sent_bytes(option) for option in other.options[kind]]
+            other._held[kind] = [held - size for held, size in zip(self._held[kind], sizes, strict=True)]
+            own = zip(self._own[BACKWARD, kind], sizes, strict=True)
+            other._own[BACKWARD, kind] = [more + size for more, size in own]
+        return other
+
+    def host_of(self, choice: Choice) -> int:
+        """Return the most bytes that a choice has on the host at once."""
+        sent = [region.profile.sent_bytes(region.option) for region in self.regions(choice)]
+        return max(sum(count * size for count, size in zip(place.alive, sent, strict=True)) for place in self._bases)
 
     def learn(self, record: StepRecord, choice: Choice) -> None:
         """Take over what a step that was run with ``choice`` shows of the options in it."""

@@ -11,6 +11,8 @@ import torch
 
 from sac.engine.schedule import schedule_replay
 from sac.engine.tape import Tape
+from sac.stores import transfers
+from sac.stores.transfers import pinned_bytes
 
 # Note [Profiles]
 #
@@ -62,6 +64,7 @@ class Option:
     seconds: float = 0.0
     ops_s: float = 0.0  # of ``seconds``, the ops
     flops: int = 0
+    sent: frozenset[int] = frozenset()  # of ``saved``, those whose results wait on the host
 
 
 def _tape_of(entries: Sequence[Entry], roots: Sequence[int], maker: Mapping[int, int]) -> Tape:
@@ -132,6 +135,33 @@ class RegionProfile:
     def used_by(self, entry: Entry) -> set[int]:
         """Return the storages that an entry reads, makes or writes to."""
         return {*(self.roots[value] for value in (*entry.reads, *entry.makes)), *entry.writes}
+
+    def sendable(self, option: Option, room: int, host_room: int) -> frozenset[int]:
+        """Return saved entries whose results can wait on the host: the largest in ``room`` bytes.
+
+        What no later op of the region reads is its result, which others hold. ``host_room``: for pinned memory, of
+        which torch takes powers of two.
+        """
+        read = {self.roots[value] for entry in self.entries for value in entry.reads if value in self.maker}
+        sent = set()
+        for number in sorted(option.saved or (), key=lambda one: -self.bytes_of(self.roots_of(one))):
+            roots = self.roots_of(number)
+            size, pinned = self.bytes_of(roots), sum(pinned_bytes(self.bytes[root]) for root in roots)
+            is_alone = (
+                roots <= read & option.held and min(self.bytes[root] for root in roots) >= transfers.LIMITS.smallest
+            )
+            if is_alone and size <= room and pinned <= host_room:
+                sent.add(number)
+                room, host_room = room - size, host_room - pinned
+        return frozenset(sent)
+
+    def sent_bytes(self, option: Option) -> int:
+        """Return the bytes that an option has on the host."""
+        return self.bytes_of({root for number in option.sent for root in self.roots_of(number)})
+
+    def roots_of(self, number: int) -> set[int]:
+        """Return the storages of the results of an entry."""
+        return {self.roots[value] for value in self.entries[number].makes}
 
     def recomputed(self, saved: Collection[int]) -> tuple[tuple[int, ...], frozenset[int]]:
         """Return the entries that run again, in order, and the storages that are held if the entries ``saved`` are."""

@@ -121,13 +121,14 @@ def rules_of(layers: Sequence[PlannedRegion], blocks: tuple[PathPattern, ...], p
 
     ``blocks`` matches the regions of the stack, if there are others. ``prefix`` begins the names of the rules.
     """
-    sites, size = _sites(layers), layers[0].profile.stack_size
+    size = layers[0].profile.stack_size
     limits: dict[str, Any] = {"do": Decision.SAVE.value, "blocks": blocks}
     found = []
     if plain := [one.layer for one in layers if one.option.saved is None]:
         found.append(Rule(f"{prefix}none", layers=_layers(plain, size), module=PathPattern.parse(""), **limits))
     taken: Counter[str] = Counter()
-    for product in _products(sites):
+    both = [(one, _sites(layers, one)) for one in (Decision.SAVE, Decision.OFFLOAD)]
+    for do, sites, product in [(*pair, product) for pair in both for product in _products(pair[1])]:
         kind = _kind(min(product.names))
         names = sorted(name.removeprefix(f"{kind} ") for name in product.names)
         word = names[0].split(".")[-1] if kind else names[0].split(".")[:2][-1].split("::")[-1].strip("_")
@@ -137,7 +138,7 @@ def rules_of(layers: Sequence[PlannedRegion], blocks: tuple[PathPattern, ...], p
             layers=_layers(product.layers, size),
             module=None if product.modules == _all(sites, "module") else PathPattern.parse(*sorted(product.modules)),
             call=None if product.calls == _all(sites, "call") else Layers("index", tuple(sorted(product.calls))),
-            **limits | {kind or "ops": tuple(names)},
+            **limits | {"do": do.value, kind or "ops": tuple(names)},
         )
         found.append(rule)
     return found
@@ -153,13 +154,14 @@ def is_named(names: Collection[str], op: str) -> bool:
     return op in names or (found is not None and matcher.matches(found) and not matcher.conditional(found))
 
 
-def _sites(layers: Iterable[PlannedRegion]) -> tuple[_Site, ...]:
-    """Return the calls that layers save; "recomputed" is what the rules may not match."""
+def _sites(layers: Iterable[PlannedRegion], do: Decision) -> tuple[_Site, ...]:
+    """Return the calls that layers save, or offload; "recomputed" is what the rules may not match."""
     saved: dict[tuple[str, str, int], set[int]] = {}
     recomputed: dict[tuple[str, str, int], set[int]] = {}
     for one in layers:
         for entry in one.profile.candidates if one.option.saved is not None else ():
-            into = saved if entry.number in (one.option.saved or ()) else recomputed
+            sent, kept = one.option.sent, (one.option.saved or frozenset()) - one.option.sent
+            into = saved if entry.number in (kept if do is Decision.SAVE else sent) else recomputed
             into.setdefault((entry.op, entry.module, entry.call), set()).add(one.layer)
     keys = dict.fromkeys((*saved, *recomputed))
     return tuple(_Site(*key, frozenset(saved.get(key, ())), frozenset(recomputed.get(key, ()))) for key in keys)

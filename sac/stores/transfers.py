@@ -52,8 +52,8 @@ class TransferLimits:
     """
 
     smallest: int = MIB
-    in_flight: int = 320 * MIB
-    ahead: int = 320 * MIB
+    in_flight: int = 256 * MIB
+    ahead: int = 256 * MIB
     host: int | None = None
     strict: bool = False
 
@@ -184,13 +184,13 @@ class Transfers:
 
     def used_host_bytes(self) -> int:
         """Return the bytes of pinned memory in use; torch's allocator rounds sizes up to powers of two."""
-        return sum(_rounded(copy.size) for copy in self._copies)
+        return sum(pinned_bytes(copy.size) for copy in self._copies)
 
     def _on_host(self, source: torch.Tensor, call: CallNode | None) -> HostCopy | None:
         """Return the copy to be made of ``source``; None if the limit does not allow it or the driver pins no more."""
         size, limit = source.numel(), self._host_limit
         try:
-            if limit is None or self.used_host_bytes() + _rounded(size) <= limit:
+            if limit is None or self.used_host_bytes() + pinned_bytes(size) <= limit:
                 copy = HostCopy(self, source, pinned_memory(size), call)
                 self._copies.add(copy)
                 return copy
@@ -305,7 +305,8 @@ class Transfers:
                     copy.free_target()
 
 
-def _rounded(size: int) -> int:
+def pinned_bytes(size: int) -> int:
+    """Return what torch's allocator pins for so many bytes."""
     return 1 << max(size - 1, 0).bit_length()
 
 

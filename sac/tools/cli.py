@@ -150,6 +150,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         "to that without checkpointing (default: 90%% of the memory of --device)",
     )  # fmt: skip
     parser.add_argument("--optimizer", metavar="NAME", help="the one whose state counts: sgd, momentum, adam, adamw")
+    parser.add_argument("--host-memory", metavar="SIZE", help="host memory in which saved values may wait for backward")
     parser.add_argument("--fsdp", type=int, metavar="N", help="plan for one of N ranks that shard the model by FSDP2")
     parser.add_argument("--explain", action="store_true", help="also show what is alive at the peak, and why")
     parser.add_argument(

@@ -13,7 +13,7 @@ from sac.config_keys import StepBudget
 from sac.errors import PlanError, Problem
 from sac.planner.cost import figures_of
 from sac.planner.fakes import Build, Inputs, build_on_meta
-from sac.planner.planning import best_size, budget_of, make_plan, optimizer_bytes
+from sac.planner.planning import best_size, budget_of, host_memory_of, make_plan, optimizer_bytes
 from sac.planner.predict import Plan
 from sac.tables import Table, bytes_text, screen_width, seconds_text, wrapped_text
 from sac.tensors import describe
@@ -66,6 +66,7 @@ def plan_model(arguments: argparse.Namespace, budget: StepBudget, load: Callable
             loss_fn=loss_of,
             device=arguments.device,
             optimizer=arguments.optimizer,
+            host_memory=arguments.host_memory,
             fsdp=arguments.fsdp,
             explains=arguments.explain,
         )
@@ -81,7 +82,9 @@ def plan_model(arguments: argparse.Namespace, budget: StepBudget, load: Callable
 
 def check_wish(arguments: argparse.Namespace) -> StepBudget:
     """Return the budget; raise ``PlanError`` for what is wrong in the arguments that do not depend on the model."""
-    budget = budget_of("auto" if arguments.budget is None else arguments.budget, figures_of(arguments.device))
+    figures = figures_of(arguments.device)
+    budget = budget_of("auto" if arguments.budget is None else arguments.budget, figures)
+    host_memory_of(arguments.host_memory, figures)
     optimizer_bytes(arguments.optimizer, ())
     if arguments.fsdp is not None and arguments.fsdp < 2:
         raise PlanError(Problem("ranks", f"{arguments.fsdp!r} ranks to shard over", "2, 3, 4, …"))
