@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from sac.blocks.install import ModelReference, regions_of
+from sac.blocks.install import ModelReference, alike, regions_of
 from sac.blocks.paths import group_label as group_label
 from sac.engine.op_trace import NO_RULE, OpTraceRow, RegionStats, TracedCalls, compiled_calls
 from sac.engine.region import Region, RegionGroup
@@ -250,7 +250,7 @@ def report(model: nn.Module) -> Report:
         return Report("none", "", (), (), ())
     applied = forwards[0].applied
     is_final = applied.fitting is None or applied.fitting.used == "planned"  # of a budget
-    kinds = tuple(_kinds(model))
+    kinds = tuple(_kind_report(of_group) for _, regions in regions_by_group(model) for of_group in alike(regions))
     hit = {use.rule for group in kinds for use in group.rules if use.hits}
     hit |= {rule for group in kinds if group.traced is not None for rule in group.traced.rules}
     rules = {resolved.rule.id for forward in forwards for resolved in forward.region.group.table.rules}
@@ -294,15 +294,6 @@ _KEPT: Mapping[Any, str] = {
 def _kept_inputs(keeping: InputStoring) -> str:
     """Return which inputs are kept where; a user's predicate cannot be described further."""
     return f"{_KEPT.get(keeping.which, 'those that `keep` chooses are kept')} {keeping.store.place}"
-
-
-def _kinds(model: nn.Module) -> Iterator[KindReport]:
-    """Yield the numbers of each region group, divided by what the last calls of its regions kept."""
-    for _, regions in regions_by_group(model):
-        while regions:
-            kept = regions[0].stats
-            yield _kind_report([region for region in regions if region.stats == kept])
-            regions = [region for region in regions if region.stats != kept]
 
 
 def _kind_report(regions: Sequence[Region]) -> KindReport:

@@ -314,3 +314,14 @@ def take_off(module: nn.Module) -> None:
         module.__dict__["forward"] = forward.before
     elif forward is not None:
         del module.__dict__["forward"]
+
+
+def alike(regions: Iterable[Region]) -> list[list[Region]]:
+    """Return the regions of each group, split by what their last call kept."""
+    found: list[list[Region]] = []
+    for region in regions:
+        same = (one for one in found if one[0].group is region.group and one[0].stats == region.stats)
+        if (known := next(same, None)) is None:
+            found.append(known := [])
+        known.append(region)
+    return found
