@@ -316,7 +316,7 @@ def take_off(module: nn.Module) -> None:
         del module.__dict__["forward"]
 
 
-def alike(regions: Iterable[Region]) -> list[list[Region]]:
+def alike(regions: Sequence[Region]) -> list[list[Region]]:
     """Return the regions of each group, split by what their last call kept."""
     found: list[list[Region]] = []
     for region in regions:
