@@ -23,7 +23,7 @@ from sac.engine.tracker import RegionMode
 from sac.engine.wrappers import is_in_flight
 from sac.ops.facts import FILLING
 from sac.policy.model import Decision
-from sac.tensors import detached, layout_key, storage_address, tensors_of
+from sac.tensors import detached, equal, layout_key, storage_address, tensors_of
 from sac.torch_private import HigherOrderOperator
 
 _NO_REPLAY = frozenset({"fsdp", "streams"})  # namespaces of ops whose effect depends on more than tensors
@@ -47,6 +47,7 @@ class TapeMode(RegionMode):
         self.keeps_units = False  # until they are verified
         self.verifies = False  # whether checksums of what is kept are taken
         self.facts: dict[Any, Any] = {}  # (path, autograd function) -> what its calls have shown
+        self.first_states: GeneratorStates = []  # at the start, held in any case
         self.sums: dict[int, Any] | None = None  # of what will be replayed
         self.probes = False  # whether calls are examined for writes that no op is seen to make
         self.paused = False  # ops of a recomputation that backward asks for before the forward is over
@@ -146,7 +147,9 @@ class TapeMode(RegionMode):
         if site.traits.is_uninitialised and any(tensor.numel() for tensor in tensors_of(out)):
             tape.fresh.update(tape.roots[value] for value in tape.results(entry))
         if moved := advanced(states):
-            tape.states[entry] = moved
+            (generator, state), *others = moved
+            is_first = not others and any(generator is one and equal(state, then) for one, then in self.first_states)
+            tape.states[entry] = self.first_states if is_first else moved
         if site.has_decision or self.op_trace is not None:
             self._decide(site, entry, args, kwargs, out)
         return out

@@ -25,6 +25,7 @@ from sac.engine.objects import (
     without_graph,
 )
 from sac.engine.rng import (
+    GeneratorStates,
     RngSnapshot,
     advanced,
     python_random,
@@ -199,6 +200,10 @@ class ForwardState:
     def holds(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is a parameter or buffer."""
         return any(other is tensor for other, _, _ in self._tensors)
+
+    def default_states(self) -> GeneratorStates:
+        """Return the CPU's default generator with its state at the start, if that is held."""
+        return self._random.states[:1] if self._random is not None else []
 
     def has_drawn(self) -> bool:
         """Return whether a generator has advanced since the forward began."""

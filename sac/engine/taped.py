@@ -101,6 +101,8 @@ class TapedFrame(Frame):
             for _, tensor in inputs.tensors:
                 self.call.follow(tensor)
         self._python = python_random() if self.group.careful is None else None
+        if self.mode is not None:
+            self.mode.first_states = self.state.default_states()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
