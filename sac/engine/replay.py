@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from sac.engine.rng import set_states, states_of
 from sac.engine.schedule import Schedule, UnobtainableError, schedule_replay
 from sac.engine.tape import HOLE, CannotReplayError, DiffersError, Tape, from_refs
 from sac.outer_hooks import fetch, is_written
-from sac.tensors import copy_of, is_wrapper, placed_on, tensors_of
+from sac.tensors import copy_of, is_wrapper, placed_on, storage_bytes, tensors_of
 from sac.torch_private import BelowAutograd, WithoutAutocast
 
 
@@ -29,36 +29,35 @@ def replay(tape: Tape, schedule: Schedule, wanted: list[tuple[int, int, int]]) -
     if any(tape.states.get(step[0], ()) is None for step in schedule.steps):
         raise CannotReplayError("an op would draw again whose random state was let go of")
     values = _start(tape, schedule)
-    with _generators_kept(tape), torch.no_grad():
-        guards = _below_autograd()
-        works: list[Any] = []  # of collectives that have not ended
-        try:
-            for fill in schedule.first:
+    drawing = {id(generator): generator for states in tape.states.values() for generator, _ in states or ()}
+    works: list[Any] = []  # of collectives that have not ended
+    with ExitStack() as stack, torch.no_grad(), ExitStack() as guards:
+        stack.callback(set_states, states_of(drawing.values()))
+        _go_below_autograd(guards)
+        for fill in schedule.first:
+            yield _filled(values, fill)
+        for entry, fills, drops in schedule.steps:
+            site = tape.sites[entry]
+            is_async = site.is_collective and getattr(site.op, "namespace", "") == "c10d"
+            if not is_async:
+                _wait(works)
+            if entry in tape.units:
+                guards.close()  # it runs as in forward: with autograd and autocast
+                run_unit(tape, entry, values)
+                if not tape.differing:  # what reads its results differs, too
+                    unneeded = {*drops} - {value for _, value, _ in fills}
+                    tape.differing = [entry] if differs(tape, entry, values, unneeded) else []
+                _go_below_autograd(guards)
+            else:
+                out = _run(tape, entry, values)
+                works += tensors_of(out, torch.ScriptObject) if is_async else ()
+            if fills:
+                _wait(works)
+            for fill in fills:
                 yield _filled(values, fill)
-            for entry, fills, drops in schedule.steps:
-                site = tape.sites[entry]
-                is_async = site.is_collective and getattr(site.op, "namespace", "") == "c10d"
-                if not is_async:
-                    _wait(works)
-                if entry in tape.units:
-                    guards.close()  # it runs as in forward: with autograd and autocast
-                    run_unit(tape, entry, values)
-                    if not tape.differing:  # what reads its results differs, too
-                        unneeded = {*drops} - {value for _, value, _ in fills}
-                        tape.differing = [entry] if differs(tape, entry, values, unneeded) else []
-                    guards = _below_autograd()
-                else:
-                    out = _run(tape, entry, values)
-                    works += tensors_of(out, torch.ScriptObject) if is_async else ()
-                if fills:
-                    _wait(works)
-                for fill in fills:
-                    yield _filled(values, fill)
-                for value in drops:
-                    values.pop(value, None)
-            _wait(works)
-        finally:
-            guards.close()
+            for value in drops:
+                values.pop(value, None)
+        _wait(works)
 
 
 def _wait(works: list[Any]) -> None:
@@ -68,11 +67,9 @@ def _wait(works: list[Any]) -> None:
         works.pop(0).wait()
 
 
-def _below_autograd() -> ExitStack:
-    guards = ExitStack()
+def _go_below_autograd(guards: ExitStack) -> None:
     guards.enter_context(BelowAutograd())
     guards.enter_context(WithoutAutocast())
-    return guards
 
 
 def _with_changes(tape: Tape, schedule: Schedule, wanted: list[tuple[int, int, int]]) -> Schedule:
@@ -111,10 +108,10 @@ def _start(tape: Tape, schedule: Schedule) -> dict[int, Any]:
         if leaf.tensor is None:
             raise CannotReplayError("a tensor from outside is needed that the replay of all values does not need")
         tensor = fetch(leaf.tensor)
-        if tensor.shape != leaf.shape or (leaf.is_parameter and not is_there(tensor)):
-            raise CannotReplayError(
-                "the data of a parameter that an op read has moved"
-            )  # FSDP1 and ZeRO-3 gather it into other memory
+        # FSDP frees a parameter between forward and backward, and gathers it into other memory, as ZeRO-3 does.
+        is_freed = leaf.is_parameter and not is_wrapper(tensor) and storage_bytes(tensor) == 0 < tensor.numel()
+        if tensor.shape != leaf.shape or is_freed:
+            raise CannotReplayError("the data of a parameter that an op read has moved")
         if value in schedule.copied:
             root = tape.roots[value]
             if root not in copies:
@@ -122,11 +119,6 @@ def _start(tape: Tape, schedule: Schedule) -> dict[int, Any]:
             tensor = placed_on(copies[root], tensor.detach())
         values[value] = tensor
     return values
-
-
-def is_there(tensor: Tensor) -> bool:
-    """Return whether a parameter has its data; FSDP frees it between forward and backward."""
-    return is_wrapper(tensor) or tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
 
 
 def _filled(values: dict[int, Any], fill: tuple[int, int, bool]) -> tuple[int, Tensor]:
@@ -159,16 +151,3 @@ def _run(tape: Tape, entry: int, values: dict[int, Any]) -> Any:
             raise DiffersError(found)
         values.update(zip(tape.results(entry), results, strict=True))
     return out
-
-
-@contextmanager
-def _generators_kept(tape: Tape) -> Iterator[None]:
-    if not tape.states:
-        yield
-        return
-    generators = {id(generator): generator for states in tape.states.values() for generator, _ in states or ()}
-    states = states_of(generators.values())
-    try:
-        yield
-    finally:
-        set_states(states)
