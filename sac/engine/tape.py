@@ -279,13 +279,13 @@ class Tape:
         root = self.roots[value]
         if root in self.writers or self.makers[root] >= 0:
             return
-        tensor = self.refs[root]()
+        tensor = self.leaves[root].tensor
         self.is_careful = True
         if (stored := self.stored.get(root)) is not None:
             stored.settle()  # its copy may still be on the way
         if root in self.before or root in self.of_unknown_origin:
             return
-        if tensor is None or is_wrapper(tensor) or tensor.layout is not torch.strided:
+        if is_wrapper(tensor) or tensor.layout is not torch.strided:
             self.fail("the region writes to a tensor of a wrapper class from outside")
             return
         self.before[root] = detached(tensor), copy_of(tensor.untyped_storage())
