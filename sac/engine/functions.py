@@ -12,7 +12,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -27,7 +27,6 @@ from sac.engine.flags import Autocast
 from sac.engine.handles import Handle
 from sac.engine.objects import NotLeaf, copied, tensors_in
 from sac.engine.rng import advanced, default_generators, set_states, states_of
-from sac.engine.schedule import UnobtainableError, schedule_replay
 from sac.engine.serve import Served
 from sac.engine.table import NO_RULE, decide, site_name
 from sac.engine.tape import DiffersError, Tape, as_refs, cast_of, from_refs
@@ -339,12 +338,20 @@ class UnitCall:
                     tape.fresh.add(roots[value])
         for handle in self.handles.values():
             mode.decide_on(handle, handle.value)
-        if inner:  # what no explained result needs
-            explained = [(0, value, len(tape.sites)) for _, _, value in self.results if roots[value] not in wanted]
-            with suppress(UnobtainableError):
-                for value in inner.difference(schedule_replay(tape, explained).kept):
-                    del tape.kept[value]
-                    tape.kept_roots.discard(roots[value])
+        if inner:
+            self._drop_kept(inner, {value for _, _, value in self.results if roots[value] not in wanted})
+
+    def _drop_kept(self, inner: set[int], needed: set[int]) -> None:
+        """Drop those of the kept values ``inner`` from which no value of ``needed`` is made again."""
+        tape = self.tape
+        for entry in reversed(range(self.scope.first, len(tape.sites))):
+            writes = tape.writes_of(entry) if tape.writers else ()
+            makes = any(value in needed and value not in tape.kept for value in tape.results(entry))
+            if makes or (writes and any(tape.roots[value] in writes for value in needed)):
+                needed.update(tape.reads[entry])
+        for value in inner - needed:
+            del tape.kept[value]
+            tape.kept_roots.discard(tape.roots[value])
 
     def _results(self, out: Any) -> list[tuple[tuple[bool, int], Tensor, int]]:
         """Return the tensors that the call returned or saved: whether returned and which of these, tensor, value."""
