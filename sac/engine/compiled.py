@@ -101,6 +101,7 @@ class TracedPolicy:
         self.table = table
         self.calls: MutableMapping[CallSite, int] = defaultdict(int)  # counted for rules
         self.alternations: MutableMapping[int, int] = defaultdict(int)
+        self.hits: MutableMapping[int, int] = defaultdict(int)
         self.figures = compiled_calls(table).traced = TracedCalls(offloads=bool(table.offloads))
         _tell_of_results(table)
         self._paths = {} if module is None else {str(id(part)): name for name, part in module.named_modules()}

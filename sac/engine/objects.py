@@ -208,10 +208,10 @@ def copied(value: Any, copies: dict[int, Any], level: int = 0) -> Any:
     return twin
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in containers, and in the attributes of objects in them."""
+def tensors_in(value: Any, levels: int = 1) -> Iterator[Tensor]:
+    """Yield the tensors in containers, and in the attributes of objects in them, down to so many levels of objects."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif is_own_object(leaf):
-            yield from (part for part in tree_leaves(attributes_of(leaf)) if isinstance(part, Tensor))
+        elif levels and is_own_object(leaf):
+            yield from tensors_in(attributes_of(leaf), levels - 1)

@@ -16,14 +16,14 @@ from sac.checksums import checksum, sums_of
 from sac.engine.flags import callers_autocast
 from sac.engine.handles import EXTERNAL, KEPT, Handle
 from sac.engine.op_trace import OpTraceRecorder
-from sac.engine.rng import GeneratorStates, advanced, default_generators
-from sac.engine.table import NO_RULE, CallSite, DecisionTable, ResolvedRule, decide, gathers, run_op
+from sac.engine.rng import GeneratorStates, advanced, default_generators, states_of
+from sac.engine.table import NO_RULE, CallSite, DecisionTable, decide, gathers, run_op
 from sac.engine.tape import HOLE, Tape, as_refs
 from sac.engine.tracker import RegionMode
-from sac.engine.wrappers import is_in_flight, same_memory
+from sac.engine.wrappers import is_in_flight
 from sac.ops.facts import FILLING
 from sac.policy.model import Decision
-from sac.tensors import detached, equal, is_wrapper, layout_key, storage_address, tensors_of
+from sac.tensors import detached, equal, layout_key, storage_address, tensors_of
 from sac.torch_private import HigherOrderOperator
 
 _NO_REPLAY = frozenset({"fsdp", "streams"})  # namespaces of ops whose effect depends on more than tensors
@@ -36,7 +36,6 @@ class TapeMode(RegionMode):
     """
 
     takes_functions = True
-    where = ""  # the region's name in messages
 
     def __init__(self, table: DecisionTable, tape: Tape, op_trace: OpTraceRecorder | None) -> None:
         super().__init__(table)
@@ -44,11 +43,11 @@ class TapeMode(RegionMode):
         self.op_trace = op_trace
         self.calls: MutableMapping[CallSite, int] = defaultdict(int)
         self.alternations: MutableMapping[int, int] = defaultdict(int)
-        self.hits: dict[int, int] = {}
+        self.hits: dict[int, int] = defaultdict(int)
         self.keeps_units = False  # until they are verified
         self.verifies = False  # whether checksums of what is kept are taken
         self.facts: dict[Any, Any] = {}  # (path, autograd function) -> what its calls have shown
-        self.last_draw: tuple[int, GeneratorStates] = -1, []  # its entry, the states after it
+        self.first_states: GeneratorStates = []  # at the start, held in any case
         self.sums: dict[int, Any] | None = None  # of what will be replayed
         self.probes = False  # whether calls are examined for writes that no op is seen to make
         self.paused = False  # ops of a recomputation that backward asks for before the forward is over
@@ -56,18 +55,14 @@ class TapeMode(RegionMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run and record an op; look for unseen writes if the call of an autograd function is examined."""
         scope = self.tape.scope
-        if scope is None or scope.sums is None or self.paused:
+        if scope is None or not scope.examines or self.paused:
             return self._dispatch(func, args, kwargs or {})
         scope.look(tensors_of(args))
         out = self._dispatch(func, args, kwargs or {})
         site = self.sites[id(func)]
-        results, tape = tensors_of(out), self.tape
-        is_fresh = site.traits.is_uninitialised or site.is_collective  # it may not have come yet
-        scope.note(
-            results, is_fresh=is_fresh or (site.is_view and any(tape.is_in_flight(tape.find(one)) for one in results))
-        )
+        scope.note(tensors_of(out))
         if site.writes:
-            scope.note(written_tensors(site, args, kwargs or {}), is_fresh=site.is_collective)
+            scope.note(written_tensors(site, args, kwargs or {}))
         return out
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -106,10 +101,8 @@ class TapeMode(RegionMode):
                 tape.has_collectives = True  # ops on a DTensor may communicate
         else:
             self._add_results(site, entry, args, out)
-        if site.has_decision:
+        if site.has_decision or self.op_trace is not None:
             self._decide(site, entry, args, kwargs, out)
-        elif self.op_trace is not None:
-            self.op_trace.add(site, None, Decision.RECOMPUTE, args, kwargs, out)
         return out
 
     def _run_unrecorded(self, site: CallSite, args: Any, kwargs: Any) -> Any:
@@ -154,11 +147,11 @@ class TapeMode(RegionMode):
         if site.traits.is_uninitialised and any(tensor.numel() for tensor in tensors_of(out)):
             tape.fresh.update(tape.roots[value] for value in tape.results(entry))
         if moved := advanced(states):
-            self._note_draw(entry, moved)
-        if site.has_decision:
+            (generator, state), *others = moved
+            is_first = not others and any(generator is one and equal(state, then) for one, then in self.first_states)
+            tape.states[entry] = self.first_states if is_first else moved
+        if site.has_decision or self.op_trace is not None:
             self._decide(site, entry, args, kwargs, out)
-        elif self.op_trace is not None:
-            self.op_trace.add(site, None, Decision.RECOMPUTE, args, kwargs, out)
         return out
 
     def _will_write(self, site: CallSite, args: Any, kwargs: Any, reads: list[int]) -> list[int]:
@@ -191,12 +184,11 @@ class TapeMode(RegionMode):
         tape = self.tape
         results = tensors_of(out)
         new = [] if all(tape.known(tensor) is not None for tensor in results) else results
-        sources: dict[int, int] = {}
+        bases: dict[int, int] = {}
         if new and (site.is_view or site.is_custom_op or site.writes):
-            sources = {storage_address(tensor): tape.find(tensor) for tensor in reversed(tensors_of(args))}
+            bases = {storage_address(tensor): tape.roots[tape.find(tensor)] for tensor in reversed(tensors_of(args))}
         for tensor in new:
-            base = sources.get(storage_address(tensor)) if sources else None
-            tape.add_value(tensor, -1 if base is None else tape.roots[base], entry)
+            tape.add_value(tensor, bases.get(storage_address(tensor), -1) if bases else -1, entry)
         if len(new) != 1:
             tape.counts[entry] = len(new)
 
@@ -215,49 +207,31 @@ class TapeMode(RegionMode):
             self.tape.is_careful = True
             if id(generator) not in self.tape.generators:
                 self.tape.generators[id(generator)] = generator, generator.get_state()
-        return [(generator, generator.get_state()) for generator in own or default_generators()]
-
-    def _note_draw(self, entry: int, moved: GeneratorStates) -> None:
-        """Note the states of the generators before a draw; nothing is held twice if it follows the last one at once."""
-        tape, (previous, after) = self.tape, self.last_draw
-        tape.states[entry] = moved
-        if len(moved) == len(after) == 1 and moved[0][0] is after[0][0] and equal(moved[0][1], after[0][1]):
-            tape.states[entry] = after
-            tape.follows[entry] = previous
-        self.last_draw = entry, [(generator, generator.get_state()) for generator, _ in moved]
+        return states_of(own or default_generators())
 
     def _decide(self, site: CallSite, entry: int, args: Any, kwargs: Any, out: Any) -> None:
         tape = self.tape
         decision, rule = decide(self, site, args, kwargs, out)
         if decision.keeps and site.is_custom_op:
-            arguments = {storage_address(tensor) for tensor in tensors_of(args)}
-            if any(storage_address(tensor) in arguments for tensor in tensors_of(out)):
-                decision = Decision.RECOMPUTE  # its schema does not say that it gives back an argument
-        index = NO_RULE if rule is None else rule.index
-        if rule is not None:
-            self.hits[index] = self.hits.get(index, 0) + 1
+            makers = {tape.makers[tape.roots[tape.find(tensor)]] for tensor in tensors_of(out)}
+            if makers != {entry}:  # its schema does not say that it gives back an argument
+                decision = Decision.RECOMPUTE
         if decision.keeps:
+            index = NO_RULE if rule is None else rule.index
             for value, tensor in zip(tape.results(entry), tensors_of(out), strict=False):
                 tape.kept[value] = detached(tensor)  # without the graph, which holds the frame
                 tape.kept_roots.add(tape.roots[value])
                 tape.rule_of[value] = index
             tape.metadata[entry] = metadata_of(args)
-            if isinstance(out, (tuple, list)) and not all(isinstance(one, (Tensor, list, tuple)) for one in out):
-                tape.returned[entry] = [HOLE if isinstance(one, Tensor) else one for one in out]
+            if not isinstance(out, Tensor):
+                tape.returned[entry] = as_refs(out, tape.find, [])
             if self.verifies and type(out) is Tensor and not site.is_collective:
                 tape.sums[entry] = sums_of(out)
             tape.is_careful = tape.is_careful or site.must_save
-            if entry in tape.states:
-                tape.after[entry] = self.last_draw[1]
+            if drawn := tape.states.get(entry):
+                tape.after[entry] = states_of(generator for generator, _ in drawn)
         if self.op_trace is not None:
             self.op_trace.add(site, rule, decision, args, kwargs, out)
-
-    def decide_on_unit(self, site: Any, args: Any, out: Any) -> tuple[Decision, ResolvedRule | None]:
-        """Return the decision of the rules on the results of a unit, and the rule that matched."""
-        decision, rule = decide(self, site, args, {}, out)
-        if rule is not None:
-            self.hits[rule.index] = self.hits.get(rule.index, 0) + 1
-        return decision, rule
 
     def pack(self, tensor: Tensor, handle: Handle) -> None:
         """Decide what the handle of a tensor that autograd saves now holds."""
@@ -281,33 +255,17 @@ class TapeMode(RegionMode):
             handle.hold(tensor, EXTERNAL)
         elif root in tape.kept_roots:
             handle.hold(tensor, KEPT)
-        elif self.sums is not None and not (self._may_be_in_flight(root, tensor) or self._is_seed(handle)):
-            self.sums[handle.index] = checksum(tensor)
-
-    def _may_be_in_flight(self, root: int, tensor: Tensor) -> bool:
-        return (self.tape.has_collectives and self.tape.is_in_flight(root)) or is_in_flight(tensor)
-
-    def _is_seed(self, handle: Handle) -> bool:
-        """Return whether a handle is that of a seed or offset, which an attention without dropout leaves undefined."""
-        dtype = handle.metadata[1]
-        if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
-            return False
-        maker = self.tape.makers[handle.position[0]]
-        return maker >= 0 and "attention" in str(self.tape.sites[maker].op)
+        elif self.sums is not None:
+            is_seed = tensor.numel() <= 2 and not tensor.is_floating_point()  # undefined in attention without dropout
+            if not (is_seed or tape.is_in_flight(root) or is_in_flight(tensor)):
+                self.sums[handle.index] = checksum(tensor)
 
     def same_as(self, tensor: Tensor) -> int:
         """Return the value of a tensor that autograd has made of one on the tape."""
-        tape, key = self.tape, layout_key(tensor)
-        is_same = same_memory if is_wrapper(tensor) else _same_storage
-        for value in reversed(range(len(tape.refs))):
-            other = tape.refs[value]()
-            if other is not None and is_same(other, tensor) and layout_key(other) == key:
-                return value
-        return tape.find(tensor)
-
-
-def _same_storage(left: Tensor, right: Tensor) -> bool:
-    return storage_address(left) == storage_address(right)
+        key = layout_key(tensor)
+        values = (value for value, other in self.tape.in_memory_of(tensor) if layout_key(other) == key)
+        value = next(values, None)
+        return self.tape.find(tensor) if value is None else value
 
 
 def written_tensors(site: CallSite, args: Any, kwargs: Any) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,78 +15,61 @@ from sac.engine.rng import set_states, states_of
 from sac.engine.schedule import Schedule, UnobtainableError, schedule_replay
 from sac.engine.tape import HOLE, CannotReplayError, DiffersError, Tape, from_refs
 from sac.outer_hooks import fetch, is_written
-from sac.tensors import copy_of, is_wrapper, placed_on, tensors_of, version_of
+from sac.tensors import copy_of, is_wrapper, placed_on, storage_bytes, tensors_of
 from sac.torch_private import BelowAutograd, WithoutAutocast
 
 
 class ChangedError(Exception):
-    """A leaf (``value``) was changed in place after the forward, and nothing holds its earlier contents."""
-
-    def __init__(self, value: int) -> None:
-        super().__init__()
-        self.value = value
+    """The leaf of this value was changed in place after the forward, and nothing holds its earlier contents."""
 
 
 def replay(tape: Tape, schedule: Schedule, wanted: list[tuple[int, int, int]]) -> Iterator[tuple[int, Tensor]]:
     """Run ``schedule``, which fills ``wanted``; yield each handle's index with its value."""
     schedule = _with_changes(tape, schedule, wanted)
-    steps = {step[0] for step in schedule.steps}
-    if (tape.drawing & steps) - tape.states.keys() or {tape.chained.get(entry, entry) for entry in steps} - steps:
+    if any(tape.states.get(step[0], ()) is None for step in schedule.steps):
         raise CannotReplayError("an op would draw again whose random state was let go of")
     values = _start(tape, schedule)
-    with _generators_kept(tape), torch.no_grad():
-        guards = _below_autograd()
-        works: list[Any] = []  # of collectives that have not ended
-        try:
-            for fill in schedule.first:
+    drawing = {id(generator): generator for states in tape.states.values() for generator, _ in states or ()}
+    works: list[Any] = []  # of collectives that have not ended
+    with ExitStack() as stack, torch.no_grad(), ExitStack() as guards:
+        stack.callback(set_states, states_of(drawing.values()))
+        _go_below_autograd(guards)
+        for fill in schedule.first:
+            yield _filled(values, fill)
+        for entry, fills, drops in schedule.steps:
+            site = tape.sites[entry]
+            is_async = site.is_collective and getattr(site.op, "namespace", "") == "c10d"
+            if not is_async:
+                _wait(works)
+            if entry in tape.units:
+                guards.close()  # it runs as in forward: with autograd and autocast
+                run_unit(tape, entry, values)
+                if not tape.differing:  # what reads its results differs, too
+                    unneeded = {*drops} - {value for _, value, _ in fills}
+                    tape.differing = [entry] if differs(tape, entry, values, unneeded) else []
+                _go_below_autograd(guards)
+            else:
+                out = _run(tape, entry, values)
+                works += tensors_of(out, torch.ScriptObject) if is_async else ()
+            if fills:
+                _wait(works)
+            for fill in fills:
                 yield _filled(values, fill)
-            for entry, fills, drops in schedule.steps:
-                if works and not _is_async(tape, entry):
-                    _wait(works)
-                if entry in tape.units:
-                    guards.close()  # it runs as in forward: with autograd and autocast
-                    run_unit(tape, entry, values)
-                    if not tape.differing:  # what reads its results differs, too
-                        unneeded = {*drops} - {value for _, value, _ in fills}
-                        tape.differing = [entry] if differs(tape, entry, values, unneeded) else []
-                    guards = _below_autograd()
-                else:
-                    out = _run(tape, entry, values)
-                    if _is_async(tape, entry):
-                        works += _works_of(out)
-                if works and fills:
-                    _wait(works)
-                for fill in fills:
-                    yield _filled(values, fill)
-                for value in drops:
-                    values.pop(value, None)
-            _wait(works)
-        finally:
-            guards.close()
-
-
-def _is_async(tape: Tape, entry: int) -> bool:
-    site = tape.sites[entry]
-    return site.is_collective and getattr(site.op, "namespace", "") == "c10d"
-
-
-def _works_of(out: Any) -> list[Any]:
-    """Return the `Work` objects among an op's results; `Work.wait` is no op, so the tape does not have it."""
-    results = out if isinstance(out, (tuple, list)) else (out,)
-    return [result for result in results if isinstance(result, torch.ScriptObject) and hasattr(result, "wait")]
+            for value in drops:
+                values.pop(value, None)
+        _wait(works)
 
 
 def _wait(works: list[Any]) -> None:
-    # Sends and receives must be in flight together, so collectives in a row are waited for at their end.
+    # `Work.wait` is no op. Sends and receives must be in flight together, so collectives in a row are waited for at
+    # their end.
     while works:
         works.pop(0).wait()
 
 
-def _below_autograd() -> ExitStack:
-    guards = ExitStack()
+def _go_below_autograd(guards: ExitStack) -> None:
     guards.enter_context(BelowAutograd())
     guards.enter_context(WithoutAutocast())
-    return guards
 
 
 def _with_changes(tape: Tape, schedule: Schedule, wanted: list[tuple[int, int, int]]) -> Schedule:
@@ -111,8 +94,7 @@ def _changed(tape: Tape, schedule: Schedule) -> list[int]:
         leaf = tape.leaves[value]
         if leaf.tensor is None:  # let go of, since the schedule of the forward did not need it
             changed.append(value)
-        is_copied = value in schedule.copied or tape.is_small(value)
-        if is_written(leaf.tensor, leaf.version) and not is_copied:
+        if is_written(leaf.tensor, leaf.version) and value not in schedule.copied:
             changed.append(value)
     return [*changed, *(value for value in schedule.kept if tape.is_written_since(value))]
 
@@ -126,22 +108,17 @@ def _start(tape: Tape, schedule: Schedule) -> dict[int, Any]:
         if leaf.tensor is None:
             raise CannotReplayError("a tensor from outside is needed that the replay of all values does not need")
         tensor = fetch(leaf.tensor)
-        if tensor.shape != leaf.shape or (leaf.is_parameter and not is_there(tensor)):
-            raise CannotReplayError(
-                "the data of a parameter that an op read has moved"
-            )  # FSDP1 and ZeRO-3 gather it into other memory
-        if value in schedule.copied or (tape.is_small(value) and version_of(tensor) != leaf.version):
+        # FSDP frees a parameter between forward and backward, and gathers it into other memory, as ZeRO-3 does.
+        is_freed = leaf.is_parameter and not is_wrapper(tensor) and storage_bytes(tensor) == 0 < tensor.numel()
+        if tensor.shape != leaf.shape or is_freed:
+            raise CannotReplayError("the data of a parameter that an op read has moved")
+        if value in schedule.copied:
             root = tape.roots[value]
             if root not in copies:
                 copies[root] = copy_of(tape.before[root][1])
             tensor = placed_on(copies[root], tensor.detach())
         values[value] = tensor
     return values
-
-
-def is_there(tensor: Tensor) -> bool:
-    """Return whether a parameter has its data; FSDP frees it between forward and backward."""
-    return is_wrapper(tensor) or tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
 
 
 def _filled(values: dict[int, Any], fill: tuple[int, int, bool]) -> tuple[int, Tensor]:
@@ -158,8 +135,7 @@ def _run(tape: Tape, entry: int, values: dict[int, Any]) -> Any:
         args, kwargs = from_refs(args, values), from_refs(kwargs, values)
     if site.is_inplace_view:
         args[0] = args[0].detach()
-    if entry in tape.states:
-        set_states(tape.states[entry])
+    set_states(tape.states.get(entry) or [])
     if site.is_custom_op:
         with as_then(tape.autocast[entry]):
             out = site.op(*args, **(kwargs or {}))
@@ -175,16 +151,3 @@ def _run(tape: Tape, entry: int, values: dict[int, Any]) -> Any:
             raise DiffersError(found)
         values.update(zip(tape.results(entry), results, strict=True))
     return out
-
-
-@contextmanager
-def _generators_kept(tape: Tape) -> Iterator[None]:
-    if not tape.states:
-        yield
-        return
-    generators = {id(generator): generator for states in tape.states.values() for generator, _ in states}
-    states = states_of(generators.values())
-    try:
-        yield
-    finally:
-        set_states(states)

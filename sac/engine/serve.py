@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,9 +14,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from sac.checksums import find_different, sums_of
 from sac.engine.handles import OTHER, OTHER_FIX, Handle
 from sac.engine.recorder import metadata_of
+from sac.engine.rng import set_states
 from sac.engine.settings import Settings
 from sac.engine.table import CallSite, module_name, run_op, site_name
-from sac.engine.tape import Tape
+from sac.engine.tape import Ref, Tape, from_refs
 from sac.engine.tracker import RegionMode
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import fetch
@@ -78,22 +79,24 @@ def rerun(
 class Served(RegionMode):
     """The mode of a rerun: serves the results that the tape holds.
 
-    A call is that of the forward with the same module, op and parameters, and the same number among these.
+    ``entries`` and ``path``: those of a unit, if it is what runs again. A call is that of the forward with the same
+    module, op and parameters, and the same number among these.
     """
 
-    def __init__(self, tape: Tape, where: str) -> None:
+    def __init__(self, tape: Tape, entries: Iterable[int] | None = None, path: str = "") -> None:
         super().__init__(tape.table)
         self.is_over = False
-        self._tape, self._where = tape, where
+        self._tape, self.path, self.sites = tape, path, tape.table.sites_of(path)
         self._addresses = {address: root for address, root in tape.leaf_roots.items() if tape.leaves[root].is_parameter}
         self._entries: dict[Any, list[int]] = defaultdict(list)  # the calls of the forward
         self._calls: dict[Any, int] = defaultdict(int)
         self._fetched: dict[int, Tensor] = {}  # a checkpoint around the region gives each value out once
-        for entry, site in enumerate(tape.sites):
+        for entry in range(len(tape.sites)) if entries is None else entries:
+            site = tape.sites[entry]
             if site.may_save and not _is_cast(site):
                 roots = (tape.roots[value] for value in tape.reads[entry])
                 parameters = (root for root in roots if root in tape.leaves and tape.leaves[root].is_parameter)
-                key = (id(site), *parameters)
+                key = (site.path, id(site.op), *parameters)
                 self._entries[key].append(entry)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,14 +112,14 @@ class Served(RegionMode):
         if not site.may_save or _is_cast(site):
             return run_op(site, args, kwargs)
         roots = [self._addresses.get(storage_address(tensor)) for tensor in tensors_of(args)]
-        key = (id(site), *(root for root in roots if root is not None))
+        key = (site.path, id(func), *(root for root in roots if root is not None))
         number, entries = self._calls[key], self._entries.get(key)
         self._calls[key] = number + 1
         if entries is None:
             return run_op(site, args, kwargs)
         if number >= len(entries):
             found = f"{site_name(site)} in {module_name(site.path)} runs more often than in forward: {OTHER}"
-            raise RegionError(Problem(self._where, found, fix=OTHER_FIX))
+            raise RegionError(Problem(self._tape.where, found, fix=OTHER_FIX))
         entry = entries[number]
         return self._serve(site, number, entry, args) if self._is_intact(entry) else run_op(site, args, kwargs)
 
@@ -124,7 +127,7 @@ class Served(RegionMode):
         """Return whether the tape has all results of ``entry``, and nothing has written to them."""
         tape = self._tape
         values = tape.results(entry)
-        if not values or any(value not in tape.kept or tape.is_written(value) for value in values):
+        if not values or any(value not in tape.kept or tape.last_write(value) >= 0 for value in values):
             return False
         if any(tape.is_written_since(value) for value in values):
             return False
@@ -143,11 +146,10 @@ class Served(RegionMode):
         if (then := tape.metadata[entry]) != (now := metadata_of(args)):
             found = f"call {number} of {site_name(site)} in {module_name(site.path)} ran in forward with {_texts(then)}"
             found += f" and in recomputation with {_texts(now)}: {OTHER}"
-            raise RegionError(Problem(self._where, found, fix=OTHER_FIX))
-        for generator, state in tape.after.get(entry, ()):
-            generator.set_state(state)
-        results = [detached(self._fetch(value)) for value in tape.results(entry)]
-        return tape.as_returned(entry, results)
+            raise RegionError(Problem(self._tape.where, found, fix=OTHER_FIX))
+        set_states(tape.after.get(entry, []))
+        results = {value: detached(self._fetch(value)) for value in tape.results(entry)}
+        return from_refs(tape.returned.get(entry, Ref(tape.firsts[entry])), results)
 
 
 def _texts(metadata: Sequence[Any]) -> str:

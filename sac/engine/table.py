@@ -126,7 +126,7 @@ class CallSite:
 
 
 def decide(counter: Any, site: CallSite, args: Any, kwargs: Any, out: Any) -> tuple[Decision, ResolvedRule | None]:
-    """Return the decision on the result of this call, and the rule that matched; count the call in ``counter``."""
+    """Return the decision on the result of this call, and the rule that matched; count both in ``counter``."""
     call = counter.calls[site]
     counter.calls[site] = call + 1
     decision, rule = site.final_decision, site.final_rule
@@ -138,6 +138,8 @@ def decide(counter: Any, site: CallSite, args: Any, kwargs: Any, out: Any) -> tu
                 counter.alternations[rule.index] = turn + 1
                 decision = rule.decision if turn % 2 == 0 else Decision.RECOMPUTE
             break
+    if rule is not None:
+        counter.hits[rule.index] += 1
     if decision is Decision.RECOMPUTE and site.must_save:
         condition = site.must_save_condition
         if condition is None or condition(args, kwargs, out):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from sac.engine.objects import PLAIN, attributes_of, is_own_object
+from sac.engine.objects import tensors_in
 from sac.engine.rng import GeneratorStates
 from sac.engine.table import DecisionTable
-from sac.engine.wrappers import PART, WRAP, parts_of, wrap_arguments
+from sac.engine.wrappers import PART, WRAP, memory_of, parts_of, wrap_arguments
 from sac.outer_hooks import is_written
 from sac.stores.store import StoredTensor
 from sac.tensors import (
@@ -67,7 +67,7 @@ class Tape:
         self.reads: list[list[int]] = []  # the values of these tensors
         self.firsts: list[int] = []  # the first value that the entry makes
         self.kwargs: dict[int, Any] = {}  # only of entries that have some
-        self.returned: dict[int, Any] = {}  # kept entry -> what it returned, with HOLE for tensors, if not these alone
+        self.returned: dict[int, Any] = {}  # kept entry -> what it returned, with `Ref`s, if not one tensor
         self.counts: dict[int, int] = {}  # how many values an entry makes, if that is not one
         self.roots: list[int] = []  # per value
         self.makers: list[int] = []  # per value: its entry; -1 for a leaf
@@ -83,42 +83,38 @@ class Tape:
         self.kept_keys: tuple[int, ...] = ()  # those of `kept` at the end of the forward
         self.kept_versions: dict[int, int] = {}
         self.rule_of: dict[int, int] = {}  # kept value -> index of its rule
-        self.states: dict[int, GeneratorStates] = {}  # entry -> generators that it advances, with states before it
-        # Such an entry -> the one before, if nothing else was drawn between; -1: none
-        self.follows: dict[int, int] = {}
-        self.chained: dict[int, int] = {}  # the same if its states are not held
-        self.drawing: set[int] = set()  # all such entries, when states that no schedule needs have been let go of
+        # Entry -> generators that it advances, with states before it; None: no schedule needs them
+        self.states: dict[int, GeneratorStates | None] = {}
         self.after: dict[int, GeneratorStates] = {}  # kept entry -> the same after it
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # passed to ops, with states before the first
         self.autocast: dict[int, Any] = {}  # entry of a custom op -> whether its body runs under autocast
         self.sums: dict[int, Any] = {}  # kept entry -> checksum of its results, if the call is verified
         self.metadata: dict[int, Any] = {}  # kept entry -> shapes and dtypes of its arguments
         self.fresh: set[int] = set()  # roots of uninitialised memory that no entry has written to
+        self.where = ""  # the region's name in messages
         self.why_not = ""  # why this call cannot be replayed
         self.has_collectives = False  # other ranks take part in a recomputation
-        self.collectives: list[int] = []  # entries
+        self.collectives: list[int] = []  # entries; a unit instead of those inside
         self.waits: set[int] = set()  # those that wait for the result of another, in place
-        self.unit_of: dict[int, int] = {}  # collective inside of a unit -> the unit
         self.ends_early = True  # a rerun ends with the last tensor that is missing
         self.input_roots: set[int] = set()
         self.stored: dict[int, StoredTensor | None] = {}  # roots of inputs in a store, as the forward found them
         self.is_careful = False  # there is something of which a forward without a mode takes no notice
         # Id of a tensor in a wrapper value
         self.parts: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}
-        self.of_unknown_origin: set[int] = set()  # leaves, held weakly until the forward ends
+        self.of_unknown_origin: set[int] = set()  # leaves that are not held: the region may have made them
         self.joined: set[int] = set()  # roots of wrappers that the region has made of other values, and of these
         self.units: dict[int, Any] = {}  # entry -> how to repeat a call of an autograd function
         self.differing: list[int] = []  # the unit that a replay has shown not to repeat itself
         self.scope: Any = None  # the call of an autograd function that is running
-        self._adopted: dict[int, tuple[Tensor, int]] = {}
         self.module_tensors: set[int] = set()  # ids of parameters and buffers
         self._first_node = next_node_number()
-        self._reachable: tuple[set[int], set[int]] | None = None
+        self._reachable: set[int] | None = None  # addresses
 
     def fail(self, why: str) -> None:
         """Record that this call cannot be replayed; the first reason counts."""
         if self.scope is not None:  # the whole call is repeated
-            self.scope.strict = self.scope.strict or why
+            self.scope.strict = True
             return
         self.why_not = self.why_not or why
 
@@ -157,34 +153,11 @@ class Tape:
         self.input_roots.add(self.roots[value])
         return value
 
-    def drop_temporary(self) -> None:
-        """Forget leaves of unknown origin that are gone: the region had made them."""
-        for root in self.of_unknown_origin:
-            tensor = self.refs[root]()
-            if tensor is None:
-                self.before.pop(root, None)
-            else:
-                self.leaves[root].tensor = detached(tensor)
-
     def close(self) -> None:
         """End the forward: release what only recording needs."""
-        self.ids, self.refs, self._reachable, self._owners, self._adopted = {}, [], None, (), {}
+        self.ids, self.refs, self._reachable, self._owners = {}, [], None, ()
         self.parts, self.stored = {}, dict.fromkeys(self.stored)
         self.scope = None
-
-    def is_list(self, entry: int) -> bool:
-        """Return whether the op of ``entry`` returns its results in a tuple or list."""
-        schema = getattr(self.sites[entry].op, "_schema", None)
-        return schema is not None and (len(schema.returns) != 1 or str(schema.returns[0].type) != "Tensor")
-
-    def as_returned(self, entry: int, results: Sequence[Tensor]) -> Any:
-        """Return the tensors ``results`` of an op as it returned them: attention also returns sizes, or no tensor."""
-        if (template := self.returned.get(entry)) is not None:
-            tensors = iter(results)
-            return tuple(next(tensors) if one is HOLE else one for one in template)
-        if self.counts.get(entry, 1) == 1 and not self.is_list(entry):
-            return results[0]
-        return tuple(results)
 
     def known(self, tensor: Tensor) -> int | None:
         """Return the value of a tensor, None if this very tensor is not on the tape."""
@@ -251,13 +224,13 @@ class Tape:
             value = self.add_leaf(tensor)
             self.of_unknown_origin.add(value)
             self.leaf_roots.pop(storage_address(tensor))
-            self.leaves[value].tensor = None  # if the region has made it, it is gone when the forward ends
+            self.leaves[value].tensor = None
             return value
         return self.add_leaf(tensor if node is None or is_older else detached(tensor))
 
     def adopt(self, tensor: Tensor, value: int) -> None:
         """Note that ``tensor``, filled in by a recomputation before the end of the forward, is ``value``."""
-        self._adopted[storage_address(tensor)] = tensor, value
+        self.refs[value] = weakref.ref(tensor)
 
     def _add_entry(self, op: Any, base: int, rest: Any, kwargs: Any, out: Tensor, root: int = -1) -> int:
         """Add an entry that makes ``out`` of the value ``base``."""
@@ -276,18 +249,18 @@ class Tape:
             self.kwargs[entry] = kwargs
         return entry
 
-    def _in_same_storage(self, tensor: Tensor) -> int | None:
-        """Return a living value in the storage of a strided tensor: while it lives, the address is not used again."""
-        if is_wrapper(tensor) or tensor.layout is not torch.strided:
-            return None
-        address = storage_address(tensor)
-        if address in self._adopted:
-            return self._adopted[address][1]
+    def in_memory_of(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield the living values in the memory of a tensor, the last first: its address is not used again."""
+        memory = memory_of(tensor)
         for value in reversed(range(len(self.refs))):
             other = self.refs[value]()
-            if other is not None and other.dtype is tensor.dtype and storage_address(other) == address:
-                return value
-        return None
+            if other is not None and memory_of(other) == memory:
+                yield value, other
+
+    def _in_same_storage(self, tensor: Tensor) -> int | None:
+        if is_wrapper(tensor):
+            return None
+        return next((value for value, other in self.in_memory_of(tensor) if other.dtype is tensor.dtype), None)
 
     def _is_reachable(self, tensor: Tensor) -> bool:
         """Return whether a tensor shares the storage of a leaf, or of a buffer or an attribute of the modules."""
@@ -295,9 +268,9 @@ class Tape:
         if address in self.leaf_roots or id(tensor) in self.module_tensors:
             return True
         if self._reachable is None:
-            tensors = [one for owner in self._owners for module in owner.modules() for one in _tensors_on(module)]
-            self._reachable = {id(one) for one in tensors}, {storage_address(one) for one in tensors}
-        return id(tensor) in self._reachable[0] or address in self._reachable[1]
+            modules = (module for owner in self._owners for module in owner.modules())
+            self._reachable = {storage_address(one) for module in modules for one in _tensors_on(module)}
+        return address in self._reachable
 
     # -- Writes
 
@@ -306,24 +279,16 @@ class Tape:
         root = self.roots[value]
         if root in self.writers or self.makers[root] >= 0:
             return
-        tensor = self.refs[root]()
+        tensor = self.leaves[root].tensor
         self.is_careful = True
         if (stored := self.stored.get(root)) is not None:
             stored.settle()  # its copy may still be on the way
-        if root in self.before:
+        if root in self.before or root in self.of_unknown_origin:
             return
-        if tensor is None or is_wrapper(tensor) or tensor.layout is not torch.strided:
+        if is_wrapper(tensor) or tensor.layout is not torch.strided:
             self.fail("the region writes to a tensor of a wrapper class from outside")
             return
         self.before[root] = detached(tensor), copy_of(tensor.untyped_storage())
-
-    def is_small(self, value: int) -> bool:
-        """Return whether there is a copy of a leaf that the region does not write to: it is small."""
-        return self.roots[value] in self.before and self.roots[value] not in self.writers
-
-    def is_written(self, value: int) -> bool:
-        """Return whether an op writes to the storage of ``value``, other than a collective that ends late."""
-        return any(entry not in self.waits for entry in self.writers.get(self.roots[value], ()))
 
     def is_written_since(self, value: int) -> bool:
         """Return whether a kept value was written to after the forward, or after what it has run of it."""
@@ -361,20 +326,9 @@ class Tape:
 
 
 def _tensors_on(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors in attributes of a module, and of its parameters: a quantised weight has its scales there."""
+    """Return the tensors in attributes of a module, and of its parameters: a quantised weight has its scales there."""
     parameters = (vars(parameter) for parameter in module._parameters.values() if parameter is not None)
-    return _tensors_in([vars(module), *parameters], 6)
-
-
-def _tensors_in(value: Any, levels: int) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif levels and type(value) in (dict, list, tuple):
-        for part in value.values() if type(value) is dict else value:
-            if type(part) not in PLAIN:
-                yield from _tensors_in(part, levels - 1)
-    elif levels and is_own_object(value):
-        yield from _tensors_in(attributes_of(value), levels - 1)
+    return tensors_in([vars(module), *parameters], 6)
 
 
 def cast_of(tensor: Tensor) -> Tensor | None:

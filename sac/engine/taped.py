@@ -44,8 +44,6 @@ from sac.tensors import (
     version_of,
 )
 
-_EARLIER = "earlier contents of a tensor from outside are needed"
-
 
 class UnsteadyError(Exception):
     """A function gives other values when it runs again; later calls keep its results."""
@@ -68,7 +66,7 @@ class TapedFrame(Frame):
         # What a rerun is served is compared in every call: only a replay has learned what writes to it unseen.
         verifies = verify == ALWAYS or is_new or (verify != NEVER and not self._replays)
         self.mode: TapeMode | None = self._new_mode()
-        self.mode.verifies, self.mode.where = verifies, self.where
+        self.mode.verifies, self.tape.where = verifies, self.where
         self.mode.facts, self.mode.probes = group.functions, verify != NEVER
         self.mode.takes_functions = self._replays
         self._spans: list[tuple[range, str, str]] = []
@@ -104,7 +102,7 @@ class TapedFrame(Frame):
                 self.call.follow(tensor)
         self._python = python_random() if self.group.careful is None else None
         if self.mode is not None:
-            self.mode.last_draw = -1, self.state.default_states()
+            self.mode.first_states = self.state.default_states()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -134,7 +132,6 @@ class TapedFrame(Frame):
         assert mode is not None
         handles = alive(self._handles)
         tape.ends_early = self.early_stop
-        tape.drop_temporary()
         if isinstance(self.function, Fp8Function):
             own = fp8_storages(self.owners)
             tape.before = {root: held for root, held in tape.before.items() if storage_address(held[0]) not in own}
@@ -217,9 +214,9 @@ class TapedFrame(Frame):
             return
         try:
             self._schedule = schedule = schedule_replay(tape, self._wanted)
-        except UnobtainableError:
+        except UnobtainableError as reason:
             self._replays = False
-            group.give_up(_EARLIER, self.where)
+            group.give_up(str(reason), self.where)
             return
         schedule.key = key
         group.schedule = schedule
@@ -231,17 +228,12 @@ class TapedFrame(Frame):
             assert self._schedule is not None
             running = {step[0] for step in self._schedule.steps}
             units = [tape.units[entry] for entry in running & tape.units.keys()]
-            served = [value for unit in units for entry in unit.served.values() for value in tape.results(entry)]
+            served = [value for unit in units for value in unit.served]
             # A rerun that has to take over must route as the forward did.
             routed = [value for value in tape.kept if getattr(tape.sites[tape.makers[value]], "must_save", False)]
             starts = dict.fromkeys([*self._schedule.kept, *served, *routed])
             tape.kept = {value: tape.kept[value] for value in starts}
-            tape.drawing = {*tape.states}
-            tape.states = {entry: states for entry, states in tape.states.items() if entry in running}
-            tape.chained = {
-                entry: tape.follows[entry] for entry in tape.states if tape.follows.get(entry, -1) in running
-            }
-            tape.states.update((entry, []) for entry in tape.chained)
+            tape.states = {entry: states if entry in running else None for entry, states in tape.states.items()}
         else:
             last = max((time for _, _, time in self._wanted), default=0) if self.early_stop else len(tape.sites)
             asked = self._asked_for(last)  # a rerun ends before it asks for later results
@@ -376,7 +368,7 @@ class TapedFrame(Frame):
                 self.group.give_up(str(reason), self.where)
             for handle in waiting.values():
                 handle.value = None
-        self._rerun(waiting, Served(self.tape, self.where))
+        self._rerun(waiting, Served(self.tape))
         compares = self.settings.verify == ALWAYS or not self.group.verified
         if self._sums and compares and self.settings.preserve_rng_state:
             self._verify_rerun(waiting)
@@ -413,9 +405,7 @@ class TapedFrame(Frame):
             if tape.has_collectives:
                 filled = [(index, landed(tensor)) for index, tensor in filled]
         except ChangedError as change:
-            raise self._changed(change.value) from None
-        except UnobtainableError:
-            raise CannotReplayError(_EARLIER) from None
+            raise self._changed(*change.args) from None
         if tape.differing:
             self._save_from_now_on(tape.differing.pop(), filled, waiting)
         elif self._sums:
@@ -487,18 +477,17 @@ class TapedFrame(Frame):
 
     def _save_from_now_on(self, entry: int, filled: list[tuple[int, Tensor]], waiting: dict[int, Handle]) -> None:
         """Have later calls save the results of a unit that has not repeated itself; warn once, or raise if strict."""
-        unit, self._sums = self.tape.units[entry], {}
-        path, facts = self.tape.sites[entry].path, self.group.functions[unit.key]
-        found = f"{unit.name} in {module_name(path)} gives other values when it runs again"
-        rule = f"save it: a rule with `{unit.name.replace(' ', ': ')}` and `do: save`"
+        unit, site, self._sums = self.tape.units[entry], self.tape.sites[entry], {}
+        found = f"{site.name} in {module_name(site.path)} gives other values when it runs again"
+        rule = f"save it: a rule with `{site.name.replace(' ', ': ')}` and `do: save`"
         if self.settings.refuses_differences:
             raise RegionError(Problem(self.where, found, fix=rule))
-        if not facts.unsteady:
+        if not unit.facts.is_kept:
             fix = "none is needed for later steps, its results are kept from now on"
             if not unit.spare:
                 fix += f". The gradients of this step may differ; {rule} avoids that"
             warn(Problem(self.where, found, fix=fix))
-        facts.unsteady = True
+        unit.facts.is_kept = True
         if any(metadata(one) != waiting[index].metadata for index, one in filled):
             if self.tape.has_collectives:
                 raise RegionError(Problem(self.where, found, fix=rule))

@@ -59,10 +59,11 @@ def wrap_arguments(wrapper: Any) -> list[Any]:
     return [type(wrapper), tensors, others, (context, wrapper.size(), wrapper.stride())]
 
 
-def same_memory(left: Tensor, right: Tensor) -> bool:
-    """Return whether two wrappers of one class consist of the same storages."""
-    addresses = [[*map(storage_address, tensor_parts(one))] for one in (left, right)]
-    return type(left) is type(right) and addresses[0] == addresses[1]
+def memory_of(tensor: Tensor) -> Any:
+    """Return what identifies the storage of a tensor, or the class and the storages of a wrapper."""
+    if is_wrapper(tensor):
+        return type(tensor), *map(storage_address, tensor_parts(tensor))
+    return storage_address(tensor)
 
 
 def is_in_flight(tensor: Tensor) -> bool:

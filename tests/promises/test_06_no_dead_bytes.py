@@ -5,7 +5,6 @@ Bytes are counted by weak references to storages, not through sac's own accounti
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -244,32 +243,3 @@ def test_cheap_values_that_only_saved_ops_read_are_let_go(entry: str) -> None:
     model = install(built(llama), value, entry)
     assert kept_bytes(model, x) <= 1.06 * kept_bytes(built(llama), x)
     assert sum(kind["dead_bytes"] for kind in sac.report(model).to_dict()["kinds"]) > 0
-
-
-def dropped_thrice(block: FunctionBlock, x: Tensor) -> Tensor:
-    h = x @ block.a
-    for _ in range(3):
-        h = torch.native_dropout(h.sin(), 0.3, True)[0]
-    return (h @ block.b).cos() * x
-
-
-def random_states() -> int:
-    """How many copies of the state of the CPU's generator there are."""
-    size = torch.get_rng_state().numel()
-    return sum(type(one) is Tensor and one.dtype is torch.uint8 and one.numel() == size for one in gc.get_objects())
-
-
-@ON_EACH_ENGINE
-@pytest.mark.parametrize(
-    ("rule", "held"), [(save("matmul"), 1), (save("random", call={"index": [1]}), 2)], ids=["none saved", "one saved"]
-)
-def test_one_random_state_is_held_for_draws_that_follow_each_other(rule: Any, held: int, entry: str) -> None:
-    """The draws of a region are made again one after the other. What comes after a saved one has to know where."""
-    model = install(built(lambda: Stack(FunctionBlock(dropped_thrice))), selective(policy(rule)), entry)
-    (x,) = inputs(8, 8)
-    for _ in range(2):
-        before = random_states()
-        out = model(x)
-        assert random_states() - before == held
-        out.sum().backward()
-        del out
