@@ -78,7 +78,7 @@ def _called(cls: Any, *args: Any) -> Any:
 def _site(mode: Any, op: Any, name: str, **names: str) -> UnitSite:
     site: UnitSite | None = mode.sites.get(op)
     if site is None:
-        rules = mode.table.rules_of_unit(mode.path, mode.decided_by, **names)
+        rules = mode.table.rules_of_unit(mode.path, **names)
         site = mode.sites[op] = UnitSite(op, name, mode.path, rules)
     return site
 
@@ -311,17 +311,17 @@ class UnitCall:
             for value, tensor in zip(self.reads, self.arguments, strict=True)
         }
         tape.scope = scope
-        outer = mode.decided_by, mode.sites
+        outer = mode.sites
         first = self.site.conditional_rules[0].resolved if self.site.conditional_rules else None
         if first is not None and first.rule.matches_each_call and not first.saves:  # it decides on the ops inside, too
-            mode.decided_by, mode.sites = first, mode.table.sites_of(mode.path, first)
+            mode.unit_rule, mode.sites = first, mode.table.sites_of(mode.path, first)
         try:
             out = function()
-            mode.decided_by, mode.sites = outer
+            mode.unit_rule, mode.sites = None, outer
             self._end(out)
         finally:
             tape.scope = None
-            mode.decided_by, mode.sites = outer
+            mode.unit_rule, mode.sites = None, outer
         if examines and self.facts is None:
             mode.facts.setdefault(self.key, Facts())
         return out
