@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
+from sac.engine.flags import under_function_modes
 from sac.engine.handles import KEPT, MISSING, Handle
 from sac.engine.inputs import Inputs
+from sac.engine.rng import GeneratorStates, advanced, states_of
 from sac.engine.serve import Served, rerun
 from sac.engine.settings import Settings
 from sac.engine.state import ForwardState, bound_in, put_back
@@ -60,7 +62,7 @@ class Frame:
         # If activations are kept although other ranks may recompute: what was written to, with contents and version.
         self._owes: list[tuple[Tensor, Any, int]] | None = None
         self._packed: list[tuple[Tensor, int]] = []  # what autograd saves, with its version; until the forward ends
-        self._drawn: list[Any] | None = None  # if it has drawn, the checksums of the random states at its end
+        self._drawn: GeneratorStates = []  # the random states at its end, if they have changed
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward and return its result."""
@@ -142,18 +144,17 @@ class Frame:
             self.group.careful = True
             self._warn_of(written[0])
             return True
-        has_drawn = self.state.has_drawn()
-        self._drawn = self.state.random_sums() if has_drawn and self.early_stop else None
-        return bool(self.group.doubts(self._seen(alive(self._handles), draws=has_drawn)))
+        drawn = advanced(self.state.random)
+        if self.early_stop:
+            self._drawn = states_of(generator for generator, _ in drawn)
+        return bool(self.group.doubts(self._seen(alive(self._handles), draws=bool(drawn))))
 
     def _seen(self, handles: Sequence[Handle], *, draws: bool) -> Counter[Any]:
         """Return what may be a choice or a draw: integer and bool tensors that autograd saves, by dtype, and draws.
 
         Arguments, parameters and buffers do not count.
         """
-        seen: Counter[Any] = Counter()
-        if draws:
-            seen["draws"] = 1
+        seen: Counter[Any] = Counter(draws=draws)
         choices = [handle for handle in handles if not _is_number(handle.metadata[1])]
         if choices:
             tensors = [tensor for _, tensor in self.inputs.tensors] + self.state.tensors
@@ -244,7 +245,7 @@ class Frame:
 
     def _fills(self) -> bool:
         """Return whether the rerun has still to draw: an op may fill with that what autograd has just saved of it."""
-        return self._drawn is not None and self.state.random_sums() != self._drawn
+        return bool(advanced(self._drawn))
 
     def _drop(self) -> None:
         """Release what recomputations start from."""
@@ -273,7 +274,7 @@ class Frame:
             args, kwargs = self.inputs.again(self.where, self.function, written=written)
             stops, total = self.early_stop or self.is_open, len(self._handles)
             again = partial(rerun, self.function, args, kwargs, stops=stops, total=total, fills=self._fills)
-            with self.state.modes.entered():
+            with under_function_modes(self.state.modes):
                 again(waiting, self.where, self.settings, mode)
             if self.group.communicates:
                 for handle in waiting.values():

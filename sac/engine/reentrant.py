@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sac.engine.flags import under_function_modes
 from sac.engine.frame import Frame
 from sac.engine.objects import is_own_object, tensors_in
 from sac.engine.untraced import never_compiled
@@ -80,7 +81,7 @@ class ReentrantFrame(Frame):
             for leaf in leaves:
                 if id(leaf) in starts and leaf.requires_grad:  # the gradient as it arrives: `grad` has other strides
                     leaf.register_hook(partial(arrived.__setitem__, starts.pop(id(leaf))))
-            with self.state.modes.entered():
+            with under_function_modes(self.state.modes):
                 output = self.function(*args, **kwargs)
         return _outputs(tree_leaves(output)), arrived
 

@@ -6,6 +6,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn.parameter import is_lazy
 
-from sac.engine.fp8 import REASON, Fp8Function, for_fp8, keeps_fp8_state
+from sac.engine.fp8 import REASON, Fp8Function, keeps_fp8_state
 from sac.engine.frame import Frame
 from sac.engine.functions import install
 from sac.engine.objects import attributes_of
@@ -177,7 +178,9 @@ class Region:
         group.warns = settings.engine == REPLAY
         if keeps_fp8_state(owners):
             group.give_up(REASON, where)
-            function, settings = Fp8Function(function, where), for_fp8(settings)
+            # Python runs again, to its end, where the modules put scales back.
+            settings = replace(settings, engine=RERUN, use_reentrant=False, early_stop=False)
+            function = Fp8Function(function, where)
         is_asked = table.decides_on_ops or table.saves_everything or settings.engine == REPLAY
         if not is_asked and group.careful is False and settings.verify != ALWAYS:
             return Frame(function, owners, settings, where, group)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from sac.checksums import checksum, find_different
-from sac.engine.fp8 import Fp8Function, fp8_storages
+from sac.engine.fp8 import Fp8Function
 from sac.engine.frame import Frame, alive
 from sac.engine.handles import EXTERNAL, KEPT, MISSING, OTHER, OTHER_FIX, WRITTEN, Handle
 from sac.engine.inputs import Inputs
@@ -19,7 +19,7 @@ from sac.engine.offload import offload
 from sac.engine.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
 from sac.engine.recorder import TapeMode
 from sac.engine.replay import ChangedError, replay
-from sac.engine.rng import python_random, same_python_random
+from sac.engine.rng import advanced, python_random
 from sac.engine.schedule import Schedule, UnobtainableError, key_of, schedule_replay
 from sac.engine.serve import Served
 from sac.engine.settings import ALWAYS, NEVER, REPLAY
@@ -104,7 +104,7 @@ class TapedFrame(Frame):
                 self.call.follow(tensor)
         self._python = python_random() if self.group.careful is None else None
         if self.mode is not None:
-            self.mode.last_draw = -1, self.state.default_states()
+            self.mode.last_draw = -1, self.state.random[:1]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -136,11 +136,15 @@ class TapedFrame(Frame):
         tape.ends_early = self.early_stop
         tape.drop_temporary()
         if isinstance(self.function, Fp8Function):
-            own = fp8_storages(self.owners)
-            tape.before = {root: held for root, held in tape.before.items() if storage_address(held[0]) not in own}
-        seen = self._seen(handles, draws=self.state.has_drawn())
+            own = {storage_address(tensor) for tensor in self.state.tensors}  # not what the library keeps in objects
+            tape.before = {
+                root: held
+                for root, held in tape.before.items()
+                if root in tape.input_roots or storage_address(held[0]) in own
+            }
+        seen = self._seen(handles, draws=bool(advanced(self.state.random)))
         self._wanted = [handle for handle in map(self._missing, handles) if handle is not None]
-        if self._python is not None and not same_python_random(self._python, python_random()):
+        if self._python is not None and self._python != python_random():
             self.state.python, tape.is_careful = self._python, True
         group.learn(seen, is_careful=tape.is_careful)
         group.communicates = group.communicates or tape.has_collectives
