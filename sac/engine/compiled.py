@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from sac.engine.context import eager_contexts
-from sac.engine.op_trace import TracedCalls, compiled_calls
+from sac.engine.op_trace import TracedCalls
 from sac.engine.table import CallSite, DecisionTable, decide
 from sac.engine.untraced import kept_out_of_graphs
 from sac.errors import Problem, warn
@@ -34,7 +34,7 @@ def checkpoint_contexts(
         forward, recompute = create_selective_checkpoint_contexts(TracedPolicy(table, module))
         return forward, recompute
     if in_graph:
-        compiled_calls(table).left_in_eager += 1
+        table.left_in_eager += 1
     return eager_contexts(table, module, in_graph=in_graph)
 
 
@@ -101,7 +101,7 @@ class TracedPolicy:
         self.table = table
         self.calls: MutableMapping[CallSite, int] = defaultdict(int)  # counted for rules
         self.alternations: MutableMapping[int, int] = defaultdict(int)
-        self.figures = compiled_calls(table).traced = TracedCalls(offloads=bool(table.offloads))
+        self.figures = table.traced = TracedCalls(offloads=bool(table.offloads))
         _tell_of_results(table)
         self._paths = {} if module is None else {str(id(part)): name for name, part in module.named_modules()}
         stack = _modules_at_work()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from operator import is_
 from typing import Any
@@ -16,10 +16,11 @@ from sac.engine.fp8 import FP8_METAS
 from sac.engine.objects import (
     PLAIN,
     StandIn,
-    attributes_of,
+    cells,
     class_of,
     is_own_object,
     is_stale,
+    parts_of,
     with_tensor,
     without_graph,
 )
@@ -36,7 +37,6 @@ from sac.torch_private import FSDP_MANAGED, keep_graphs_in_order_of_making, set_
 # arguments themselves count with their items, but what is inside of the items does not.
 
 _NOT_OURS = frozenset(vars(nn.Module()))  # the tables of a module
-_CONTAINERS = (list, dict, set)
 _SMALL = 1 << 16  # statistics and counters
 _GONE = object()
 
@@ -68,10 +68,7 @@ def bound_in(function: Any) -> Iterator[Any]:
     while isinstance(function, partial):
         yield from (*function.args, *function.keywords.values())
         function = function.func
-    for cell in getattr(function, "__closure__", None) or ():
-        with suppress(ValueError):  # it has no contents yet
-            if isinstance(cell.cell_contents, torch.Generator):
-                yield cell.cell_contents
+    yield from (held for held in cells(function) if isinstance(held, torch.Generator))
 
 
 class ForwardState:
@@ -90,13 +87,12 @@ class ForwardState:
         self._containers: list[tuple[Any, Any]] = []  # tables of attributes too, with copies
         self._tensors: list[tuple[Tensor, int, bool]] = []  # of the modules: version, whether they need a gradient
         self._children: list[tuple[Any, int]] = []  # tables of modules, with their lengths
-        self._seen: set[int] = set()  # objects that modules hold
+        self._seen: dict[int, Any] = {}  # id of what modules hold -> what to hold of it
         self._held: list[Any] = []  # generators and trackers that modules and arguments hold
         for module in modules_in(owners):
             self._note_module(module)
         for argument in arguments:
-            values = attributes_of(argument).values() if is_own_object(argument) else (argument,)
-            self._held += [value for value in values if _is_random(value)]
+            self._held += filter(_is_random, (argument, *parts_of(argument)))
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         self.flags, self._autocast, self.modes = BackendFlags(), Autocast(tensors), function_modes()
         self._random = RngSnapshot(tensors, settings, self._held) if settings.preserve_rng_state else None
@@ -132,27 +128,19 @@ class ForwardState:
 
         Return what to hold of the value: what holds tensors with a graph is replaced.
         """
-        held = without_graph(value)
+        if id(value) in self._seen:
+            return self._seen[id(value)]
+        held = self._seen[id(value)] = without_graph(value)
         if isinstance(value, Tensor):
             if held is value and not (value.requires_grad or value._is_view()):  # FSDP1 leaves views of its own
                 self._tensors.append((value, version_of(value), False))
             return held
-        if isinstance(value, (list, tuple, dict)):
-            items = value.values() if isinstance(value, dict) else value
-            self._held += [item for item in items if _is_random(item)]
-        elif _is_random(value):
-            self._held.append(value)
-        elif isinstance(value, partial):
-            self._held += [item for item in bound_in(value) if _is_random(item)]
-        if held is not value:
-            return held
-        if isinstance(value, _CONTAINERS) and hasattr(value, "copy"):
+        self._held += filter(_is_random, bound_in(value) if isinstance(value, partial) else (value, *parts_of(value)))
+        if held is value and isinstance(value, (list, dict, set)):
             self._containers.append((value, value.copy()))
-        elif id(value) not in self._seen and is_own_object(value) and hasattr(value, "__dict__"):
-            self._seen.add(id(value))
+        elif held is value and is_own_object(value) and hasattr(value, "__dict__"):
             self._containers.append((vars(value), vars(value).copy()))
-            self._held += [item for item in vars(value).values() if _is_random(item)]
-        return value
+        return held
 
     def end(self) -> list[Tensor]:
         """Note the versions that parameters and buffers have at the end of the forward; return what it wrote to.
@@ -179,10 +167,6 @@ class ForwardState:
     def tensors(self) -> list[Tensor]:
         """The parameters and buffers."""
         return [tensor for tensor, _, _ in self._tensors]
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is a parameter or buffer."""
-        return any(other is tensor for other, _, _ in self._tensors)
 
     def check(self, tape: Tape | None, where: str) -> None:
         """Raise ``RegionError`` if a parameter or buffer was written to after the forward, and there is no copy.

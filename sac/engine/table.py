@@ -38,21 +38,12 @@ class ResolvedRule:
     rule: Rule
     matcher: OpMatcher
     index: int
-
-    @property
-    def decision(self) -> Decision:
-        """The decision on a match (for an alternating rule: on those that it keeps)."""
-        return self.rule.kept_as
+    decision: Decision  # on a match; of an alternating rule on those that it keeps
 
     @property
     def saves(self) -> bool:
         """Whether a match is saved (for an alternating rule: may be saved), on the device or the host."""
         return self.decision.keeps
-
-    @property
-    def always_saves(self) -> bool:
-        """Whether every match is saved, on the device or the host."""
-        return self.saves and self.rule.do != ALTERNATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +51,7 @@ class ConditionalRule:
     """A rule that may match a call of one op, depending on the call."""
 
     resolved: ResolvedRule
-    alternates: bool
-    decision: Decision
-    condition: Condition | None
+    condition: Condition | None = None
 
     def matches(self, call: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> bool:
         """Return whether the rule matches call number ``call`` with these arguments and this result."""
@@ -130,8 +119,9 @@ def decide(counter: Any, site: CallSite, args: Any, kwargs: Any, out: Any) -> tu
     decision, rule = site.final_decision, site.final_rule
     for conditional in site.conditional_rules:
         if conditional.matches(call, args, kwargs, out):
-            rule, decision = conditional.resolved, conditional.decision
-            if conditional.alternates:
+            rule = conditional.resolved
+            decision = rule.decision
+            if rule.rule.do == ALTERNATE:
                 turn = counter.alternations[rule.index]
                 counter.alternations[rule.index] = turn + 1
                 decision = rule.decision if rule.rule.keeps_turn(turn) else Decision.RECOMPUTE
@@ -157,12 +147,16 @@ class DecisionTable:
     """The rules that apply to one layer of one stack, and the call sites derived from them; see ``add_site``.
 
     ``offloads``: the indices of the rules of which saved values wait on the host (``NO_RULE``: the default).
+    ``traced``: for the report, the decisions in the last graph of ``torch.compile``; ``left_in_eager``: the number of
+    calls that were to be traced, but that Dynamo or its backend ran op by op.
     """
 
     def __init__(self, policy: Policy, rules: tuple[ResolvedRule, ...]) -> None:
         self.policy = policy
         self.rules = rules
         self.default = policy.default
+        self.traced: Any = None
+        self.left_in_eager = 0
         self.offloads = self._offloads()
         self.saves_everything = self._saves_everything()
         self.decides_on_ops = not self.saves_everything and (
@@ -193,7 +187,7 @@ class DecisionTable:
         """
         if self.whole_rule(""):
             return True
-        return all(resolved.always_saves for resolved in self.rules) and (
+        return all(resolved.saves and resolved.rule.do != ALTERNATE for resolved in self.rules) and (
             self.default.keeps
             or any(
                 "*" in rule.ops and rule.module is None and rule.layers is None and rule.matches_each_call
@@ -204,9 +198,9 @@ class DecisionTable:
     def rules_of_unit(self, path: str, unit: str = "", function: str = "") -> tuple[ConditionalRule, ...]:
         """Return the rules that may match calls in a module of a unit: a named one, or an autograd Function."""
         if (whole := self.whole_rule(path)) is not None:
-            return (ConditionalRule(whole, False, whole.decision, None),)
+            return (ConditionalRule(whole),)
         return tuple(
-            ConditionalRule(resolved, resolved.rule.do == ALTERNATE, resolved.decision, None)
+            ConditionalRule(resolved)
             for resolved in self.rules
             if not resolved.rule.matches_module
             and (resolved.rule.matches_unit(function, unit) or resolved.matcher.matches_unit(function, unit))
@@ -265,14 +259,14 @@ class DecisionTable:
             if rule.do != ALTERNATE and condition is None and rule.matches_each_call:
                 site.final_rule, site.final_decision = resolved, resolved.decision
                 break
-            conditional_rules.append(ConditionalRule(resolved, rule.do == ALTERNATE, resolved.decision, condition))
+            conditional_rules.append(ConditionalRule(resolved, condition))
         site.conditional_rules = tuple(conditional_rules)
         site.must_save, condition_name = self._must_save(site)
         site.must_save_condition = condition_of(condition_name) if condition_name else None
         site.may_save = (
             site.final_decision.keeps
             or site.must_save
-            or any(conditional.decision.keeps for conditional in conditional_rules)
+            or any(conditional.resolved.saves for conditional in conditional_rules)
         )
 
     def _must_save(self, site: CallSite) -> tuple[bool, str]:
@@ -369,7 +363,7 @@ def resolve_policy(policy: Policy) -> ResolvedPolicy:
         problems.extend(replace(problem, where=policy.where(f"sets.{name}")) for problem in found)
     for index, rule in enumerate(policy.rules):
         matcher: OpMatcher = resolve(rule.ops, rule.do != Decision.RECOMPUTE.value)
-        rules.append(ResolvedRule(rule, matcher, index))
+        rules.append(ResolvedRule(rule, matcher, index, rule.kept_as))
         for name_index, problem in matcher.problems.items():
             problems.append(replace(problem, where=rule.where(f"ops[{name_index}]")))
         if matcher.missing:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from sac.engine.objects import PLAIN, attributes_of, is_own_object
+from sac.engine.objects import tensors_in
 from sac.engine.rng import GeneratorStates
 from sac.engine.table import DecisionTable
 from sac.engine.wrappers import PART, WRAP, parts_of, wrap_arguments
@@ -363,18 +363,7 @@ class Tape:
 def _tensors_on(module: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors in attributes of a module, and of its parameters: a quantised weight has its scales there."""
     parameters = (vars(parameter) for parameter in module._parameters.values() if parameter is not None)
-    return _tensors_in([vars(module), *parameters], 6)
-
-
-def _tensors_in(value: Any, levels: int) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif levels and type(value) in (dict, list, tuple):
-        for part in value.values() if type(value) is dict else value:
-            if type(part) not in PLAIN:
-                yield from _tensors_in(part, levels - 1)
-    elif levels and is_own_object(value):
-        yield from _tensors_in(attributes_of(value), levels - 1)
+    return tensors_in([vars(module), *parameters], 6)
 
 
 def cast_of(tensor: Tensor) -> Tensor | None:

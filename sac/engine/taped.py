@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
 from sac.checksums import checksum, find_different
 from sac.engine.fp8 import Fp8Function
@@ -22,7 +21,7 @@ from sac.engine.replay import ChangedError, replay
 from sac.engine.rng import advanced, python_random
 from sac.engine.schedule import Schedule, UnobtainableError, key_of, schedule_replay
 from sac.engine.serve import Served
-from sac.engine.settings import ALWAYS, NEVER, REPLAY
+from sac.engine.settings import ALWAYS, NEVER, REPLAY, RERUN
 from sac.engine.table import module_name, site_name
 from sac.engine.tape import CannotReplayError, DiffersError, Tape
 from sac.engine.untraced import never_compiled
@@ -31,7 +30,6 @@ from sac.engine.wrappers import is_in_flight
 from sac.errors import Problem, RegionError, warn
 from sac.outer_hooks import fetch, pack_with_outer_hooks
 from sac.stores.backward_order import CallNode
-from sac.stores.offload import OffloadUse
 from sac.tensors import (
     describe,
     detached,
@@ -45,10 +43,6 @@ from sac.tensors import (
 )
 
 _EARLIER = "earlier contents of a tensor from outside are needed"
-
-
-class UnsteadyError(Exception):
-    """A function gives other values when it runs again; later calls keep its results."""
 
 
 class TapedFrame(Frame):
@@ -79,9 +73,6 @@ class TapedFrame(Frame):
             self.mode.sums = self._sums
         self._schedule: Schedule | None = None
         self._wanted: list[tuple[int, int, int]] = []
-        self.figures: SavedFigures | None = None
-        self.compiled_graphs = 0
-        self.offloads: Mapping[int, OffloadUse] = {}
 
     def _new_tape(self) -> Tape:
         return Tape(self.group.table, self.owners)
@@ -92,11 +83,8 @@ class TapedFrame(Frame):
     def _begin(self, inputs: Inputs) -> None:
         self._input_leaves = {index: self.tape.find_input(tensor) for index, tensor in inputs.tensors}
         self.tape.module_tensors = set(map(id, self.state.tensors))
-        if self.is_dual:  # ops read tangents, which are no arguments
-            tangents = (unpack_dual(tensor).tangent for _, tensor in inputs.tensors)
-            for tangent in tangents:
-                if tangent is not None:
-                    self.tape.add_leaf(tangent)
+        for tangent in self._tangents:  # ops read them, although they are no arguments
+            self.tape.add_leaf(tangent)
         self.tape.stored = {self.tape.roots[self._input_leaves[index]]: one for index, one in inputs.stored.items()}
         if self.group.table.offloads:
             self.call = self.call or CallNode()
@@ -123,9 +111,9 @@ class TapedFrame(Frame):
         return handle
 
     @property
-    def is_replayed(self) -> bool:
-        """Whether backward replays the call, as far as is known."""
-        return self._replays and not self.group.not_replayable
+    def engine(self) -> str:  # type: ignore[override]
+        """How backward recomputes the call, as far as is known."""
+        return REPLAY if self._replays and not self.group.not_replayable else RERUN
 
     # -- The end of the forward
 
@@ -154,7 +142,7 @@ class TapedFrame(Frame):
         every = tape.kept
         if self._replays:
             self._schedule_replay()
-        self.compiled_graphs = mode.compiled_graphs
+        self.compiled_graphs = mode.compiled_graphs if group.table.decides_on_ops else 0
         self._release()
         self._compact(handles)
         self.figures = self._count(handles, every)
@@ -166,7 +154,9 @@ class TapedFrame(Frame):
         del every
         if self.call is not None and tape.table.offloads:
             self.offloads = offload(tape, handles, self.settings, self.call, is_packed=self._outer is not None)
-        self.input_bytes = self._bytes_of_inputs(handles), 0
+        held = [handle for handle in handles if handle.state == EXTERNAL and not self._is_of_parameter(handle)]
+        inputs = [handle.value for handle in held if tape.roots[handle.position[0]] in tape.input_roots]
+        self.input_bytes = sum({storage_address(one): storage_bytes(one) for one in inputs}.values()), 0
         self._pack_outside(handles)
         tape.close()
         self.mode = None
@@ -248,8 +238,7 @@ class TapedFrame(Frame):
             tape.states.update((entry, []) for entry in tape.chained)
         else:
             last = max((time for _, _, time in self._wanted), default=0) if self.early_stop else len(tape.sites)
-            asked = self._asked_for(last)  # a rerun ends before it asks for later results
-            tape.kept = {value: tensor for value, tensor in tape.kept.items() if value in asked}
+            tape.kept = self._asked_for(last)  # a rerun ends before it asks for later results
             tape.states = {}
         needed = {*self._input_leaves.values(), *tape.before, *(self._schedule.leaves if self._schedule else ())}
         for value, leaf in tape.leaves.items():
@@ -258,42 +247,30 @@ class TapedFrame(Frame):
             elif isinstance(leaf.tensor, Tensor) and not leaf.tensor.is_leaf:  # its graph may hold this tape
                 leaf.tensor = detached(leaf.tensor)
 
-    def _asked_for(self, last: int) -> set[int]:
-        """Return the kept values before entry ``last`` that a rerun needs; cheap ones of saved ops alone it makes."""
-        tape = self.tape
-        kept = tape.kept
-        asked = {tape.roots[handle.position[0]] for handle in alive(self._handles)}
-        for entry in range(last):
-            site = tape.sites[entry]
-            if not site.is_view and not all(value in kept for value in tape.results(entry)):
-                asked.update(tape.roots[value] for value in tape.reads[entry])
-        inside = self._inside_only()
-        return {
-            value
-            for value in kept
-            if tape.makers[value] < last and value not in inside and self._is_asked(value, asked)
-        }
+    def _asked_for(self, last: int) -> dict[int, Any]:
+        """Return the kept values before entry ``last`` that a rerun needs.
 
-    def _inside_only(self) -> set[int]:
-        """Return the kept values that only a Function's forward uses: without a region, nothing would hold them."""
-        tape, saved = self.tape, {self.tape.roots[handle.position[0]] for handle in alive(self._handles)}
-        inside: set[int] = set()
-        for span, _, _ in self._spans:
-            made = {value for value in tape.kept if tape.makers[value] in span and tape.roots[value] not in saved}
-            later = range(span.stop, len(tape.sites)) if made else ()
-            used = {tape.roots[value] for entry in later for value in tape.reads[entry]}
-            inside |= {
-                value
-                for value in made
-                if tape.roots[value] not in used and not tape.sites[tape.makers[value]].must_save
-            }
-        return inside
+        Cheap ones that only saved ops read it makes again. What only a Function's own forward uses, nothing would hold
+        without a region.
+        """
+        tape, roots = self.tape, self.tape.roots
+        inside = {entry: number for number, (span, _, _) in enumerate(self._spans) for entry in span}
+        asked = {roots[handle.position[0]] for handle in alive(self._handles)}
+        used = {*asked}  # elsewhere than in the Function that makes it
+        for entry, site in enumerate(tape.sites):
+            runs = entry < last and not site.is_view and any(value not in tape.kept for value in tape.results(entry))
+            asked.update(roots[value] for value in tape.reads[entry] if runs)
+            scope = inside.get(entry)
+            used.update(roots[value] for value in tape.reads[entry] if inside.get(tape.makers[value]) != scope)
 
-    def _is_asked(self, value: int, asked: set[int]) -> bool:
-        tape, maker = self.tape, self.tape.makers[value]
-        site = tape.sites[maker]
-        is_costly = not getattr(site, "is_cheap", False) or site.must_save or maker in tape.states
-        return site.may_save and (is_costly or tape.roots[value] in asked)
+        def is_asked(value: int) -> bool:
+            maker, root = tape.makers[value], roots[value]
+            site = tape.sites[maker]
+            is_costly = not getattr(site, "is_cheap", False) or site.must_save or maker in tape.states
+            is_used = site.must_save or maker not in inside or root in used
+            return maker < last and site.may_save and is_used and (is_costly or root in asked)
+
+        return {value: tensor for value, tensor in tape.kept.items() if is_asked(value)}
 
     def _compact(self, handles: list[Handle]) -> None:
         """Copy kept parts of storages of which little else is kept."""
@@ -308,13 +285,6 @@ class TapedFrame(Frame):
             if 2 * sum(handle.value.nbytes for handle in together) <= storage_bytes(together[0].value):
                 for handle in together:
                     handle.compact()
-
-    def _bytes_of_inputs(self, handles: list[Handle]) -> int:
-        """Return the bytes of the inputs that handles hold."""
-        roots = {self.tape.roots[value] for value in self._input_leaves.values()}
-        held = [handle for handle in handles if handle.state == EXTERNAL and not self._is_of_parameter(handle)]
-        inputs = (handle.value for handle in held if self.tape.roots[handle.position[0]] in roots)
-        return sum({storage_address(tensor): storage_bytes(tensor) for tensor in inputs}.values())
 
     def _count(self, handles: list[Handle], every: dict[int, Any]) -> SavedFigures:
         tape, mode = self.tape, self.mode
@@ -366,20 +336,16 @@ class TapedFrame(Frame):
         if self.is_open:
             self._recompute_early(waiting)
             return
-        if self.is_replayed:
+        if self.engine == REPLAY:
             try:
-                self._replay(waiting, [wanted for wanted in self._wanted if wanted[0] in waiting])
-                return
-            except UnsteadyError:
-                pass
+                if self._replay(waiting, [wanted for wanted in self._wanted if wanted[0] in waiting]):
+                    return
             except CannotReplayError as reason:
                 # Other ranks may replay, and would not take part in a rerun.
                 if self.tape.has_collectives and isinstance(reason, DiffersError):
                     fix = "set `engine: rerun` for this model"
                     raise RegionError(Problem(self.where, str(reason), fix=fix)) from None
                 self.group.give_up(str(reason), self.where)
-            for handle in waiting.values():
-                handle.value = None
         self._rerun(waiting, Served(self.tape, self.where))
         compares = self.settings.verify == ALWAYS or not self.group.verified
         if self._sums and compares and self.settings.preserve_rng_state:
@@ -405,7 +371,8 @@ class TapedFrame(Frame):
         finally:
             mode.paused = False
 
-    def _replay(self, waiting: dict[int, Handle], wanted: list[tuple[int, int, int]]) -> None:
+    def _replay(self, waiting: dict[int, Handle], wanted: list[tuple[int, int, int]]) -> bool:
+        """Replay, and fill the handles; return False if a unit does not repeat itself, not even in shape."""
         tape, schedule = self.tape, self._schedule
         try:
             if schedule is None or wanted != schedule.key[0]:
@@ -421,11 +388,13 @@ class TapedFrame(Frame):
         except UnobtainableError:
             raise CannotReplayError(_EARLIER) from None
         if tape.differing:
-            self._save_from_now_on(tape.differing.pop(), filled, waiting)
+            if not self._save_from_now_on(tape.differing.pop(), filled, waiting):
+                return False
         elif self._sums:
             self._verify(filled, waiting)
         for index, tensor in filled:
             waiting[index].fill(tensor, self.where, checks=self.settings.checks_metadata)
+        return True
 
     def _changed(self, value: int) -> RegionError:
         """Return the error about a leaf that was written to after the forward."""
@@ -470,14 +439,10 @@ class TapedFrame(Frame):
             site = self.tape.sites[maker]
             of = f", of {site_name(site)} in {module_name(site.path)}{self._depends(maker)}"
         found = f"saved tensor {handle.index} ({describe(handle.value)}{of}) has other values in "
-        self._tell_of(f"{found}recomputation than in forward: {OTHER}", OTHER_FIX)
-
-    def _tell_of(self, found: str, fix: str) -> None:
-        """Warn that recomputation differs; raise if the settings refuse that."""
+        found += f"recomputation than in forward: {OTHER}"
         if self.settings.refuses_differences:
-            raise RegionError(Problem(self.where, found, fix=fix))
-        fix = f"{fix}. The gradients of this step may differ"
-        warn(Problem(self.where, found, fix=fix))
+            raise RegionError(Problem(self.where, found, fix=OTHER_FIX))
+        warn(Problem(self.where, found, fix=f"{OTHER_FIX}. The gradients of this step may differ"))
 
     def _depends(self, entry: int) -> str:
         """Return the last Function on which an entry depends."""
@@ -489,8 +454,11 @@ class TapedFrame(Frame):
                 depends.update(self.tape.makers[value] for value in self.tape.reads[earlier])
         return ""
 
-    def _save_from_now_on(self, entry: int, filled: list[tuple[int, Tensor]], waiting: dict[int, Handle]) -> None:
-        """Have later calls save the results of a unit that has not repeated itself; warn once, or raise if strict."""
+    def _save_from_now_on(self, entry: int, filled: list[tuple[int, Tensor]], waiting: dict[int, Handle]) -> bool:
+        """Have later calls save the results of a unit that has not repeated itself; warn once, or raise if strict.
+
+        Return whether the handles can be filled; otherwise the region runs again as Python.
+        """
         unit, self._sums = self.tape.units[entry], {}
         path, facts = self.tape.sites[entry].path, self.group.functions[unit.key]
         found = f"{unit.name} in {module_name(path)} gives other values when it runs again"
@@ -503,7 +471,7 @@ class TapedFrame(Frame):
                 fix += f". The gradients of this step may differ; {rule} avoids that"
             warn(Problem(self.where, found, fix=fix))
         facts.unsteady = True
-        if any(metadata(one) != waiting[index].metadata for index, one in filled):
-            if self.tape.has_collectives:
-                raise RegionError(Problem(self.where, found, fix=rule))
-            raise UnsteadyError  # the region runs again as Python
+        fits = all(metadata(tensor) == waiting[index].metadata for index, tensor in filled)
+        if not fits and self.tape.has_collectives:
+            raise RegionError(Problem(self.where, found, fix=rule))
+        return fits
