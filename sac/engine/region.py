@@ -48,7 +48,6 @@ class RegionGroup:
         self.table, self.name = table, name
         self.op_trace: tuple[OpTraceRow, ...] = ()
         self.lists_ops = True  # whether the first call fills `op_trace`
-        self.calls: Any = None
         self.not_replayable = ""
         self.careful: bool | None = None
         self.harmless: Counter[Any] = Counter()
