@@ -12,7 +12,7 @@ from torch import nn
 
 from sac.blocks.install import ModelReference, alike, regions_of
 from sac.blocks.paths import group_label as group_label
-from sac.engine.op_trace import NO_RULE, OpTraceRow, RegionStats, TracedCalls, compiled_calls
+from sac.engine.op_trace import NO_RULE, OpTraceRow, RegionStats, TracedCalls
 from sac.engine.region import Region, RegionGroup
 from sac.ops.registry import short_name
 from sac.stores.offload import OffloadUse
@@ -309,7 +309,7 @@ def _kind_report(regions: Sequence[Region]) -> KindReport:
         rules=tuple(_rule_uses(group, stats)),
         unmatched=tuple(_unmatched(group)),
         traced=_traced(group),
-        left_in_eager=compiled_calls(group.table).left_in_eager,
+        left_in_eager=group.table.left_in_eager,
         compiled_graphs=stats.compiled_graphs,
         engine=stats.engine,
         no_replay=group.not_replayable,
@@ -321,7 +321,7 @@ def _kind_report(regions: Sequence[Region]) -> KindReport:
 
 
 def _traced(group: RegionGroup) -> TracedCalls | None:
-    calls = compiled_calls(group.table).traced
+    calls: TracedCalls | None = group.table.traced
     if calls is None:
         return None
     hits = {each.rule.id: calls.rules[each.rule.id] for each in group.table.rules if each.rule.id in calls.rules}

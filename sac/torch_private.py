@@ -129,7 +129,6 @@ count_function_modes: Any = _C._len_torch_function_stack
 function_mode_at: Any = _C._get_function_stack_at
 push_function_mode: Any = _C._push_on_torch_function_stack
 pop_function_mode: Any = _C._pop_torch_function_stack
-functions_are_on: Any = _C._is_torch_function_enabled
 get_function_state: Any = _C._get_torch_function_state
 set_function_state: Any = _C._set_torch_function_state
 FUNCTIONS_ON: Any = _C._TorchFunctionState.ENABLED

@@ -47,7 +47,7 @@ def _table(policy: Policy, module: nn.Module | None) -> DecisionTable:
     problems, left_out = [], set()
     for one in resolved.rules:
         key, why = _obstacle(one.rule, module, layer)
-        if key not in ("", "do") and module is None and one.rule.optional and one.always_saves:
+        if key not in ("", "do") and module is None and one.rule.optional and one.saves:
             left_out.add(one.index)
         elif key:
             found = f'rule "{one.rule.id}" {why}'

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from sac.engine.context import eager_contexts
-from sac.engine.op_trace import TracedCalls, compiled_calls
-from sac.engine.table import CallSite, DecisionTable, ResolvedRule, decide, paths_up
+from sac.engine.op_trace import TracedCalls
+from sac.engine.table import CallSite, DecisionTable, decide
 from sac.engine.untraced import kept_out_of_graphs
 from sac.errors import Problem, warn
-from sac.policy.model import ALTERNATE, Decision
+from sac.policy.model import Decision
 from sac.torch_private import SHOWS_RESULTS_TO_POLICIES, is_traced
 
 
@@ -34,7 +34,7 @@ def checkpoint_contexts(
         forward, recompute = create_selective_checkpoint_contexts(TracedPolicy(table, module))
         return forward, recompute
     if in_graph:
-        compiled_calls(table).left_in_eager += 1
+        table.left_in_eager += 1
     return eager_contexts(table, module, in_graph=in_graph)
 
 
@@ -102,18 +102,16 @@ class TracedPolicy:
         self.calls: MutableMapping[CallSite, int] = defaultdict(int)  # counted for rules
         self.alternations: MutableMapping[int, int] = defaultdict(int)
         self.hits: MutableMapping[int, int] = defaultdict(int)
-        self.figures = compiled_calls(table).traced = TracedCalls(offloads=bool(table.offloads))
+        self.figures = table.traced = TracedCalls(offloads=bool(table.offloads))
         _tell_of_results(table)
         self._paths = {} if module is None else {str(id(part)): name for name, part in module.named_modules()}
         stack = _modules_at_work()
         self._base = stack[-1][1] if stack else ""
-        self._turns: dict[int, dict[str, int]] = {}  # rule -> modules it has met, in order
 
     def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Return the decision on this call as torch's ``CheckpointPolicy``."""
         table, figures, path = self.table, self.figures, self._module()
-        around = self._rule_of_module(path)
-        site = table.sites_of(path, around).get(id(op)) or table.add_site(op, path, around)
+        site = table.sites_of(path).get(id(op)) or table.add_site(op, path)
         if site.is_bookkeeping:
             return CheckpointPolicy.PREFER_RECOMPUTE
         decision, rule = Decision.RECOMPUTE, site.final_rule
@@ -124,24 +122,6 @@ class TracedPolicy:
         if rule is not None:
             figures.rules[rule.rule.id] = figures.rules.get(rule.rule.id, 0) + 1
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def _rule_of_module(self, path: str) -> ResolvedRule | None:
-        """Return the rule that saves the module at ``path``, or one around it, as a whole; all ops inside are saved.
-
-        A rule with ``do: alternate`` keeps every other module, in the order in which they are traced.
-        """
-        table = self.table
-        if not table.saves_modules:
-            return None
-        for around in reversed(paths_up(path)):
-            resolved = table.whole_rule(around)
-            if resolved is None or not resolved.saves:
-                continue
-            turns = self._turns.setdefault(resolved.index, {})
-            turn = turns.setdefault(around, len(turns))
-            if resolved.rule.do != ALTERNATE or turn % 2 == 0:
-                return resolved
-        return None
 
     def _module(self) -> str:
         """Return the path, relative to the region, of the module that is being traced."""

@@ -13,7 +13,6 @@ from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from sac.engine.fp8 import Fp8Function
-from sac.engine.op_trace import compiled_calls
 from sac.engine.region import Region, group_of, parts_of_function
 from sac.engine.settings import PLAIN, Settings, as_torch_says
 from sac.engine.table import DecisionTable
@@ -51,7 +50,7 @@ def eager_contexts(
     """
     call = _call_of_torch()
     if in_graph:
-        if compiled_calls(table).left_in_eager == 1:
+        if table.left_in_eager == 1:
             _tell_of_graph_break(call.function)
         call = call._replace(settings=replace(call.settings, preserve_rng_state=True))
     return _Forward(table, module, call), nullcontext()

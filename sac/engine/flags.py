@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
-from operator import is_
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from sac.torch_private import (
     count_function_modes,
     excluding,
     function_mode_at,
-    functions_are_on,
     get_function_state,
     get_precision,
     pop_function_mode,
@@ -122,18 +120,21 @@ def callers_autocast(op: Any, args: Any) -> tuple[Any, bool] | None:
 
 @contextmanager
 def as_then(found: tuple[Any, bool] | None) -> Iterator[None]:
-    """Return a context that restores the state that ``callers_autocast`` returned.
-
-    Outside of any autocast, as in a replay, the casts that the op's body made leave the cache at the end: the next
-    forward would find them there in place of its own weights.
-    """
+    """Run the body in the state that ``callers_autocast`` returned."""
     if found is None:
         yield
-        return
+    else:
+        with _autocast_level(), excluding(*found):
+            yield
+
+
+@contextmanager
+def _autocast_level() -> Iterator[None]:
+    # After the outermost autocast, the cached casts of weights are dropped: the weights will change. This is also so in
+    # a replay, whose casts the next forward would find in place of those of its own weights.
     torch.autocast_increment_nesting()
     try:
-        with excluding(*found):
-            yield
+        yield
     finally:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
@@ -159,23 +160,16 @@ class Autocast:
         """Set this state, until ``stack`` is left."""
         now = self._now()
         if now != self._then:
-            torch.autocast_increment_nesting()
-            stack.callback(_leave, now)
-            _set(self._then)
+            stack.callback(_set_autocast, now)
+            stack.enter_context(_autocast_level())
+            _set_autocast(self._then)
 
 
-def _set(state: Any) -> None:
+def _set_autocast(state: Any) -> None:
     for name, enabled, dtype in state[0]:
         torch.set_autocast_enabled(name, enabled)
         torch.set_autocast_dtype(name, dtype)
     torch.set_autocast_cache_enabled(state[1])
-
-
-def _leave(state: Any) -> None:
-    # Leaving the outermost autocast clears the cached casts of weights: the weights will change.
-    if torch.autocast_decrement_nesting() == 0:
-        torch.clear_autocast_cache()
-    _set(state)
 
 
 @cache
@@ -190,57 +184,32 @@ def _device_types(types: frozenset[str]) -> Sequence[str]:
 # `loss.backward()` itself is called through the innermost mode, with that mode off, or through the class of the loss,
 # with subclasses off; another thread has no modes. What sac calls around the region's function sees no mode.
 
-
-class FunctionModes:
-    """The torch-function modes that are active now."""
-
-    def __init__(self) -> None:
-        self._modes, self._state = _modes_now(), _state_now()
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Run the body under these modes, and only these."""
-        with ExitStack() as stack:
-            _put_on(stack, self._modes, self._state)
-            yield
+NO_MODES: tuple[Sequence[Any], Any] = (), FUNCTIONS_ON
 
 
-def leave_function_modes(stack: ExitStack) -> None:
-    """Run what follows under no mode, with subclasses on, until ``stack`` is left."""
-    _put_on(stack, (), None)
+def function_modes() -> tuple[Sequence[Any], Any]:
+    """Return the active torch-function modes, outermost first, and torch's value for whether they are on."""
+    return [function_mode_at(index) for index in range(count_function_modes())], get_function_state()
 
 
-def _put_on(stack: ExitStack, modes: Sequence[Any], state: Any) -> None:
-    modes_now, state_now = _modes_now(), _state_now()
-    if len(modes_now) != len(modes) or not all(map(is_, modes_now, modes)):
-        stack.callback(_set_modes, modes_now)
-        _set_modes(modes)
-    if state_now != state:
-        stack.callback(_set_state, state_now)
-        _set_state(state)
+@contextmanager
+def under_function_modes(modes: tuple[Sequence[Any], Any]) -> Iterator[None]:
+    """Run the body under what ``function_modes`` returned, and only that."""
+    before = function_modes()
+    _set_function_modes(*modes)
+    try:
+        yield
+    finally:
+        _set_function_modes(*before)
 
 
-def _modes_now() -> Sequence[Any]:
-    """Return the active modes, outermost first."""
-    length = count_function_modes()
-    return [function_mode_at(index) for index in range(length)] if length else ()
-
-
-def _set_modes(modes: Sequence[Any]) -> None:
+def _set_function_modes(modes: Sequence[Any], state: Any) -> None:
     # Directly on the stack: entering a mode may do more than activate it (a device looks up its position).
     for _ in range(count_function_modes()):
         pop_function_mode()
     for mode in modes:
         push_function_mode(mode)
-
-
-def _state_now() -> Any:
-    """Return None if modes and subclasses are on; otherwise torch's value for the state."""
-    return None if functions_are_on() else get_function_state()
-
-
-def _set_state(state: Any) -> None:
-    set_function_state(FUNCTIONS_ON if state is None else state)
+    set_function_state(state)
 
 
 # -- Whether the current thread runs the Python of a region again

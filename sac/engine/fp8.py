@@ -5,15 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from sac.engine.settings import RERUN, Settings
 from sac.errors import ConfigError, Problem
-from sac.tensors import storage_address
 
 # A module of TransformerEngine quantises with scales that follow from the maxima of earlier steps, which its kernels
 # write unseen. Under the library's contexts it puts a copy of its scales into a queue in the forward, and takes the
@@ -36,55 +33,35 @@ def _library() -> Any:
     return next((module for module in loaded if hasattr(module, "FP8GlobalStateManager")), None)
 
 
-def _is_on() -> bool:
-    library = _library()
-    return library is not None and bool(library.FP8GlobalStateManager.is_fp8_enabled())
-
-
-def _contexts() -> Any:
-    return getattr(sys.modules.get(_CONTEXTS), "get_activation_recompute_contexts", None)
-
-
-def check_fp8(where: str) -> None:
-    """Raise ``ConfigError`` if FP8 is on in a version of TransformerEngine without the contexts."""
-    if _is_on() and (_contexts() is None or not hasattr(_library().FP8GlobalStateManager, "get_fp8_recipe")):
-        raise ConfigError(Problem(where, _UNKNOWN, fix=_FIX))
-
-
 def keeps_fp8_state(owners: Iterable[nn.Module]) -> bool:
     """Return whether FP8 is on, or any of these modules is one of TransformerEngine's that can run in FP8."""
-    if _library() is None:
+    if (library := _library()) is None:
         return False
-    return _is_on() or any(not FP8_METAS.isdisjoint(vars(module)) for owner in owners for module in owner.modules())
-
-
-def fp8_storages(owners: Iterable[nn.Module]) -> set[int]:
-    """Return the addresses of the scales and histories of modules, which a recomputation leaves to the library."""
-    tables = (vars(module).get(name) for owner in owners for module in owner.modules() for name in FP8_METAS)
-    states = [state for table in tables if isinstance(table, dict) for state in table.values()]
-    parts = (part for state in states for part in getattr(state, "__dict__", {}).values())
-    return {storage_address(part) for part in parts if isinstance(part, Tensor)}
-
-
-def for_fp8(settings: Settings) -> Settings:
-    """Return the settings of a call with such modules: Python runs again, to its end, where they put scales back."""
-    return replace(settings, engine=RERUN, use_reentrant=False, early_stop=False)
+    modules = (vars(module) for owner in owners for module in owner.modules())
+    return bool(library.FP8GlobalStateManager.is_fp8_enabled()) or not all(map(FP8_METAS.isdisjoint, modules))
 
 
 class Fp8Function:
-    """Runs a function under the contexts of a forward in the first call, of a recomputation in later ones."""
+    """Runs a function under the contexts of a forward in the first call, of a recomputation in later ones.
+
+    Raises ``ConfigError`` if FP8 is on in a version of TransformerEngine without the contexts.
+    """
 
     def __init__(self, function: Callable[..., Any], where: str) -> None:
-        check_fp8(where)
-        self._function, library, is_on = function, _library(), _is_on()
-        recipe = library.FP8GlobalStateManager.get_fp8_recipe() if is_on else None
-        group = library.FP8GlobalStateManager.get_fp8_group() if is_on else None
+        self._function, library = function, _library()
+        manager = library.FP8GlobalStateManager
+        contexts = getattr(sys.modules.get(_CONTEXTS), "get_activation_recompute_contexts", None)
+        is_on, recipe, group = bool(manager.is_fp8_enabled()), None, None
+        if is_on:
+            if contexts is None or not hasattr(manager, "get_fp8_recipe"):
+                raise ConfigError(Problem(where, _UNKNOWN, fix=_FIX))
+            recipe, group = manager.get_fp8_recipe(), manager.get_fp8_group()
         if hasattr(library, "autocast"):
             self._autocast = partial(library.autocast, is_on, recipe=recipe, amax_reduction_group=group)
         else:
             self._autocast = partial(library.fp8_autocast, is_on, fp8_recipe=recipe, fp8_group=group)
         # A forward that turns FP8 on itself needs them, too.
-        self._contexts: list[AbstractContextManager[Any]] = [*_contexts()()] if _contexts() is not None else []
+        self._contexts: list[AbstractContextManager[Any]] = [*contexts()] if contexts is not None else []
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return the context around the forward."""

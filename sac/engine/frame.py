@@ -5,28 +5,33 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
+from sac.engine.flags import under_function_modes
 from sac.engine.handles import KEPT, MISSING, Handle
 from sac.engine.inputs import Inputs
+from sac.engine.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
+from sac.engine.rng import GeneratorStates, advanced, states_of
 from sac.engine.serve import Served, rerun
-from sac.engine.settings import Settings
+from sac.engine.settings import REPLAY, Settings
 from sac.engine.state import ForwardState, bound_in, put_back
 from sac.engine.tape import Tape
 from sac.engine.untraced import never_compiled
 from sac.errors import Problem, RegionError, warn
 from sac.outer_hooks import PackHooks, active_hooks, pack_with_outer_hooks
 from sac.stores.backward_order import CallNode
+from sac.stores.offload import OffloadUse
 from sac.tensors import copy_of, describe, is_wrapper, landed, storage_address, storage_bytes, version_of
-from sac.torch_private import graph_is_retained, tree_leaves, without_transforms
+from sac.torch_private import forward_ad_level, graph_is_retained, tree_leaves, without_transforms
 
 _SMALL = 1 << 16  # of buffers up to so many bytes a recorded call keeps a copy without a warning
 _KEPT_WHOLE = (
@@ -42,6 +47,10 @@ class Frame:
     """A call whose Python runs again in backward, without a dispatch mode in either pass."""
 
     tape: Tape | None = None
+    trace: OpTraceRecorder | None = None
+    engine = ""  # for the report
+    figures: SavedFigures | None = None
+    compiled_graphs = 0
     records = True  # what is written to is noticed, by versions or a recorder; else all that may be is copied
 
     def __init__(
@@ -50,17 +59,16 @@ class Frame:
         self.function, self.owners, self.settings, self.where = function, owners, settings, where
         self.group = group
         self.early_stop = settings.early_stop
-        self.is_dual = False  # whether it is called with dual tensors
         self.is_open = True  # the forward has not ended
+        self.offloads: Mapping[int, OffloadUse] = {}
         self.input_bytes = 0, 0  # of inputs that this call keeps, and those of them in host memory
-        self.kept_bytes = 0  # if the activations of this call are kept after all
         self._handles: list[weakref.ref[Handle]] = []
         self._thread = threading.get_ident()
         self.call: CallNode | None = None  # if something of it may wait in host memory
         # If activations are kept although other ranks may recompute: what was written to, with contents and version.
         self._owes: list[tuple[Tensor, Any, int]] | None = None
         self._packed: list[tuple[Tensor, int]] = []  # what autograd saves, with its version; until the forward ends
-        self._drawn: list[Any] | None = None  # if it has drawn, the checksums of the random states at its end
+        self._drawn: GeneratorStates = []  # the random states at its end, if they have changed
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward and return its result."""
@@ -82,6 +90,10 @@ class Frame:
         if self.settings.input_storing is not None:
             self.call = CallNode()
             inputs.store(self.settings.input_storing, self.where, self.call)
+        duals = map(unpack_dual, (tensor for _, tensor in inputs.tensors)) if forward_ad_level() >= 0 else ()
+        self._tangents = [dual.tangent for dual in duals if dual.tangent is not None]
+        if self._tangents and self.engine != REPLAY:
+            self._refuse_tangents()
         self._begin(inputs)
 
     @contextmanager
@@ -142,18 +154,17 @@ class Frame:
             self.group.careful = True
             self._warn_of(written[0])
             return True
-        has_drawn = self.state.has_drawn()
-        self._drawn = self.state.random_sums() if has_drawn and self.early_stop else None
-        return bool(self.group.doubts(self._seen(alive(self._handles), draws=has_drawn)))
+        drawn = advanced(self.state.random)
+        if self.early_stop:
+            self._drawn = states_of(generator for generator, _ in drawn)
+        return bool(self.group.doubts(self._seen(alive(self._handles), draws=bool(drawn))))
 
     def _seen(self, handles: Sequence[Handle], *, draws: bool) -> Counter[Any]:
         """Return what may be a choice or a draw: integer and bool tensors that autograd saves, by dtype, and draws.
 
         Arguments, parameters and buffers do not count.
         """
-        seen: Counter[Any] = Counter()
-        if draws:
-            seen["draws"] = 1
+        seen: Counter[Any] = Counter(draws=draws)
         choices = [handle for handle in handles if not _is_number(handle.metadata[1])]
         if choices:
             tensors = [tensor for _, tensor in self.inputs.tensors] + self.state.tensors
@@ -166,7 +177,7 @@ class Frame:
 
     def _warn_of(self, tensor: Tensor) -> None:
         """Warn that this call has written to ``tensor``, unless that is a small buffer."""
-        if tensor.nbytes <= _SMALL and not tensor.requires_grad and self.state.holds(tensor):
+        if tensor.nbytes <= _SMALL and not tensor.requires_grad and any(tensor is one for one in self.state.tensors):
             return
         named = [pair for owner in self.owners for pair in (*owner.named_parameters(), *owner.named_buffers())]
         name = next((f"'{name}' " for name, other in named if other is tensor), "an input ")
@@ -186,7 +197,8 @@ class Frame:
                 held[storage_address(tensor)] = storage_bytes(tensor)
             if self._outer is not None and version_of(tensor) == version:  # else the hooks would get another value
                 handle.value = pack_with_outer_hooks(handle.value, self._outer)
-        self.kept_bytes = sum(held.values())
+        kept = sum(held.values())
+        self.figures = SavedFigures(kept, 0, {NO_RULE: kept})
 
     def _packer(self) -> Callable[[Tensor], Any]:
         """Return what passes a tensor to the hooks around the region, each tensor once; parameters stay."""
@@ -244,7 +256,7 @@ class Frame:
 
     def _fills(self) -> bool:
         """Return whether the rerun has still to draw: an op may fill with that what autograd has just saved of it."""
-        return self._drawn is not None and self.state.random_sums() != self._drawn
+        return bool(advanced(self._drawn))
 
     def _drop(self) -> None:
         """Release what recomputations start from."""
@@ -258,22 +270,22 @@ class Frame:
     def _recompute(self, waiting: dict[int, Handle]) -> None:
         self._rerun(waiting, None)
 
-    def refuse_tangents(self) -> None:
+    def _refuse_tangents(self) -> None:
         """Raise: a rerun computes no tangents."""
         found = "it is called with dual tensors (forward-mode differentiation), and its Python runs again in backward"
         fix = "set `engine: replay`, or compute the Jacobian-vector product under torch.no_grad()"
         raise RegionError(Problem(self.where, found, fix=fix))
 
     def _rerun(self, waiting: dict[int, Handle], mode: Served | None) -> None:
-        if self.is_dual:
-            self.refuse_tangents()
+        if self._tangents:
+            self._refuse_tangents()
         self.state.check(self.tape, self.where)
         with self.state.restored(self.tape):
             written = self.tape is not None and bool(self.tape.before)
             args, kwargs = self.inputs.again(self.where, self.function, written=written)
             stops, total = self.early_stop or self.is_open, len(self._handles)
             again = partial(rerun, self.function, args, kwargs, stops=stops, total=total, fills=self._fills)
-            with self.state.modes.entered():
+            with under_function_modes(self.state.modes):
                 again(waiting, self.where, self.settings, mode)
             if self.group.communicates:
                 for handle in waiting.values():

@@ -78,7 +78,7 @@ def _called(cls: Any, *args: Any) -> Any:
 def _site(mode: Any, op: Any, name: str, **names: str) -> UnitSite:
     site: UnitSite | None = mode.sites.get(op)
     if site is None:
-        rules = mode.table.rules_of_unit(mode.path, mode.decided_by, **names)
+        rules = mode.table.rules_of_unit(mode.path, **names)
         site = mode.sites[op] = UnitSite(op, name, mode.path, rules)
     return site
 
@@ -264,16 +264,16 @@ class UnitCall:
         self.first_value, self.first_row = len(tape.roots), len(mode.op_trace.rows) if mode.op_trace else 0
         self.needs = {value: one.requires_grad for value, one in zip(self.reads, self.arguments, strict=True)}
         tape.scope = self.scope
-        outer = mode.decided_by, mode.sites
+        outer = mode.sites
         first = site.conditional_rules[0].resolved if site.conditional_rules else None
         if first is not None and first.rule.matches_each_call and not first.saves:  # it decides on the ops inside, too
-            mode.decided_by, mode.sites = first, mode.table.sites_of(mode.path, first)
+            mode.unit_rule, mode.sites = first, mode.table.sites_of(mode.path, first)
         try:
             out = function()
             self._end(out)
         finally:
             tape.scope = None
-            mode.decided_by, mode.sites = outer
+            mode.unit_rule, mode.sites = None, outer
         mode.facts[self.key] = self.facts
         return out
 

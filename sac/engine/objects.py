@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import copyreg
 import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -17,7 +19,6 @@ from torch import Tensor, nn
 
 from sac.errors import Problem, RegionError
 from sac.tensors import detached, placed_on
-from sac.torch_private import tree_leaves
 
 # A graph is no object of Python's garbage collector. A frame that held a tensor with the region's own history (a layer
 # that keeps its last result, a cache) would be held by that history, for ever. So frames hold stand-ins.
@@ -87,7 +88,7 @@ class StandIn:
 
 def without_graph(value: Any) -> Any:
     """Return what to hold of a value: a stand-in if it is a tensor with a graph, or holds one."""
-    return StandIn(value) if reaches_graph(value, 2) else value
+    return StandIn(value) if any(map(has_graph, tensors_in(value, 2))) else value
 
 
 def has_graph(tensor: Tensor) -> bool:
@@ -106,21 +107,23 @@ def is_stale(value: Any) -> bool:
         return True
 
 
-def reaches_graph(value: Any, levels: int = _MOST_LEVELS) -> bool:
-    """Return whether a tensor with a graph is in a value, or in so many levels of containers and objects below it."""
-    if isinstance(value, Tensor):
-        return has_graph(value)
-    if levels == 0:
-        return False
+def parts_of(value: Any) -> Iterable[Any]:
+    """Return the items of a container, or the attributes of an object of a user's class; nothing of other values."""
     if isinstance(value, (list, tuple, deque)):
-        parts: Any = value
-    elif isinstance(value, dict):
-        parts = value.values()
-    elif is_own_object(value):
-        parts = attributes_of(value).values()
-    else:
-        return False
-    return any(reaches_graph(part, levels - 1) for part in parts if type(part) not in PLAIN)
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    return attributes_of(value).values() if is_own_object(value) else ()
+
+
+def tensors_in(value: Any, levels: int = _MOST_LEVELS) -> Iterator[Tensor]:
+    """Yield the tensors in a value, and in so many levels of containers and objects below it."""
+    if isinstance(value, Tensor):
+        yield value
+    elif levels:
+        for part in parts_of(value):
+            if type(part) not in PLAIN:
+                yield from tensors_in(part, levels - 1)
 
 
 def with_tensor(value: Any) -> Any:
@@ -148,24 +151,20 @@ def is_own_class(cls: type) -> bool:
     return cls.__dictoffset__ != 0 or bool(_slots(cls))
 
 
-@cache
-def _slots(cls: type) -> tuple[str, ...]:
-    names: list[str] = []
-    for base in cls.__mro__:
-        own = vars(base).get("__slots__", ())
-        for name in (own,) if isinstance(own, str) else own:
-            is_private = name.startswith("__") and not name.endswith("__")
-            names.append(f"_{base.__name__.lstrip('_')}{name}" if is_private else name)
-    return tuple(names)
+_slots = cache(copyreg._slotnames)  # type: ignore[attr-defined]
+
+
+def cells(function: Any) -> Iterator[Any]:
+    """Yield what the closure of a function holds."""
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # it has no contents yet
+            yield cell.cell_contents
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, those in slots too."""
-    attributes = dict(getattr(value, "__dict__", ()))
-    for name in _slots(class_of(value)):
-        if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
-            attributes[name] = getattr(value, name)
-    return attributes
+    slots = {name: getattr(value, name) for name in _slots(class_of(value)) if hasattr(value, name)}
+    return {**getattr(value, "__dict__", {}), **slots}
 
 
 def copied(value: Any, copies: dict[int, Any], level: int = 0) -> Any:
@@ -195,23 +194,12 @@ def copied(value: Any, copies: dict[int, Any], level: int = 0) -> Any:
     except Exception:  # it cannot be copied: both passes share it
         return value
     if isinstance(value, dict):
-        for key, part in value.items():
-            dict.__setitem__(twin, key, copied(part, copies, level + 1))
-    elif isinstance(value, list):
-        list.__setitem__(twin, slice(None), [copied(part, copies, level + 1) for part in value])
-    elif isinstance(value, deque):
-        deque.clear(twin)
-        deque.extend(twin, [copied(part, copies, level + 1) for part in value])
+        dict.update(twin, {key: copied(part, copies, level + 1) for key, part in value.items()})
+    elif isinstance(value, (list, deque)):
+        plain: Any = list if isinstance(value, list) else deque  # without what a subclass makes of it
+        plain.clear(twin)
+        plain.extend(twin, [copied(part, copies, level + 1) for part in value])
     if is_object and twin is not value:
         for name, part in attributes_of(value).items():
             object.__setattr__(twin, name, copied(part, copies, level + 1))
     return twin
-
-
-def tensors_in(value: Any, levels: int = 1) -> Iterator[Tensor]:
-    """Yield the tensors in containers, and in the attributes of objects in them, down to so many levels of objects."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif levels and is_own_object(leaf):
-            yield from tensors_in(attributes_of(leaf), levels - 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from sac.engine.table import NO_RULE as NO_RULE
-from sac.engine.table import CallSite, DecisionTable, ResolvedRule, first_tensor
+from sac.engine.table import CallSite, ResolvedRule, first_tensor
 from sac.errors import ConfigError, Problem
 from sac.ops.flops import flops_of
 from sac.ops.registry import op_name
@@ -222,23 +221,3 @@ class TracedCalls:
     recomputed: int = 0
     rules: dict[str, int] = field(default_factory=dict)
     offloads: bool = False
-
-
-@dataclass(slots=True)
-class CompiledCalls:
-    """What ``torch.compile`` did with regions of one decision table.
-
-    ``traced`` is None until one has been traced. ``left_in_eager``: the number of calls that were to be traced, but
-    that Dynamo or its backend ran op by op.
-    """
-
-    traced: TracedCalls | None = None
-    left_in_eager: int = 0
-
-
-_compiled_calls: weakref.WeakKeyDictionary[DecisionTable, CompiledCalls] = weakref.WeakKeyDictionary()
-
-
-def compiled_calls(table: DecisionTable) -> CompiledCalls:
-    """Return what ``torch.compile`` did with regions of ``table``."""
-    return _compiled_calls.setdefault(table, CompiledCalls())

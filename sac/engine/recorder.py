@@ -68,7 +68,7 @@ class TapeMode(RegionMode):
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         site = self.sites.get(id(func))
         if site is None:
-            site = self.table.add_site(func, self.path, self.decided_by)
+            site = self.table.add_site(func, self.path, self.unit_rule)
         if self.paused:
             return run_op(site, args, kwargs)
         if site.is_unrecorded:

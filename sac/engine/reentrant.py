@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sac.engine.flags import under_function_modes
 from sac.engine.frame import Frame
 from sac.engine.objects import is_own_object, tensors_in
 from sac.engine.untraced import never_compiled
 from sac.errors import Problem, RegionError
 from sac.outer_hooks import active_hooks
-from sac.tensors import describe, metadata, version_of
+from sac.tensors import describe, metadata
 from sac.torch_private import graph_is_retained, is_for_every_leaf, tree_flatten, tree_leaves, tree_unflatten
 
 
@@ -48,13 +49,9 @@ class ReentrantFrame(Frame):
     def forward(self, arguments: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run the forward; return aliases of the tensors in its result: autograd attaches a history to them."""
         args, kwargs = arguments
-        versions = [version_of(tensor) for tensor in tensors]
         self._leaves, self._spec = tree_flatten(self.function(*args, **kwargs))
-        for index, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
-            if version_of(tensor) != version:
-                self.refuse(
-                    f"a reentrant region may not write to an argument, here number {index} ({describe(tensor)})"
-                )
+        if written := self.inputs.written():
+            self.refuse(f"a reentrant region may not write to an argument, here {describe(written[0])}")
         known = {id(tensor) for tensor in tensors}
         for leaf in (*tree_leaves(arguments), *(one for one in self._leaves if is_own_object(one))):
             if id(leaf) not in known and any(map(_has_gradients, tensors_in(leaf))):
@@ -66,8 +63,12 @@ class ReentrantFrame(Frame):
         # Autograd refuses writes to a view: they would change an argument or another result, too.
         return [one.detach().view_as(one) if roots[id(_root(one))] > 1 else one.detach() for one in outputs]
 
-    def run_again(self) -> tuple[list[Any], dict[int, Tensor]]:
-        """Run the function again; return the outputs, and a dict for gradients that arrive at inputs."""
+    def backward(self, grads: Sequence[Any]) -> Sequence[Tensor | None]:
+        """Run the function again, and backward through it; return the gradients of the tensors among the arguments."""
+        if not is_for_every_leaf():
+            self.refuse("neither torch.autograd.grad nor backward(inputs=...) can go through a reentrant region")
+        if torch.is_grad_enabled():
+            self.refuse("a reentrant region has no double backward (this one was called with create_graph=True)")
         if not self.inputs.leaves:
             problem = "backward came here again after this region's memory had been freed"
             self.refuse(problem, fix="pass retain_graph=True to the backward call before this one")
@@ -80,27 +81,21 @@ class ReentrantFrame(Frame):
             for leaf in leaves:
                 if id(leaf) in starts and leaf.requires_grad:  # the gradient as it arrives: `grad` has other strides
                     leaf.register_hook(partial(arrived.__setitem__, starts.pop(id(leaf))))
-            with self.state.modes.entered():
-                output = self.function(*args, **kwargs)
-        return _outputs(tree_leaves(output)), arrived
-
-    def paired(self, outputs: Sequence[Any], grads: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
-        """Return the recomputed outputs that have a history, with the gradients that came in for them."""
+            with under_function_modes(self.state.modes):
+                outputs = _outputs(tree_leaves(self.function(*args, **kwargs)))
         if len(outputs) != len(grads):
             self.refuse(f"it returned {len(grads)} tensors in forward and {len(outputs)} in recomputation")
         pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+        del outputs
         for index, (output, grad) in enumerate(pairs if self.settings.checks_metadata else ()):
             if metadata(output) != metadata(grad):
                 now, then = f"{describe(output)} on {output.device}", f"{describe(grad)} on {grad.device}"
                 self.refuse(f"result {index} was {then} in forward and is {now} in recomputation")
-        return [(output, grad) for output, grad in pairs if output.requires_grad]
-
-    def check_backward(self) -> None:
-        """Raise if this way does not support the running backward."""
-        if not is_for_every_leaf():
-            self.refuse("neither torch.autograd.grad nor backward(inputs=...) can go through a reentrant region")
-        if torch.is_grad_enabled():
-            self.refuse("a reentrant region has no double backward (this one was called with create_graph=True)")
+        if pairs := [pair for pair in pairs if pair[0].requires_grad]:
+            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+        if not graph_is_retained():
+            self._drop()
+        return [arrived.get(position) for position in range(len(self._indices))]
 
 
 class _Node(torch.autograd.Function):
@@ -114,26 +109,16 @@ class _Node(torch.autograd.Function):
     @never_compiled
     def backward(ctx: Any, *grads: Any) -> Any:
         call: ReentrantFrame = ctx.call
-        call.check_backward()
         try:
-            outputs, arrived = call.run_again()
+            return None, None, *call.backward(grads)
         except torch.OutOfMemoryError as error:
             call.settings.add_note(error)
             raise
-        pairs = call.paired(outputs, grads)
-        del outputs
-        if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
-        if not graph_is_retained():
-            call._drop()
-        return None, None, *(arrived.get(position) for position in range(len(ctx.needs_input_grad) - 2))
 
 
 def can_be_reentrant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an argument requires a gradient, as a node needs, and the node sees all that do."""
-    leaves = [*args, *kwargs.values()]
-    if any(isinstance(leaf, (list, tuple, dict)) for leaf in leaves):
-        leaves = tree_leaves((args, kwargs))
+    leaves = tree_leaves((args, kwargs))
     # Of tensors inside of objects (a cache of keys) the node knows nothing.
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves) and not any(
         map(is_own_object, leaves)
@@ -141,12 +126,11 @@ def can_be_reentrant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _outputs(leaves: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors among the leaves of a result that can have a gradient, each once."""
+    """Return the tensors among the leaves of a result that can have a gradient, by their dtype, each once."""
     return list({id(leaf): leaf for leaf in leaves if _has_gradients(leaf)}.values())
 
 
 def _has_gradients(value: Any) -> bool:
-    """Return whether a value can have a gradient, by its dtype."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 

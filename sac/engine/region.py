@@ -6,34 +6,28 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.forward_ad import unpack_dual
+from torch import nn
 from torch.nn.parameter import is_lazy
 
-from sac.engine.fp8 import REASON, Fp8Function, for_fp8, keeps_fp8_state
+from sac.engine.fp8 import REASON, Fp8Function, keeps_fp8_state
 from sac.engine.frame import Frame
 from sac.engine.functions import install
-from sac.engine.objects import attributes_of
-from sac.engine.op_trace import (
-    OpTraceRecorder,
-    OpTraceRow,
-    RegionStats,
-    SavedFigures,
-    log_decisions,
-)
+from sac.engine.objects import attributes_of, cells
+from sac.engine.op_trace import OpTraceRecorder, OpTraceRow, RegionStats, log_decisions
 from sac.engine.reentrant import ReentrantFrame, can_be_reentrant
 from sac.engine.schedule import Schedule
 from sac.engine.settings import ALWAYS, REPLAY, RERUN, Settings, as_torch_says
-from sac.engine.table import NO_RULE, DecisionTable
+from sac.engine.table import DecisionTable
 from sac.engine.taped import TapedFrame
 from sac.errors import Problem, RegionError, warn
 from sac.outer_hooks import PackHooks, active_hooks
 from sac.policy.model import Policy
-from sac.torch_private import NO_TASK, current_graph_task_id, forward_ad_level, transform_is_active
+from sac.torch_private import NO_TASK, current_graph_task_id, transform_is_active
 
 install()
 FULL = Policy(name="full", source="full")
@@ -45,21 +39,18 @@ class RegionGroup:
 
     ``not_replayable``: why a call could not be replayed; later ones use rerun. ``careful``: whether forwards need a
     mode, since they choose, write to tensors from outside or draw from other generators than the default ones (None:
-    not known yet). ``harmless``: of what may be a choice or a draw, what recorded calls have shown to be none;
-    ``doubt``: what calls without a mode had. ``verified``: a replay has given the forward's values. ``communicates``:
-    other ranks take part. ``schedule``: that of the last call. ``functions``: what calls of autograd functions have
-    shown, by (path, function).
+    not known yet). ``harmless``: of what may be a choice or a draw, what recorded calls have shown to be none.
+    ``verified``: a replay has given the forward's values. ``communicates``: other ranks take part. ``schedule``: that
+    of the last call. ``functions``: what calls of autograd functions have shown, by (path, function).
     """
 
     def __init__(self, table: DecisionTable, name: str) -> None:
         self.table, self.name = table, name
         self.op_trace: tuple[OpTraceRow, ...] = ()
         self.lists_ops = True  # whether the first call fills `op_trace`
-        self.calls: Any = None
         self.not_replayable = ""
         self.careful: bool | None = None
         self.harmless: Counter[Any] = Counter()
-        self.doubt: Counter[Any] = Counter()
         self.verified = False
         self.communicates = False
         self.schedule: Schedule | None = None
@@ -68,18 +59,13 @@ class RegionGroup:
 
     def learn(self, seen: Counter[Any], *, is_careful: bool) -> None:
         """Learn from a recorded call, in which autograd saved what is ``seen`` (see ``Frame``)."""
-        if is_careful:
-            self.careful = True
-        elif not self.careful:
-            self.harmless |= seen
-            self.careful = None if self.doubt - self.harmless else False
+        self.careful = self.careful or is_careful
+        self.harmless |= seen
 
     def doubts(self, seen: Counter[Any]) -> bool:
         """Return whether a call without a mode did what is not known to be harmless; later ones are recorded."""
-        if not seen - self.harmless:
-            return False
-        self.careful, self.doubt = None, self.doubt | seen
-        return True
+        self.careful = None if seen - self.harmless else False
+        return self.careful is None
 
     def give_up(self, reason: str, where: str) -> None:
         """Use rerun from now on."""
@@ -136,30 +122,17 @@ class Region:
         if not stats.calls and any(is_lazy(parameter) for owner in owners for parameter in owner.parameters()):
             return function(*args, **kwargs)  # this call makes the parameters
         if settings.use_reentrant and can_be_reentrant(args, kwargs) and not keeps_fp8_state(owners):
-            reentrant = ReentrantFrame(function, owners, settings, where, group)
-            output = reentrant.run(args, kwargs)
-            stats.take(None, reentrant.input_bytes)
-            return output
-        table = group.table
-        plain = table.saves_everything and not table.offloads and active_hooks() is None
-        if plain and stats.calls:  # the first call counts the bytes
-            stats.calls += 1
-            return function(*args, **kwargs)
-        refuse_transforms(where)
-        frame = self.frame(function, owners, settings, active_hooks())
-        frame.is_dual = forward_ad_level() >= 0 and any(map(has_tangent, (*args, *kwargs.values())))
-        if frame.is_dual and not (isinstance(frame, TapedFrame) and frame.is_replayed):
-            frame.refuse_tangents()
+            frame: Frame = ReentrantFrame(function, owners, settings, where, group)
+        else:
+            plain = group.table.saves_everything and not group.table.offloads and active_hooks() is None
+            if plain and stats.calls:  # the first call counts the bytes
+                stats.calls += 1
+                return function(*args, **kwargs)
+            refuse_transforms(where)
+            frame = self.frame(function, owners, settings, active_hooks())
         output = frame.run(args, kwargs)
-        if not isinstance(frame, TapedFrame):
-            stats.engine = ""
-            kept = frame.kept_bytes
-            stats.take(SavedFigures(kept, 0, {NO_RULE: kept}) if kept else None, frame.input_bytes)
-            return output
-        stats.engine = REPLAY if frame.is_replayed else RERUN
+        stats.engine, stats.offloads, stats.compiled_graphs = frame.engine, frame.offloads, frame.compiled_graphs
         stats.take(frame.figures, frame.input_bytes)
-        stats.offloads = frame.offloads
-        stats.compiled_graphs = frame.compiled_graphs if table.decides_on_ops else 0
         if frame.trace is not None:
             group.op_trace = tuple(frame.trace.rows)
             log_decisions(self.path, group.op_trace)
@@ -177,7 +150,9 @@ class Region:
         group.warns = settings.engine == REPLAY
         if keeps_fp8_state(owners):
             group.give_up(REASON, where)
-            function, settings = Fp8Function(function, where), for_fp8(settings)
+            # Python runs again, to its end, where the modules put scales back.
+            settings = replace(settings, engine=RERUN, use_reentrant=False, early_stop=False)
+            function = Fp8Function(function, where)
         is_asked = table.decides_on_ops or table.saves_everything or settings.engine == REPLAY
         if not is_asked and group.careful is False and settings.verify != ALWAYS:
             return Frame(function, owners, settings, where, group)
@@ -199,11 +174,6 @@ def refuse_transforms(where: str) -> None:
         fix = "call sac.remove(model) before the transform, or torch.autograd instead of torch.func; "
         fix += "torch.func.functional_call by itself is fine"
         raise RegionError(Problem(where, found, fix=fix))
-
-
-def has_tangent(value: Any) -> bool:
-    """Return whether a value is a dual tensor of the innermost level of forward-mode differentiation."""
-    return isinstance(value, Tensor) and unpack_dual(value).tangent is not None
 
 
 # -- Regions of functions
@@ -253,17 +223,7 @@ def parts_of_function(function: Any) -> list[Any]:
             waiting += [part.__self__, part.__func__]
         elif isinstance(part, types.FunctionType) and not any(part is other for other in parts):
             parts.append(part)
-            waiting += _cells(part)
+            waiting += cells(part)
         elif isinstance(call := getattr(type(part), "__call__", None), types.FunctionType):  # noqa: B004
             waiting += [call, *(held for held in attributes_of(part).values() if isinstance(held, nn.Module))]
     return parts
-
-
-def _cells(function: types.FunctionType) -> list[Any]:
-    contents = []
-    for cell in function.__closure__ or ():
-        try:
-            contents.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            continue
-    return contents

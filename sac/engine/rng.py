@@ -79,41 +79,37 @@ def tracker_of(getter: Callable[[], Any]) -> Any:
     )
 
 
-class NamedStates:
-    """The current states of a tracker, which can be restored any number of times. See Note [Trackers of others].
+def named_states(tracker: Any, defaults: Sequence[torch.Generator]) -> tuple[Callable[[Any], None], GeneratorStates]:
+    """Return a function that puts the current states of ``tracker`` on a tracker, and those that generators hold.
 
     ``defaults``: the default generators of accelerators, which a fork may have tied to a named one.
     """
+    states = tracker.get_states()
+    if not isinstance(states, Mapping):
+        raise _error(f"get_states() of its tracker returned {states!r}", expected="a mapping of name to state")
+    for name, value in states.items():
+        if not isinstance(value, (torch.Tensor, torch.Generator)):
+            raise _error(f"the state of {name!r} in its tracker is {value!r}", "a tensor, or a torch.Generator")
+    values = _copied(states)
+    current = getattr(tracker, CURRENT, _MISSING)
+    live = states_of(value for value in values.values() if isinstance(value, torch.Generator))
+    classes = {generator.device.type for generator, _ in live}
+    ties = [(default, default.graphsafe_get_state()) for default in defaults if default.device.type in classes]
 
-    __slots__ = ("_current", "_ties", "_values", "defaults", "generators")
-
-    def __init__(self, tracker: Any, defaults: Sequence[torch.Generator]) -> None:
-        states = tracker.get_states()
-        if not isinstance(states, Mapping):
-            raise _error(f"get_states() of its tracker returned {states!r}", expected="a mapping of name to state")
-        self._values: dict[str, torch.Tensor | torch.Generator] = {}
-        for name, value in states.items():
-            if not isinstance(value, (torch.Tensor, torch.Generator)):
-                raise _error(f"the state of {name!r} in its tracker is {value!r}", "a tensor, or a torch.Generator")
-            self._values[name] = cloned(value) if isinstance(value, torch.Tensor) else value
-        self._current = getattr(tracker, CURRENT, _MISSING)
-        live = [value for value in self._values.values() if isinstance(value, torch.Generator)]
-        self.generators = states_of(live)
-        classes = {generator.device.type for generator in live}
-        self.defaults = [default for default in defaults if default.device.type in classes]
-        self._ties = [(default, default.graphsafe_get_state()) for default in self.defaults]
-
-    def put_on(self, tracker: Any) -> None:
-        """Restore the states on the tracker that is in use now."""
-        for default, tied in self._ties:
+    def put_on(tracker: Any) -> None:
+        for default, tied in ties:
             default.graphsafe_set_state(tied)
-        if self._current is not _MISSING:
-            setattr(tracker, CURRENT, self._current)
-        if self._values or tracker.get_states():  # Megatron-Core's set_states marks it as in use, even for no states
-            tracker.set_states(
-                {name: cloned(one) if isinstance(one, torch.Tensor) else one for name, one in self._values.items()}
-            )
-        set_states(self.generators)
+        if current is not _MISSING:
+            setattr(tracker, CURRENT, current)
+        if values or tracker.get_states():  # Megatron-Core's set_states marks it as in use, even for no states
+            tracker.set_states(_copied(values))
+        set_states(live)
+
+    return put_on, live
+
+
+def _copied(states: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: cloned(value) if isinstance(value, torch.Tensor) else value for name, value in states.items()}
 
 
 def _given(tracker: Any) -> Any:
@@ -138,50 +134,32 @@ class RngSnapshot:
     """States of the generators that a region may draw from. See Note [Random states].
 
     ``tensors``: the default generators of their devices are included, in addition to those of the CPU and of the
-    current device. ``also``: generators that the region's modules and arguments hold; ``trackers``: those that they
-    hold.
+    current device. ``held``: generators and trackers that the region's modules and arguments hold. ``states``: of all
+    these generators, the CPU's default one first; not of trackers.
 
     Raises ``ConfigError`` if a function in ``settings.trackers`` returns no tracker.
     """
 
-    __slots__ = ("_accelerators", "_states", "_trackers")
+    __slots__ = ("_accelerators", "_trackers", "states")
 
-    def __init__(
-        self,
-        tensors: Iterable[torch.Tensor],
-        settings: Settings,
-        also: Sequence[torch.Generator] = (),
-        trackers: Iterable[Any] = (),
-    ) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], settings: Settings, held: Sequence[Any] = ()) -> None:
         self._accelerators = _accelerator_generators(tensors)
-        generators = [torch.default_generator, *self._accelerators]
-        if also:
-            # A default generator that a module holds is still restored last: see the note above.
-            others = {one._cdata: one for one in also}  # type: ignore[attr-defined]
-            for one in generators:
-                others.pop(one._cdata, None)  # type: ignore[attr-defined]
-            generators += others.values()
-        self._states = states_of(generators)
-        named = [(getter, tracker_of(getter)) for getter in settings.trackers]
-        known = {id(tracker) for _, tracker in named}
-        held = {id(tracker): tracker for tracker in trackers if id(tracker) not in known}
-        named += [(partial(_given, tracker), tracker) for tracker in held.values()]
-        self._trackers = [(getter, NamedStates(tracker, self._accelerators)) for getter, tracker in named]
-
-    @property
-    def states(self) -> GeneratorStates:
-        """The states of the default generators and those in ``also``; not of trackers."""
-        return self._states
+        generators = [one for one in held if isinstance(one, torch.Generator)]
+        self.states = states_of([torch.default_generator, *self._accelerators, *generators])
+        trackers = [one for one in held if not isinstance(one, torch.Generator)]
+        getters: dict[int, Callable[[], Any]] = {id(one): partial(_given, one) for one in trackers}
+        getters |= {id(tracker_of(getter)): getter for getter in settings.trackers}
+        self._trackers = [(get, named_states(tracker_of(get), self._accelerators)) for get in getters.values()]
 
     def enter_on(self, stack: ExitStack) -> None:
         """Restore the captured states; restore the current ones when ``stack`` is left."""
-        stack.callback(set_states, states_of([generator for generator, _ in self._states]))
-        for getter, states in self._trackers:
+        stack.callback(set_states, states_of([generator for generator, _ in self.states]))
+        for getter, (put_on, live) in self._trackers:
             tracker = tracker_of(getter)
-            stack.callback(set_states, states_of([generator for generator, _ in states.generators]))
-            stack.callback(NamedStates(tracker, states.defaults).put_on, tracker)
-            states.put_on(tracker)
-        set_states(self._states)
+            stack.callback(set_states, states_of([generator for generator, _ in live]))
+            stack.callback(named_states(tracker, self._accelerators)[0], tracker)
+            put_on(tracker)
+        set_states(self.states)
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:
@@ -216,20 +194,15 @@ def _accelerator_generators(tensors: Iterable[torch.Tensor]) -> list[torch.Gener
 
 
 def python_random() -> Any:
-    """Return the states of Python's and NumPy's global generators."""
+    """Return the states of Python's and NumPy's global generators, which can be compared."""
     numpy = sys.modules.get("numpy")
-    return random.getstate(), numpy.random.get_state() if numpy is not None else None
+    state = numpy.random.get_state() if numpy is not None else None
+    return random.getstate(), state and (state[0], state[1].tobytes(), *state[2:])
 
 
 def set_python_random(states: Any) -> None:
     """Set what ``python_random`` has returned."""
     random.setstate(states[0])
     if states[1] is not None:
-        sys.modules["numpy"].random.set_state(states[1])
-
-
-def same_python_random(left: Any, right: Any) -> bool:
-    """Return whether two states are equal: nothing was drawn between them."""
-    if left[0] != right[0] or left[1] is None or right[1] is None:
-        return bool(left[0] == right[0])
-    return bool(left[1][2] == right[1][2] and left[1][4] == right[1][4] and (left[1][1] == right[1][1]).all())
+        numpy, (name, keys, *rest) = sys.modules["numpy"], states[1]
+        numpy.random.set_state((name, numpy.frombuffer(keys, "uint32"), *rest))

@@ -103,7 +103,7 @@ class Served(RegionMode):
         """Run an op, or return what it returned in forward."""
         site = self.sites.get(id(func))
         if site is None:
-            site = self.table.add_site(func, self.path, self.decided_by)
+            site = self.table.add_site(func, self.path, self.unit_rule)
         kwargs = kwargs or {}
         if self.is_over:
             if site.writes or site.is_view:  # it may fill what autograd has just saved

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from operator import is_
 from typing import Any
@@ -11,27 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sac.checksums import checksum
-from sac.engine.flags import Autocast, BackendFlags, FunctionModes, leave_function_modes, recomputing
+from sac.engine.flags import NO_MODES, Autocast, BackendFlags, function_modes, recomputing, under_function_modes
 from sac.engine.fp8 import FP8_METAS
 from sac.engine.objects import (
     PLAIN,
     StandIn,
-    attributes_of,
+    cells,
     class_of,
     is_own_object,
     is_stale,
+    parts_of,
     with_tensor,
     without_graph,
 )
-from sac.engine.rng import (
-    GeneratorStates,
-    RngSnapshot,
-    advanced,
-    python_random,
-    set_python_random,
-    state_of,
-)
+from sac.engine.rng import GeneratorStates, RngSnapshot, python_random, set_python_random
 from sac.engine.settings import Settings
 from sac.engine.tape import Tape
 from sac.errors import Problem, RegionError
@@ -44,7 +37,6 @@ from sac.torch_private import FSDP_MANAGED, keep_graphs_in_order_of_making, set_
 # arguments themselves count with their items, but what is inside of the items does not.
 
 _NOT_OURS = frozenset(vars(nn.Module()))  # the tables of a module
-_CONTAINERS = (list, dict, set)
 _SMALL = 1 << 16  # statistics and counters
 _GONE = object()
 
@@ -76,10 +68,7 @@ def bound_in(function: Any) -> Iterator[Any]:
     while isinstance(function, partial):
         yield from (*function.args, *function.keywords.values())
         function = function.func
-    for cell in getattr(function, "__closure__", None) or ():
-        with suppress(ValueError):  # it has no contents yet
-            if isinstance(cell.cell_contents, torch.Generator):
-                yield cell.cell_contents
+    yield from (held for held in cells(function) if isinstance(held, torch.Generator))
 
 
 class ForwardState:
@@ -95,26 +84,19 @@ class ForwardState:
         copies: bool = False,
     ) -> None:
         """``copies``: of buffers, since no recorder takes them."""
-        self._tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        self._containers: list[tuple[Any, Any]] = []
-        self._flags: list[tuple[nn.Module, bool]] = []
+        self._containers: list[tuple[Any, Any]] = []  # tables of attributes too, with copies
         self._tensors: list[tuple[Tensor, int, bool]] = []  # of the modules: version, whether they need a gradient
         self._children: list[tuple[Any, int]] = []  # tables of modules, with their lengths
-        self._seen: set[int] = set()  # objects that modules hold
+        self._seen: dict[int, Any] = {}  # id of what modules hold -> what to hold of it
         self._held: list[Any] = []  # generators and trackers that modules and arguments hold
         for module in modules_in(owners):
             self._note_module(module)
         for argument in arguments:
-            values = attributes_of(argument).values() if is_own_object(argument) else (argument,)
-            self._held += [value for value in values if _is_random(value)]
+            self._held += filter(_is_random, (argument, *parts_of(argument)))
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        self.flags, self._autocast, self.modes = BackendFlags(), Autocast(tensors), FunctionModes()
-        self._random: RngSnapshot | None = None
-        if settings.preserve_rng_state:
-            generators = [value for value in self._held if isinstance(value, torch.Generator)]
-            trackers = [value for value in self._held if not isinstance(value, torch.Generator)]
-            self._random = RngSnapshot(tensors, settings, generators, trackers)
-        self.has_new_layers = False
+        self.flags, self._autocast, self.modes = BackendFlags(), Autocast(tensors), function_modes()
+        self._random = RngSnapshot(tensors, settings, self._held) if settings.preserve_rng_state else None
+        self.random: GeneratorStates = [] if self._random is None else self._random.states
         self._copies: list[tuple[Tensor, int, Any]] = []
         if copies:
             buffers = [buffer for module in modules_in(owners) for buffer in module.buffers(recurse=False)]
@@ -128,17 +110,15 @@ class ForwardState:
         """Note attributes, parameters and buffers of a module, and what its attributes hold."""
         table = module.__dict__
         self._children.append((module._modules, len(module._modules)))
-        if "training" not in table:  # a scripted module has it elsewhere
-            self._flags.append((module, module.training))
         if FP8_METAS.isdisjoint(table):  # TransformerEngine restores its own
             held = table.copy()
-            self._tables.append((table, held))
+            self._containers.append((table, held))
             for name in table.keys() - _NOT_OURS:
                 if type(value := table[name]) not in PLAIN:
                     held[name] = self._note_value(value)
         for name in ("_parameters", "_buffers") if FSDP_MANAGED not in table else ("_buffers",):
             if (tensors := table[name]) and isinstance(tensors, dict):  # not so in what TorchScript compiles
-                self._tables.append((tensors, tensors.copy()))
+                self._containers.append((tensors, tensors.copy()))
                 for tensor in tensors.values():
                     if tensor is not None:
                         self._tensors.append((tensor, version_of(tensor), tensor.requires_grad))
@@ -148,27 +128,19 @@ class ForwardState:
 
         Return what to hold of the value: what holds tensors with a graph is replaced.
         """
-        held = without_graph(value)
+        if id(value) in self._seen:
+            return self._seen[id(value)]
+        held = self._seen[id(value)] = without_graph(value)
         if isinstance(value, Tensor):
             if held is value and not (value.requires_grad or value._is_view()):  # FSDP1 leaves views of its own
                 self._tensors.append((value, version_of(value), False))
             return held
-        if isinstance(value, (list, tuple, dict)):
-            items = value.values() if isinstance(value, dict) else value
-            self._held += [item for item in items if _is_random(item)]
-        elif _is_random(value):
-            self._held.append(value)
-        elif isinstance(value, partial):
-            self._held += [item for item in bound_in(value) if _is_random(item)]
-        if held is not value:
-            return held
-        if isinstance(value, _CONTAINERS) and hasattr(value, "copy"):
+        self._held += filter(_is_random, bound_in(value) if isinstance(value, partial) else (value, *parts_of(value)))
+        if held is value and isinstance(value, (list, dict, set)):
             self._containers.append((value, value.copy()))
-        elif id(value) not in self._seen and is_own_object(value) and hasattr(value, "__dict__"):
-            self._seen.add(id(value))
-            self._tables.append((vars(value), vars(value).copy()))
-            self._held += [item for item in vars(value).values() if _is_random(item)]
-        return value
+        elif held is value and is_own_object(value) and hasattr(value, "__dict__"):
+            self._containers.append((vars(value), vars(value).copy()))
+        return held
 
     def end(self) -> list[Tensor]:
         """Note the versions that parameters and buffers have at the end of the forward; return what it wrote to.
@@ -181,7 +153,6 @@ class ForwardState:
             for tensor, version, contents in self._copies
             if contents.nbytes() <= _SMALL or version_of(tensor) != version
         ]
-        self.has_new_layers = any(len(table) > count for table, count in self._children)
         written = [tensor for tensor, version, _ in self._tensors if version_of(tensor) != version]
         if written:
             self._tensors = [(tensor, version_of(tensor), needs) for tensor, _, needs in self._tensors]
@@ -189,7 +160,7 @@ class ForwardState:
 
     def drop(self) -> None:
         """Release what only a rerun needs."""
-        self._tables, self._containers, self._held, self._providers, self._children = [], [], [], [], []
+        self._containers, self._held, self._providers, self._children, self.random = [], [], [], [], []
         self._random = None
 
     @property
@@ -197,28 +168,12 @@ class ForwardState:
         """The parameters and buffers."""
         return [tensor for tensor, _, _ in self._tensors]
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is a parameter or buffer."""
-        return any(other is tensor for other, _, _ in self._tensors)
-
-    def default_states(self) -> GeneratorStates:
-        """Return the CPU's default generator with its state at the start, if that is held."""
-        return self._random.states[:1] if self._random is not None else []
-
-    def has_drawn(self) -> bool:
-        """Return whether a generator has advanced since the forward began."""
-        return self._random is not None and bool(advanced(self._random.states))
-
-    def random_sums(self) -> list[Any]:
-        """Return the checksums of the generators' states now."""
-        return [checksum(state_of(generator)) for generator, _ in self._random.states] if self._random else []
-
     def check(self, tape: Tape | None, where: str) -> None:
         """Raise ``RegionError`` if a parameter or buffer was written to after the forward, and there is no copy.
 
         Also if the forward has added a layer: a rerun would make another one, which got its gradients.
         """
-        if self.has_new_layers:
+        if any(len(table) > count for table, count in self._children):
             found = "its forward has added a layer to a module, and its Python runs again in backward"
             fix = "make the layer before training: a call without gradients does; or set `engine: replay`"
             raise RegionError(Problem(where, found, fix=fix))
@@ -249,13 +204,9 @@ class ForwardState:
 
         There are no torch-function modes yet: the body enters ``modes`` around the region's function.
         """
-        with recomputing(), ExitStack() as stack:
-            leave_function_modes(stack)
-            _swap(stack, self._tables, _set_items)
-            _swap(stack, self._containers, _set_contents)
-            for module, training in self._flags:
-                stack.callback(setattr, module, "training", module.training)
-                module.training = training
+        with recomputing(), under_function_modes(NO_MODES), ExitStack() as stack:
+            stack.callback(_put_all, [(target, target.copy()) for target, _ in self._containers])
+            _put_all(self._containers)
             for tensor, _, needs in self._tensors:
                 if tensor.requires_grad is not needs and tensor.is_leaf:
                     stack.callback(tensor.requires_grad_, tensor.requires_grad)
@@ -293,14 +244,15 @@ def put_back(tensor: Tensor, contents: Any, version: int) -> None:
         set_version_counters((tensor,), (version,))
 
 
-def _swap(stack: ExitStack, pairs: list[tuple[Any, Any]], put: Callable[[Any, Any], None]) -> None:
-    stack.callback(_put_all, [(target, target.copy()) for target, _ in pairs], put)
-    _put_all(pairs, put)
-
-
-def _put_all(pairs: list[tuple[Any, Any]], put: Callable[[Any, Any], None]) -> None:
-    for target, then in pairs:
-        put(target, then)
+def _put_all(pairs: list[tuple[Any, Any]]) -> None:
+    for container, then in pairs:
+        if isinstance(container, dict):
+            _set_items(container, then)
+        elif isinstance(container, list):
+            container[:] = map(with_tensor, then)
+        else:
+            container.clear()
+            container.update(then)
 
 
 def _set_items(table: dict[Any, Any], then: dict[Any, Any]) -> None:
@@ -324,13 +276,3 @@ def _set_items(table: dict[Any, Any], then: dict[Any, Any]) -> None:
 def _is_sharded(value: Any) -> bool:
     # FSDP2 exchanges a sharded parameter for a gathered one on its own, also inside of a region.
     return isinstance(value, Tensor) and (is_wrapper(value) or is_stale(value))
-
-
-def _set_contents(container: Any, then: Any) -> None:
-    if isinstance(container, dict):
-        _set_items(container, then)
-    elif isinstance(container, list):
-        container[:] = map(with_tensor, then)
-    else:
-        container.clear()
-        container.update(then)

@@ -49,20 +49,13 @@ class ResolvedRule:
         """Whether a match is saved (for an alternating rule: may be saved), on the device or the host."""
         return self.decision.keeps
 
-    @property
-    def always_saves(self) -> bool:
-        """Whether every match is saved, on the device or the host."""
-        return self.saves and self.rule.do != ALTERNATE
-
 
 @dataclass(frozen=True, slots=True)
 class ConditionalRule:
     """A rule that may match a call of one op, depending on the call."""
 
     resolved: ResolvedRule
-    alternates: bool
-    decision: Decision
-    condition: Condition | None
+    condition: Condition | None = None
 
     def matches(self, call: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> bool:
         """Return whether the rule matches call number ``call`` with these arguments and this result."""
@@ -81,12 +74,10 @@ class ConditionalRule:
 class CallSite:
     """Everything that the dispatch modes need to know about one op at one module path."""
 
-    def __init__(self, op: Any, path: str, traits: OpTraits, decided_by: ResolvedRule | None = None) -> None:
-        """``decided_by``: a rule that decides on all ops of the module or unit in which the op runs."""
+    def __init__(self, op: Any, path: str, traits: OpTraits) -> None:
         self.op = op
         self.run = op._op if type(op) is OpOverload else op  # what calling the op calls
         self.path = path
-        self.decided_by = decided_by
         self.traits = traits
         self.is_view = traits.is_view
         self.writes = bool(traits.mutated_args or traits.mutated_kwargs)
@@ -132,8 +123,9 @@ def decide(counter: Any, site: CallSite, args: Any, kwargs: Any, out: Any) -> tu
     decision, rule = site.final_decision, site.final_rule
     for conditional in site.conditional_rules:
         if conditional.matches(call, args, kwargs, out):
-            rule, decision = conditional.resolved, conditional.decision
-            if conditional.alternates:
+            rule = conditional.resolved
+            decision = rule.decision
+            if rule.rule.do == ALTERNATE:
                 turn = counter.alternations[rule.index]
                 counter.alternations[rule.index] = turn + 1
                 decision = rule.decision if turn % 2 == 0 else Decision.RECOMPUTE
@@ -161,20 +153,22 @@ class DecisionTable:
     """The rules that apply to one layer of one stack, and the call sites derived from them; see ``add_site``.
 
     ``offloads``: the indices of the rules of which saved values wait on the host (``NO_RULE``: the default).
+    ``traced``: for the report, the decisions in the last graph of ``torch.compile``; ``left_in_eager``: the number of
+    calls that were to be traced, but that Dynamo or its backend ran op by op.
     """
 
     def __init__(self, policy: Policy, rules: tuple[ResolvedRule, ...]) -> None:
         self.policy = policy
         self.rules = rules
         self.default = policy.default
-        self._whole: dict[str, ResolvedRule | None] = {}
+        self.traced: Any = None
+        self.left_in_eager = 0
         self.offloads = self._offloads()
-        self.saves_modules = any(resolved.rule.matches_module and resolved.saves for resolved in rules)
         self.saves_everything = self._saves_everything()
         self.decides_on_ops = not self.saves_everything and (
             self.default.keeps or any(resolved.saves for resolved in rules)
         )
-        # Path and the rule that decides on all ops there -> id of an op (its hash is Python code) -> call site.
+        # Path and the rule of the unit around -> id of an op (its hash is Python code) -> call site.
         self.sites_at: dict[Any, dict[int, CallSite]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -184,9 +178,9 @@ class DecisionTable:
         """Return the id of the rule with this index; ``default`` for ``NO_RULE``."""
         return next((one.rule.id for one in self.rules if one.index == index), "default")
 
-    def sites_of(self, path: str, decided_by: ResolvedRule | None = None) -> dict[int, CallSite]:
-        """Return the call sites so far, by id of the op, of the module at ``path`` of the region."""
-        key = path if decided_by is None else (path, decided_by.index)
+    def sites_of(self, path: str, unit: ResolvedRule | None = None) -> dict[int, CallSite]:
+        """Return the call sites so far, by id of the op, of the module at ``path``; ``unit``: see ``add_site``."""
+        key = path if unit is None else (path, unit.index)
         try:
             return self.sites_at[key]  # the usual case: each module asks when it begins
         except KeyError:
@@ -197,9 +191,9 @@ class DecisionTable:
 
         Plain autograd implements that, unless something is offloaded.
         """
-        if self.saves_whole(""):
+        if self.whole_rule(""):
             return True
-        return all(resolved.always_saves for resolved in self.rules) and (
+        return all(resolved.saves and resolved.rule.do != ALTERNATE for resolved in self.rules) and (
             self.default.keeps
             or any(
                 "*" in rule.ops and rule.module is None and rule.layers is None and rule.matches_each_call
@@ -207,14 +201,12 @@ class DecisionTable:
             )
         )
 
-    def rules_of_unit(
-        self, path: str, decided_by: ResolvedRule | None, unit: str = "", function: str = ""
-    ) -> tuple[ConditionalRule, ...]:
+    def rules_of_unit(self, path: str, unit: str = "", function: str = "") -> tuple[ConditionalRule, ...]:
         """Return the rules that may match calls in a module of a unit: a named one, or an autograd Function."""
-        if decided_by is not None and decided_by.saves:
-            return (ConditionalRule(decided_by, False, decided_by.decision, None),)
+        if (whole := self.whole_rule(path)) is not None:
+            return (ConditionalRule(whole),)
         return tuple(
-            ConditionalRule(resolved, resolved.rule.do == ALTERNATE, resolved.decision, None)
+            ConditionalRule(resolved)
             for resolved in self.rules
             if not resolved.rule.matches_module
             and (resolved.rule.matches_unit(function, unit) or resolved.matcher.matches_unit(function, unit))
@@ -223,45 +215,40 @@ class DecisionTable:
         )
 
     def _offloads(self) -> frozenset[int]:
-        whole = self.whole_rule("")
-        if whole is not None and whole.always_saves:  # no other rule decides anything
+        if (whole := self.whole_rule("")) is not None:  # no other rule decides anything
             return frozenset({whole.index} if whole.decision is Decision.OFFLOAD else ())
         found = {resolved.index for resolved in self.rules if resolved.decision is Decision.OFFLOAD}
         return frozenset(found | {NO_RULE} if self.default is Decision.OFFLOAD else found)
 
-    def saves_whole(self, path: str) -> bool:
-        """Return whether every call of the module at ``path`` is saved as a whole."""
-        resolved = self.whole_rule(path)
-        return resolved is not None and resolved.always_saves
-
     def whole_rule(self, path: str) -> ResolvedRule | None:
-        """Return the rule that decides on the module at ``path`` as a whole, if there is one."""
-        try:
-            return self._whole[path]
-        except KeyError:
-            return self._whole.setdefault(path, next((one for one in self.rules if _decides_on(one.rule, path)), None))
+        """Return the rule that saves the module at ``path``, or one around it, as a whole; the outermost counts."""
+        for around in reversed(paths_up(path)):
+            resolved = next((one for one in self.rules if _decides_on(one.rule, around)), None)
+            if resolved is not None and resolved.saves:
+                return resolved
+        return None
 
-    def add_site(self, op: Any, path: str, decided_by: ResolvedRule | None = None) -> CallSite:
-        """Create, store and return the call site of ``op`` in the module at ``path``."""
-        site = CallSite(op, path, traits_of(op), decided_by)
+    def add_site(self, op: Any, path: str, unit: ResolvedRule | None = None) -> CallSite:
+        """Create, store and return the call site of ``op`` in the module at ``path``.
+
+        ``unit``: the rule that recomputes the unit in which the op runs, with the ops inside.
+        """
+        site = CallSite(op, path, traits_of(op))
         if site.savable and not site.is_bookkeeping:
-            self._resolve(site)
+            self._resolve(site, unit)
         site.has_decision = bool(site.may_save or site.conditional_rules or site.final_rule is not None)
-        self.sites_of(path, decided_by)[id(op)] = site
+        self.sites_of(path, unit)[id(op)] = site
         return site
 
-    def _resolve(self, site: CallSite) -> None:
+    def _resolve(self, site: CallSite, unit: ResolvedRule | None) -> None:
         conditional_rules: list[ConditionalRule] = []
         site.final_decision = self.default
         rules = self.rules
-        if (around := site.decided_by) is not None:
-            site.final_rule, site.final_decision = around, Decision.RECOMPUTE
-            rules = tuple(resolved for resolved in rules if resolved.index < around.index)  # they are asked first
-            if around.saves:
-                site.final_decision, rules = around.decision, ()
-        elif self.saves_whole(""):
-            site.final_rule, rules = self.whole_rule(""), ()
-            site.final_decision = site.final_rule.decision if site.final_rule is not None else Decision.SAVE
+        if (whole := self.whole_rule(site.path)) is not None:
+            site.final_rule, site.final_decision, rules = whole, whole.decision, ()
+        elif unit is not None:
+            site.final_rule, site.final_decision = unit, Decision.RECOMPUTE
+            rules = tuple(resolved for resolved in rules if resolved.index < unit.index)  # they are asked first
         for resolved in rules:
             rule = resolved.rule
             if rule.matches_module:
@@ -278,14 +265,14 @@ class DecisionTable:
             if rule.do != ALTERNATE and condition is None and rule.matches_each_call:
                 site.final_rule, site.final_decision = resolved, resolved.decision
                 break
-            conditional_rules.append(ConditionalRule(resolved, rule.do == ALTERNATE, resolved.decision, condition))
+            conditional_rules.append(ConditionalRule(resolved, condition))
         site.conditional_rules = tuple(conditional_rules)
         site.must_save, condition_name = self._must_save(site)
         site.must_save_condition = condition_of(condition_name) if condition_name else None
         site.may_save = (
             site.final_decision.keeps
             or site.must_save
-            or any(conditional.decision.keeps for conditional in conditional_rules)
+            or any(conditional.resolved.saves for conditional in conditional_rules)
         )
 
     def _must_save(self, site: CallSite) -> tuple[bool, str]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
 from sac.checksums import checksum, find_different
-from sac.engine.fp8 import Fp8Function, fp8_storages
+from sac.engine.fp8 import Fp8Function
 from sac.engine.frame import Frame, alive
 from sac.engine.handles import EXTERNAL, KEPT, MISSING, OTHER, OTHER_FIX, WRITTEN, Handle
 from sac.engine.inputs import Inputs
@@ -19,10 +18,10 @@ from sac.engine.offload import offload
 from sac.engine.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
 from sac.engine.recorder import TapeMode
 from sac.engine.replay import ChangedError, replay
-from sac.engine.rng import python_random, same_python_random
+from sac.engine.rng import advanced, python_random
 from sac.engine.schedule import Schedule, UnobtainableError, key_of, schedule_replay
 from sac.engine.serve import Served
-from sac.engine.settings import ALWAYS, NEVER, REPLAY
+from sac.engine.settings import ALWAYS, NEVER, REPLAY, RERUN
 from sac.engine.table import module_name, site_name
 from sac.engine.tape import CannotReplayError, DiffersError, Tape
 from sac.engine.untraced import never_compiled
@@ -31,7 +30,6 @@ from sac.engine.wrappers import is_in_flight
 from sac.errors import Problem, RegionError, warn
 from sac.outer_hooks import fetch, pack_with_outer_hooks
 from sac.stores.backward_order import CallNode
-from sac.stores.offload import OffloadUse
 from sac.tensors import (
     describe,
     detached,
@@ -43,10 +41,6 @@ from sac.tensors import (
     tensor_parts,
     version_of,
 )
-
-
-class UnsteadyError(Exception):
-    """A function gives other values when it runs again; later calls keep its results."""
 
 
 class TapedFrame(Frame):
@@ -77,9 +71,6 @@ class TapedFrame(Frame):
             self.mode.sums = self._sums
         self._schedule: Schedule | None = None
         self._wanted: list[tuple[int, int, int]] = []
-        self.figures: SavedFigures | None = None
-        self.compiled_graphs = 0
-        self.offloads: Mapping[int, OffloadUse] = {}
 
     def _new_tape(self) -> Tape:
         return Tape(self.group.table, self.owners)
@@ -90,11 +81,8 @@ class TapedFrame(Frame):
     def _begin(self, inputs: Inputs) -> None:
         self._input_leaves = {index: self.tape.find_input(tensor) for index, tensor in inputs.tensors}
         self.tape.module_tensors = set(map(id, self.state.tensors))
-        if self.is_dual:  # ops read tangents, which are no arguments
-            tangents = (unpack_dual(tensor).tangent for _, tensor in inputs.tensors)
-            for tangent in tangents:
-                if tangent is not None:
-                    self.tape.add_leaf(tangent)
+        for tangent in self._tangents:  # ops read them, although they are no arguments
+            self.tape.add_leaf(tangent)
         self.tape.stored = {self.tape.roots[self._input_leaves[index]]: one for index, one in inputs.stored.items()}
         if self.group.table.offloads:
             self.call = self.call or CallNode()
@@ -102,7 +90,7 @@ class TapedFrame(Frame):
                 self.call.follow(tensor)
         self._python = python_random() if self.group.careful is None else None
         if self.mode is not None:
-            self.mode.first_states = self.state.default_states()
+            self.mode.first_states = self.state.random[:1]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -121,9 +109,9 @@ class TapedFrame(Frame):
         return handle
 
     @property
-    def is_replayed(self) -> bool:
-        """Whether backward replays the call, as far as is known."""
-        return self._replays and not self.group.not_replayable
+    def engine(self) -> str:  # type: ignore[override]
+        """How backward recomputes the call, as far as is known."""
+        return REPLAY if self._replays and not self.group.not_replayable else RERUN
 
     # -- The end of the forward
 
@@ -133,11 +121,15 @@ class TapedFrame(Frame):
         handles = alive(self._handles)
         tape.ends_early = self.early_stop
         if isinstance(self.function, Fp8Function):
-            own = fp8_storages(self.owners)
-            tape.before = {root: held for root, held in tape.before.items() if storage_address(held[0]) not in own}
-        seen = self._seen(handles, draws=self.state.has_drawn())
+            own = {storage_address(tensor) for tensor in self.state.tensors}  # not what the library keeps in objects
+            tape.before = {
+                root: held
+                for root, held in tape.before.items()
+                if root in tape.input_roots or storage_address(held[0]) in own
+            }
+        seen = self._seen(handles, draws=bool(advanced(self.state.random)))
         self._wanted = [handle for handle in map(self._missing, handles) if handle is not None]
-        if self._python is not None and not same_python_random(self._python, python_random()):
+        if self._python is not None and self._python != python_random():
             self.state.python, tape.is_careful = self._python, True
         group.learn(seen, is_careful=tape.is_careful)
         group.communicates = group.communicates or tape.has_collectives
@@ -147,7 +139,7 @@ class TapedFrame(Frame):
         every = tape.kept
         if self._replays:
             self._schedule_replay()
-        self.compiled_graphs = mode.compiled_graphs
+        self.compiled_graphs = mode.compiled_graphs if group.table.decides_on_ops else 0
         self._release()
         self._compact(handles)
         self.figures = self._count(handles, every)
@@ -159,7 +151,9 @@ class TapedFrame(Frame):
         del every
         if self.call is not None and tape.table.offloads:
             self.offloads = offload(tape, handles, self.settings, self.call, is_packed=self._outer is not None)
-        self.input_bytes = self._bytes_of_inputs(handles), 0
+        held = [handle for handle in handles if handle.state == EXTERNAL and not self._is_of_parameter(handle)]
+        inputs = [handle.value for handle in held if tape.roots[handle.position[0]] in tape.input_roots]
+        self.input_bytes = sum({storage_address(one): storage_bytes(one) for one in inputs}.values()), 0
         self._pack_outside(handles)
         tape.close()
         self.mode = None
@@ -236,8 +230,7 @@ class TapedFrame(Frame):
             tape.states = {entry: states if entry in running else None for entry, states in tape.states.items()}
         else:
             last = max((time for _, _, time in self._wanted), default=0) if self.early_stop else len(tape.sites)
-            asked = self._asked_for(last)  # a rerun ends before it asks for later results
-            tape.kept = {value: tensor for value, tensor in tape.kept.items() if value in asked}
+            tape.kept = self._asked_for(last)  # a rerun ends before it asks for later results
             tape.states = {}
         needed = {*self._input_leaves.values(), *tape.before, *(self._schedule.leaves if self._schedule else ())}
         for value, leaf in tape.leaves.items():
@@ -246,42 +239,30 @@ class TapedFrame(Frame):
             elif isinstance(leaf.tensor, Tensor) and not leaf.tensor.is_leaf:  # its graph may hold this tape
                 leaf.tensor = detached(leaf.tensor)
 
-    def _asked_for(self, last: int) -> set[int]:
-        """Return the kept values before entry ``last`` that a rerun needs; cheap ones of saved ops alone it makes."""
-        tape = self.tape
-        kept = tape.kept
-        asked = {tape.roots[handle.position[0]] for handle in alive(self._handles)}
-        for entry in range(last):
-            site = tape.sites[entry]
-            if not site.is_view and not all(value in kept for value in tape.results(entry)):
-                asked.update(tape.roots[value] for value in tape.reads[entry])
-        inside = self._inside_only()
-        return {
-            value
-            for value in kept
-            if tape.makers[value] < last and value not in inside and self._is_asked(value, asked)
-        }
+    def _asked_for(self, last: int) -> dict[int, Any]:
+        """Return the kept values before entry ``last`` that a rerun needs.
 
-    def _inside_only(self) -> set[int]:
-        """Return the kept values that only a Function's forward uses: without a region, nothing would hold them."""
-        tape, saved = self.tape, {self.tape.roots[handle.position[0]] for handle in alive(self._handles)}
-        inside: set[int] = set()
-        for span, _, _ in self._spans:
-            made = {value for value in tape.kept if tape.makers[value] in span and tape.roots[value] not in saved}
-            later = range(span.stop, len(tape.sites)) if made else ()
-            used = {tape.roots[value] for entry in later for value in tape.reads[entry]}
-            inside |= {
-                value
-                for value in made
-                if tape.roots[value] not in used and not tape.sites[tape.makers[value]].must_save
-            }
-        return inside
+        Cheap ones that only saved ops read it makes again. What only a Function's own forward uses, nothing would hold
+        without a region.
+        """
+        tape, roots = self.tape, self.tape.roots
+        inside = {entry: number for number, (span, _, _) in enumerate(self._spans) for entry in span}
+        asked = {roots[handle.position[0]] for handle in alive(self._handles)}
+        used = {*asked}  # elsewhere than in the Function that makes it
+        for entry, site in enumerate(tape.sites):
+            runs = entry < last and not site.is_view and any(value not in tape.kept for value in tape.results(entry))
+            asked.update(roots[value] for value in tape.reads[entry] if runs)
+            scope = inside.get(entry)
+            used.update(roots[value] for value in tape.reads[entry] if inside.get(tape.makers[value]) != scope)
 
-    def _is_asked(self, value: int, asked: set[int]) -> bool:
-        tape, maker = self.tape, self.tape.makers[value]
-        site = tape.sites[maker]
-        is_costly = not getattr(site, "is_cheap", False) or site.must_save or maker in tape.states
-        return site.may_save and (is_costly or tape.roots[value] in asked)
+        def is_asked(value: int) -> bool:
+            maker, root = tape.makers[value], roots[value]
+            site = tape.sites[maker]
+            is_costly = not getattr(site, "is_cheap", False) or site.must_save or maker in tape.states
+            is_used = site.must_save or maker not in inside or root in used
+            return maker < last and site.may_save and is_used and (is_costly or root in asked)
+
+        return {value: tensor for value, tensor in tape.kept.items() if is_asked(value)}
 
     def _compact(self, handles: list[Handle]) -> None:
         """Copy kept parts of storages of which little else is kept."""
@@ -296,13 +277,6 @@ class TapedFrame(Frame):
             if 2 * sum(handle.value.nbytes for handle in together) <= storage_bytes(together[0].value):
                 for handle in together:
                     handle.compact()
-
-    def _bytes_of_inputs(self, handles: list[Handle]) -> int:
-        """Return the bytes of the inputs that handles hold."""
-        roots = {self.tape.roots[value] for value in self._input_leaves.values()}
-        held = [handle for handle in handles if handle.state == EXTERNAL and not self._is_of_parameter(handle)]
-        inputs = (handle.value for handle in held if self.tape.roots[handle.position[0]] in roots)
-        return sum({storage_address(tensor): storage_bytes(tensor) for tensor in inputs}.values())
 
     def _count(self, handles: list[Handle], every: dict[int, Any]) -> SavedFigures:
         tape, mode = self.tape, self.mode
@@ -354,20 +328,16 @@ class TapedFrame(Frame):
         if self.is_open:
             self._recompute_early(waiting)
             return
-        if self.is_replayed:
+        if self.engine == REPLAY:
             try:
-                self._replay(waiting, [wanted for wanted in self._wanted if wanted[0] in waiting])
-                return
-            except UnsteadyError:
-                pass
+                if self._replay(waiting, [wanted for wanted in self._wanted if wanted[0] in waiting]):
+                    return
             except CannotReplayError as reason:
                 # Other ranks may replay, and would not take part in a rerun.
                 if self.tape.has_collectives and isinstance(reason, DiffersError):
                     fix = "set `engine: rerun` for this model"
                     raise RegionError(Problem(self.where, str(reason), fix=fix)) from None
                 self.group.give_up(str(reason), self.where)
-            for handle in waiting.values():
-                handle.value = None
         self._rerun(waiting, Served(self.tape))
         compares = self.settings.verify == ALWAYS or not self.group.verified
         if self._sums and compares and self.settings.preserve_rng_state:
@@ -393,7 +363,8 @@ class TapedFrame(Frame):
         finally:
             mode.paused = False
 
-    def _replay(self, waiting: dict[int, Handle], wanted: list[tuple[int, int, int]]) -> None:
+    def _replay(self, waiting: dict[int, Handle], wanted: list[tuple[int, int, int]]) -> bool:
+        """Replay, and fill the handles; return False if a unit does not repeat itself, not even in shape."""
         tape, schedule = self.tape, self._schedule
         try:
             if schedule is None or wanted != schedule.key[0]:
@@ -407,11 +378,13 @@ class TapedFrame(Frame):
         except ChangedError as change:
             raise self._changed(*change.args) from None
         if tape.differing:
-            self._save_from_now_on(tape.differing.pop(), filled, waiting)
+            if not self._save_from_now_on(tape.differing.pop(), filled, waiting):
+                return False
         elif self._sums:
             self._verify(filled, waiting)
         for index, tensor in filled:
             waiting[index].fill(tensor, self.where, checks=self.settings.checks_metadata)
+        return True
 
     def _changed(self, value: int) -> RegionError:
         """Return the error about a leaf that was written to after the forward."""
@@ -456,14 +429,10 @@ class TapedFrame(Frame):
             site = self.tape.sites[maker]
             of = f", of {site_name(site)} in {module_name(site.path)}{self._depends(maker)}"
         found = f"saved tensor {handle.index} ({describe(handle.value)}{of}) has other values in "
-        self._tell_of(f"{found}recomputation than in forward: {OTHER}", OTHER_FIX)
-
-    def _tell_of(self, found: str, fix: str) -> None:
-        """Warn that recomputation differs; raise if the settings refuse that."""
+        found += f"recomputation than in forward: {OTHER}"
         if self.settings.refuses_differences:
-            raise RegionError(Problem(self.where, found, fix=fix))
-        fix = f"{fix}. The gradients of this step may differ"
-        warn(Problem(self.where, found, fix=fix))
+            raise RegionError(Problem(self.where, found, fix=OTHER_FIX))
+        warn(Problem(self.where, found, fix=f"{OTHER_FIX}. The gradients of this step may differ"))
 
     def _depends(self, entry: int) -> str:
         """Return the last Function on which an entry depends."""
@@ -475,8 +444,11 @@ class TapedFrame(Frame):
                 depends.update(self.tape.makers[value] for value in self.tape.reads[earlier])
         return ""
 
-    def _save_from_now_on(self, entry: int, filled: list[tuple[int, Tensor]], waiting: dict[int, Handle]) -> None:
-        """Have later calls save the results of a unit that has not repeated itself; warn once, or raise if strict."""
+    def _save_from_now_on(self, entry: int, filled: list[tuple[int, Tensor]], waiting: dict[int, Handle]) -> bool:
+        """Have later calls save the results of a unit that has not repeated itself; warn once, or raise if strict.
+
+        Return whether the handles can be filled; otherwise the region runs again as Python.
+        """
         unit, site, self._sums = self.tape.units[entry], self.tape.sites[entry], {}
         found = f"{site.name} in {module_name(site.path)} gives other values when it runs again"
         rule = f"save it: a rule with `{site.name.replace(' ', ': ')}` and `do: save`"
@@ -488,7 +460,7 @@ class TapedFrame(Frame):
                 fix += f". The gradients of this step may differ; {rule} avoids that"
             warn(Problem(self.where, found, fix=fix))
         unit.facts.is_kept = True
-        if any(metadata(one) != waiting[index].metadata for index, one in filled):
-            if self.tape.has_collectives:
-                raise RegionError(Problem(self.where, found, fix=rule))
-            raise UnsteadyError  # the region runs again as Python
+        fits = all(metadata(tensor) == waiting[index].metadata for index, tensor in filled)
+        if not fits and self.tape.has_collectives:
+            raise RegionError(Problem(self.where, found, fix=rule))
+        return fits

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +13,6 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from sac.engine.table import DecisionTable, ResolvedRule
-from sac.policy.model import ALTERNATE
 from sac.torch_private import TorchDispatchMode, skip_dynamo
 
 
@@ -129,9 +127,8 @@ class RegionMode(BareMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.table = table
         self.path = ""
-        self.decided_by: ResolvedRule | None = None  # the rule that decides on all ops that run
+        self.unit_rule: ResolvedRule | None = None  # which recomputes the unit that runs, with the ops inside
         self.sites = table.sites_of("")
-        self._turns: dict[int, int] = defaultdict(int)  # of rules that save every second call of a module
 
     def __enter__(self) -> Any:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -141,25 +138,13 @@ class RegionMode(BareMode):
     def enter_module(self, path: str) -> Any:
         """Ops run in the module at ``path`` from now on, also for regions around this one; return what was before."""
         outer = None if self._outer is None else self._outer.enter_module(path)
-        before = self.path, self.decided_by, self.sites, outer
-        if self.table.saves_modules and self.decided_by is None:
-            self.decided_by = self._rule_of(path)
-        self.path, self.sites = path, self.table.sites_of(path, self.decided_by)
+        before = self.path, self.sites, outer
+        self.path, self.sites = path, self.table.sites_of(path, self.unit_rule)
         return before
-
-    def _rule_of(self, path: str) -> ResolvedRule | None:
-        """Return the rule that saves the call of the module at ``path`` that begins now, if there is one."""
-        resolved = self.table.whole_rule(path)
-        if resolved is None or not resolved.saves:
-            return None
-        if resolved.rule.do != ALTERNATE:
-            return resolved
-        self._turns[resolved.index] += 1
-        return resolved if self._turns[resolved.index] % 2 == 1 else None
 
     def leave_module(self, before: Any) -> None:
         """Take back ``enter_module``, which has returned ``before``."""
-        self.path, self.decided_by, self.sites, outer = before
+        self.path, self.sites, outer = before
         if self._outer is not None:
             self._outer.leave_module(outer)
 

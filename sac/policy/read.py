@@ -244,6 +244,8 @@ def _check_rule(node: Node, nodes: Mapping[str, Node]) -> None:
     if len(naming) > 1 or not (naming or "module" in nodes):
         found = f"this rule has {' and '.join(naming) or 'neither ops nor module'}"
         raise node.error(f"one of {listing(NAMING)}, or module alone", found=found)
+    if not naming and nodes["do"].text == ALTERNATE:
+        raise nodes["do"].error(listing(DO_WORDS[:-1]), found="alternate counts calls of ops, but this rule has no ops")
     for key in nodes.keys() & {"call", "shape", "dtype"} if not naming else ():
         found = f"{key} applies to the output of an op, but this rule has no ops"
         raise nodes[key].error(found=found, fix=f'remove {key}, or add ops, such as "ops: matmul"')

@@ -58,7 +58,7 @@ RULES: tuple[tuple[dict[str, Any], ...], ...] = (
 WHOLE_MODULES: tuple[tuple[dict[str, Any], ...], ...] = (
     ({"module": "fc_*", "do": "save"},),
     ({"module": "inside_*", "do": "save"},),
-    ({"module": "{fc,drop,norm,emb}_*", "do": "alternate"}, {"ops": "matmul", "do": "save"}),
+    ({"module": "{fc,drop,norm,emb}_*", "do": "save"}, {"ops": "matmul", "do": "save"}),
     ({"module": "**.{fc,layers}_*", "do": "save"},),
 )
 PLAIN_ENGINES = ("auto", "replay")

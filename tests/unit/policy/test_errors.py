@@ -47,6 +47,7 @@ RULES = [
     ("ops: a, do: true", 'do is "true"'),
     ("ops: a, do: {alternate: [save, offload]}", "do is a mapping"),
     ("ops: a", "this rule says nothing to do"),
+    ("module: a, do: alternate", "alternate counts calls of ops, but this rule has no ops"),
     ("opps: a, do: save", 'unknown key "opps" in '),
     ("do: save, layers: all", "this rule has neither ops nor module"),
     ("ops: a, function: F, do: save", "this rule has ops and function"),
