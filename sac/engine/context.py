@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
@@ -32,15 +32,6 @@ _ELSEWHERE = "pass it to torch.utils.checkpoint.checkpoint(..., use_reentrant=Fa
 _FIRST = "run the model once under torch.no_grad() before training"
 
 
-class _Call(NamedTuple):
-    """The checkpointed call of which torch has asked for the contexts."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    settings: Settings
-
-
 def eager_contexts(
     table: DecisionTable, module: nn.Module | None, *, in_graph: bool = False
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -48,12 +39,12 @@ def eager_contexts(
 
     ``in_graph``: the call is part of a Dynamo graph, in which torch restores no random states.
     """
-    call = _call_of_torch()
+    function, args, kwargs, settings = _call_of_torch()
     if in_graph:
         if table.left_in_eager == 1:
-            _tell_of_graph_break(call.function)
-        call = call._replace(settings=replace(call.settings, preserve_rng_state=True))
-    return _Forward(table, module, call), nullcontext()
+            _tell_of_graph_break(function)
+        settings = replace(settings, preserve_rng_state=True)
+    return _forward(table, module, function, args, kwargs, settings), nullcontext()
 
 
 def _tell_of_graph_break(function: Any) -> None:
@@ -70,8 +61,8 @@ def _tell_of_graph_break(function: Any) -> None:
     warn(Problem(where, f"{found}: {reason}" if reason else found, fix=fix))
 
 
-def _call_of_torch() -> _Call:
-    """Return the call whose Python frame of torch has called ``sac.context_fn``'s function."""
+def _call_of_torch() -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Settings]:
+    """Return function, arguments and settings of the call whose frame in torch has asked for the contexts."""
     frame = inspect.currentframe()
     while frame is not None and not frame.f_code.co_name.startswith(CHECKPOINT_FUNCTION):
         frame = frame.f_back
@@ -84,41 +75,28 @@ def _call_of_torch() -> _Call:
         early_stop=names.get("early_stop", True),
         checks_metadata=names.get("determinism_check", "default") != "none",
     )
-    return _Call(names["fn"], tuple(names.get("args", ())), dict(names.get("kwargs", {})), as_torch_says(settings))
+    return names["fn"], tuple(names.get("args", ())), dict(names.get("kwargs", {})), as_torch_says(settings)
 
 
-class _Forward(AbstractContextManager[None]):
-    """Around the forward: the hooks and the mode of a region's frame."""
-
-    def __init__(self, table: DecisionTable, module: nn.Module | None, call: _Call) -> None:
-        self._table, self._module = table, module
-        self._call: _Call | None = call
-        self._frame: Any = None
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        assert self._call is not None
-        (function, args, kwargs, settings), self._call = self._call, None
-        known = () if self._module is None else (self._module,)
-        parts = parts_of_function(function)
-        group = group_of([*known] or parts, self._table, _NAME)
-        modules = [part for part in parts if isinstance(part, nn.Module)]
-        owners = (*known, *modules, *(argument for argument in args if isinstance(argument, nn.Module)))
-        if any(is_lazy(parameter) for owner in owners for parameter in owner.parameters()):
-            found = "a lazy module would create its parameters in this call, which recomputation cannot repeat"
-            raise RegionError(Problem(_NAME, found, fix=_FIRST))
-        outer = _hooks_around()
-        self._frame = frame = Region(group, "").frame(function, owners, settings, outer)
-        frame.begin(args, kwargs, outer)
-        self._stack.enter_context(frame.recording())
-        if isinstance(frame.function, Fp8Function):
-            self._stack.enter_context(frame.function.forward())
-
-    def __exit__(self, *error: Any) -> None:
-        frame, self._frame = self._frame, None
-        self._stack.__exit__(*error)
-        if error[0] is None:
-            frame.end()
+@contextmanager
+def _forward(
+    table: DecisionTable, module: nn.Module | None, function: Any, args: Any, kwargs: Any, settings: Settings
+) -> Iterator[None]:
+    """Run the body, which is the forward, under the hooks and the mode of a region's frame."""
+    known = () if module is None else (module,)
+    parts = parts_of_function(function)
+    group = group_of([*known] or parts, table, _NAME)
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+    owners = (*known, *modules, *(argument for argument in args if isinstance(argument, nn.Module)))
+    if any(is_lazy(parameter) for owner in owners for parameter in owner.parameters()):
+        found = "a lazy module would create its parameters in this call, which recomputation cannot repeat"
+        raise RegionError(Problem(_NAME, found, fix=_FIRST))
+    outer = _hooks_around()
+    frame = Region(group, "").frame(function, owners, settings, outer)
+    frame.begin(args, kwargs, outer)
+    with frame.recording(), frame.function.forward() if isinstance(frame.function, Fp8Function) else nullcontext():
+        yield
+    frame.end()
 
 
 def _hooks_around() -> PackHooks | None:

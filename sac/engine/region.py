@@ -64,8 +64,10 @@ class RegionGroup:
 
     def doubts(self, seen: Counter[Any]) -> bool:
         """Return whether a call without a mode did what is not known to be harmless; later ones are recorded."""
-        self.careful = None if seen - self.harmless else False
-        return self.careful is None
+        if not seen - self.harmless:
+            return False
+        self.careful = self.careful or None
+        return True
 
     def give_up(self, reason: str, where: str) -> None:
         """Use rerun from now on."""

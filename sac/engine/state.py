@@ -91,6 +91,7 @@ class ForwardState:
         self._held: list[Any] = []  # generators and trackers that modules and arguments hold
         for module in modules_in(owners):
             self._note_module(module)
+        self._seen.clear()
         for argument in arguments:
             self._held += filter(_is_random, (argument, *parts_of(argument)))
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
