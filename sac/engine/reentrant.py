@@ -118,7 +118,9 @@ class _Node(torch.autograd.Function):
 
 def can_be_reentrant(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an argument requires a gradient, as a node needs, and the node sees all that do."""
-    leaves = tree_leaves((args, kwargs))
+    leaves = [*args, *kwargs.values()]
+    if any(isinstance(leaf, (list, tuple, dict)) for leaf in leaves):
+        leaves = tree_leaves((args, kwargs))
     # Of tensors inside of objects (a cache of keys) the node knows nothing.
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves) and not any(
         map(is_own_object, leaves)

@@ -15,7 +15,7 @@ PACKAGE = Path(torch_private.__file__).parent
 SOURCE = Path(torch_private.__file__).read_text(encoding="utf-8")
 
 # Names of ours with an underscore may be read on anything; these are torch's, read on objects of torch.
-NOT_TORCHS = {"_getframe", "_asdict", "_fields", "_replace"}
+NOT_TORCHS = {"_getframe", "_asdict", "_fields", "_replace", "_slotnames"}
 
 
 def is_private(name: str) -> bool:
