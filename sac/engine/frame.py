@@ -16,11 +16,12 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
+from sac.checksums import checksum
 from sac.engine.flags import under_function_modes
 from sac.engine.handles import KEPT, MISSING, Handle
 from sac.engine.inputs import Inputs
 from sac.engine.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
-from sac.engine.rng import GeneratorStates, advanced, states_of
+from sac.engine.rng import advanced, state_of
 from sac.engine.serve import Served, rerun
 from sac.engine.settings import REPLAY, Settings
 from sac.engine.state import ForwardState, bound_in, put_back
@@ -68,7 +69,7 @@ class Frame:
         # If activations are kept although other ranks may recompute: what was written to, with contents and version.
         self._owes: list[tuple[Tensor, Any, int]] | None = None
         self._packed: list[tuple[Tensor, int]] = []  # what autograd saves, with its version; until the forward ends
-        self._drawn: GeneratorStates = []  # the random states at its end, if they have changed
+        self._drawn: list[Any] | None = None  # if it has drawn, the checksums of the random states at its end
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward and return its result."""
@@ -154,10 +155,12 @@ class Frame:
             self.group.careful = True
             self._warn_of(written[0])
             return True
-        drawn = advanced(self.state.random)
-        if self.early_stop:
-            self._drawn = states_of(generator for generator, _ in drawn)
-        return bool(self.group.doubts(self._seen(alive(self._handles), draws=bool(drawn))))
+        drawn = bool(advanced(self.state.random))
+        self._drawn = self._random_sums() if drawn and self.early_stop else None
+        return bool(self.group.doubts(self._seen(alive(self._handles), draws=drawn)))
+
+    def _random_sums(self) -> list[Any]:
+        return [checksum(state_of(generator)) for generator, _ in self.state.random]
 
     def _seen(self, handles: Sequence[Handle], *, draws: bool) -> Counter[Any]:
         """Return what may be a choice or a draw: integer and bool tensors that autograd saves, by dtype, and draws.
@@ -256,7 +259,7 @@ class Frame:
 
     def _fills(self) -> bool:
         """Return whether the rerun has still to draw: an op may fill with that what autograd has just saved of it."""
-        return bool(advanced(self._drawn))
+        return self._drawn is not None and self._random_sums() != self._drawn
 
     def _drop(self) -> None:
         """Release what recomputations start from."""

@@ -39,9 +39,10 @@ class RegionGroup:
 
     ``not_replayable``: why a call could not be replayed; later ones use rerun. ``careful``: whether forwards need a
     mode, since they choose, write to tensors from outside or draw from other generators than the default ones (None:
-    not known yet). ``harmless``: of what may be a choice or a draw, what recorded calls have shown to be none.
-    ``verified``: a replay has given the forward's values. ``communicates``: other ranks take part. ``schedule``: that
-    of the last call. ``functions``: what calls of autograd functions have shown, by (path, function).
+    not known yet). ``harmless``: of what may be a choice or a draw, what recorded calls have shown to be none;
+    ``doubt``: what calls without a mode had. ``verified``: a replay has given the forward's values. ``communicates``:
+    other ranks take part. ``schedule``: that of the last call. ``functions``: what calls of autograd functions have
+    shown, by (path, function).
     """
 
     def __init__(self, table: DecisionTable, name: str) -> None:
@@ -51,6 +52,7 @@ class RegionGroup:
         self.not_replayable = ""
         self.careful: bool | None = None
         self.harmless: Counter[Any] = Counter()
+        self.doubt: Counter[Any] = Counter()
         self.verified = False
         self.communicates = False
         self.schedule: Schedule | None = None
@@ -59,14 +61,17 @@ class RegionGroup:
 
     def learn(self, seen: Counter[Any], *, is_careful: bool) -> None:
         """Learn from a recorded call, in which autograd saved what is ``seen`` (see ``Frame``)."""
-        self.careful = self.careful or is_careful
-        self.harmless |= seen
+        if is_careful:
+            self.careful = True
+        elif not self.careful:
+            self.harmless |= seen
+            self.careful = None if self.doubt - self.harmless else False
 
     def doubts(self, seen: Counter[Any]) -> bool:
         """Return whether a call without a mode did what is not known to be harmless; later ones are recorded."""
         if not seen - self.harmless:
             return False
-        self.careful = self.careful or None
+        self.careful, self.doubt = self.careful or None, self.doubt | seen
         return True
 
     def give_up(self, reason: str, where: str) -> None:

@@ -91,7 +91,7 @@ def device_named(text: str) -> Device:
         size = device.memory_bytes // _GIB
         if re.fullmatch(f"(nvidia|amd)?(instinct)?{name}(sxm[4-6]?|oam)?({size}gb)?(hbm3e?)?", written):
             return device
-    found = f"'{text}' names no device: the planner has no figures for '{text}'"
+    found = f"the planner has no figures for '{text}'"
     legal = listing([f"{device.name} ({device.title})" for device in DEVICES.values()])
     kin = next((name for name in DEVICES if name in written), "") or nearest(written, DEVICES)
     fix = "plan a model for a GPU that is not here on the CPU or on the meta device, and name the GPU"

@@ -238,13 +238,17 @@ def make_plan(
     arguments = fakes.arguments_of(inputs, PlanError)
     figures = figures_of(next((one.device for one in model.parameters()), "cpu") if device is None else device)
     wanted, host = budget_of(budget, figures), host_memory_of(host_memory, figures)
-    is_there = "cuda" in {parameter.device.type for parameter in model.parameters()}
+    types = {parameter.device.type for parameter in model.parameters()}
+    if others := sorted(types - {"cpu", "cuda", "meta"}):
+        fix = 'plan it on the CPU or on the meta device and name the GPU: device="h100"'
+        found = f"its parameters are on {listing(others)}"
+        raise PlanError(Problem(type(model).__name__, found, "cpu, cuda, meta", fix=fix))
     shards = parallelize if fsdp is None else fakes.fsdp_over(fsdp)
     with ExitStack() as scopes:
         scopes.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", SacWarning)  # about the policies that are tried, not about the user's
         scopes.enter_context(torch.random.fork_rng(devices=()))
-        scopes.enter_context(lowered_to("cpu" if is_there else figures.name))
+        scopes.enter_context(lowered_to("cpu" if "cuda" in types else figures.name))
         scopes.enter_context(fakes.fake_ranks(fsdp) if fsdp is not None else nullcontext())
         steps = Rehearsal(model, arguments, figures, loss_fn=loss_fn, optimizer=optimizer, parallelize=shards)
         scopes.callback(remove, steps.model)  # so that the copy can be freed

@@ -41,9 +41,7 @@ def test_plan_fits_and_uses_the_room(family: str, device: str, share: str) -> No
     assert made.least <= plan.peak <= made.budget
     used = (plan.peak - made.least) / (made.budget - made.least)
     # Where a model is tiny, an option is large.
-    assert used >= {"vit": 0.3, "t5": 0.7, "mixtral": 0.75}.get(
-        family, 0.8
-    )
+    assert used >= {"vit": 0.3, "t5": 0.7, "mixtral": 0.75}.get(family, 0.8)
     assert all(plan.seconds <= one.seconds for one in (none, full, shipped) if one.peak <= made.budget)
     assert len(made.policy.rules) <= 12
     if device == "cpu":  # its kernels need some memory while they run, which no tensor shows
