@@ -20,10 +20,7 @@ _MODULES = ("transformer_engine.pytorch.quantization", "transformer_engine.pytor
 _CONTEXTS = "transformer_engine.pytorch.distributed"
 FP8_METAS = frozenset({"fp8_meta", "_fp8_metas"})  # attributes with the state of a module, and of an op of `te.ops`
 REASON = "its modules keep FP8 state (TransformerEngine); it runs to its end"
-_UNKNOWN = (
-    "FP8 is on around the region, and its scales and histories are not put back for recomputation: this version of "
-    "TransformerEngine is not known (1.6 to 2.20 are)"
-)
+_UNKNOWN = "FP8 is on, and this TransformerEngine, which has to put scales back, is not known (1.6 to 2.20 are)"
 _FIX = "run this region without FP8, or call TransformerEngine's own checkpoint for it"
 
 

@@ -104,8 +104,7 @@ def _line_of(node: Node, name: str, source: str, base: Path, trail: tuple[Path, 
     policy, parents = read_policy(node, name, source, each(lambda parent: _line_of_file(parent, base, trail)))
     line = [policy]
     for ancestors in parents or ():
-        sources = [ancestor.source for ancestor in ancestors]
-        line = [earlier for earlier in line if earlier.source not in sources] + ancestors
+        line = [one for one in line if one.source not in {parent.source for parent in ancestors}] + ancestors
     return line
 
 

@@ -221,8 +221,7 @@ def _read_rules(node: Node) -> tuple[Rule, ...]:
 
     def read(item: Node) -> None:
         fields = read_fields(item, _RULE, _NOT_IN_RULES, _check_rule)
-        rule = Rule(**{"id": ""} | fields, location=item.location, key_locations=item.locations())
-        rules.append(rule)
+        rules.append(rule := Rule(**{"id": ""} | fields, location=item.location, key_locations=item.locations()))
         for earlier in rules[:-1]:
             if rule.id and rule.id == earlier.id:
                 found = f'the id "{rule.id}" is given twice; the first is at {earlier.where("id")}'
