@@ -138,7 +138,7 @@ class _Odd(Block):
         ({"budget": "lots"}, LEGAL_BUDGET),
         ({"budget": "120%"}, "a share, 0% to 100%"),
         ({"device": "h1000"}, "no figures for 'h1000'"),
-        ({"device": 3}, "names no device"),
+        ({"device": 3}, "no figures for .3."),
         ({"inputs": X}, "write \\(x,\\) for one argument"),
         ({"loss_fn": 3}, "cannot be called"),
         ({"loss_fn": lambda loss: loss.detach()}, "needs no gradient"),
