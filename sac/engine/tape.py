@@ -251,10 +251,11 @@ class Tape:
 
     def in_memory_of(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield the living values in the memory of a tensor, the last first: its address is not used again."""
-        memory = memory_of(tensor)
+        of: Callable[[Tensor], Any] = storage_address if type(tensor) is Tensor else memory_of
+        memory = of(tensor)
         for value in reversed(range(len(self.refs))):
             other = self.refs[value]()
-            if other is not None and memory_of(other) == memory:
+            if other is not None and of(other) == memory:
                 yield value, other
 
     def _in_same_storage(self, tensor: Tensor) -> int | None:
