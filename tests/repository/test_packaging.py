@@ -35,7 +35,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
-    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(source))
+    _pip("wheel", "--no-deps", "--wheel-dir", str(out), str(source))
     (built,) = out.glob("*.whl")
     return built
 
