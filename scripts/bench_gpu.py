@@ -91,7 +91,7 @@ def measure(case: Case, modes: list[str], device: str, advance: Callable[[str], 
             "ratio_to_torch_full": bench.ratio(times[mode], times[TORCH_FULL]),
             "kept_bytes": kept,
             "peak_bytes": peak,
-            "matmuls": counted[mode].matmuls,
+            "flops": counted[mode].flops,
             "gradients_equal": equal[mode],
         }
 

@@ -8,8 +8,8 @@
 The ways take turns, one step each, and begin with another one in every round. A ratio is the median of the ratios in
 single rounds. With one thread the clock is the process's CPU time, which other programs do not disturb; with several
 it is the wall's. Before anything is timed, each way's gradients are compared with those of the plain block, bit for
-bit, in its first step and after it is warm, and the matrix products that one step runs are counted: that is how much
-it recomputes. scripts/bench_gpu.py does the same on blocks of a real model, on a GPU.
+bit, in its first step and after it is warm, and the FLOPs of one step are counted: that is how much it recomputes.
+scripts/bench_gpu.py does the same on blocks of a real model, on a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -45,16 +44,16 @@ import sac
 from sac.memory_timeline import measure_memory
 from sac.tables import Table, bytes_text, screen_width
 from sac.tools.commands import progress_lines
-from tests.dangers.test_11_published_kernels import RMSNorm
+from sac.tools.comparison import count_flops
 from tests.support.blocks import (
     Attention,
     GatedMLP,
     LlamaLikeBlock,
     alternate,
     policy,
-    rotate,
     save,
 )
+from tests.support.fused import FusedBlock, RMSNorm
 
 Step = Callable[[Tensor], Tensor]
 Progress = Callable[[int, int, str], None]
@@ -71,6 +70,7 @@ class Case:
     """Some blocks and one input. 0 threads: torch's own choice; 0 kv_heads: as many as heads; 0 experts: one MLP.
 
     ``calls``: the block is so many calls of an autograd Function on raw memory, like Liger's norm, and nothing else.
+    ``fused``: norms, rotation and activation are such Functions.
     """
 
     key: str
@@ -86,6 +86,7 @@ class Case:
     experts: int = 0
     layers: int = 1
     calls: int = 0
+    fused: bool = False
 
     @property
     def label(self) -> str:
@@ -93,6 +94,7 @@ class Case:
         mlp = f"{CHOSEN_EXPERTS} of {self.experts} experts of {self.hidden}" if self.experts else f"MLP {self.hidden}"
         layers = f"{self.layers} layers, " if self.layers > 1 else ""
         layer = f"{self.calls} calls of an autograd Function" if self.calls else f"{heads}, {mlp}"
+        layer += ", norms, rotation and SwiGLU as autograd Functions" if self.fused else ""
         return f"{layers}d={self.d}, {layer}, batch {self.batch}, {self.seq} tokens"
 
 
@@ -100,30 +102,12 @@ SMALL = Case("small", d=32, heads=4, hidden=64, batch=2, seq=8, rounds=400, warm
 MIXTURE = replace(SMALL, key="moe", experts=4, rounds=200)
 LAYER = Case("layer", d=1024, heads=16, hidden=4096, batch=2, seq=256, rounds=10, warm_up=1)
 CALLS = replace(SMALL, key="calls", rounds=50, calls=50)
-FULL_RUN = (SMALL, MIXTURE, LAYER, CALLS)
+FUSED = replace(LAYER, key="fused", fused=True)
+FULL_RUN = (SMALL, MIXTURE, LAYER, FUSED, CALLS)
 QUICK_RUN = (
-    *(replace(case, rounds=3, warm_up=2) for case in (SMALL, MIXTURE, CALLS)),
+    *(replace(case, rounds=3, warm_up=2) for case in (SMALL, MIXTURE, replace(SMALL, key="fused", fused=True), CALLS)),
     replace(LAYER, d=128, heads=4, hidden=512, seq=64, rounds=2),
 )
-
-
-class GroupedQueryAttention(Attention):
-    """Causal attention with rotary positions, in which several heads share one key and one value."""
-
-    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
-        super().__init__(width, heads)
-        self.size = width // heads
-        self.k_proj = nn.Linear(width, kv_heads * self.size, bias=False)
-        self.v_proj = nn.Linear(width, kv_heads * self.size, bias=False)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        batch, tokens, width = x_BTD.shape
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (one(x_BTD).view(batch, tokens, -1, self.size).transpose(1, 2) for one in projections)
-        cos, sin = self.cos[:tokens], self.sin[:tokens]
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o_proj(mixed.transpose(1, 2).reshape(batch, tokens, width))
 
 
 class Calls(LlamaLikeBlock):
@@ -170,9 +154,9 @@ def build(case: Case, device: str = "cpu", dtype: torch.dtype = torch.float32) -
 def _block(case: Case) -> LlamaLikeBlock:
     if case.calls:
         return Calls(case.d, case.calls)
-    block = LlamaLikeBlock(case.d, case.heads, case.hidden)
+    block = (FusedBlock if case.fused else LlamaLikeBlock)(case.d, case.heads, case.hidden)
     if case.kv_heads:
-        block.self_attn = GroupedQueryAttention(case.d, case.heads, case.kv_heads)
+        block.self_attn = Attention(case.d, case.heads, case.kv_heads)
     if case.experts:
         block.mlp = MixtureOfExperts(case.d, case.hidden, case.experts)
     rotary = block.self_attn
@@ -254,6 +238,8 @@ WAYS: dict[str, Callable[[nn.ModuleList], None]] = {
     "sac replay": partial(by_sac, mode="selective", policy=POLICY, engine="replay"),
     "sac.context_fn": sac_context_fn,
     "sac whole module": partial(by_sac, mode="selective", policy=ATTENTION_MODULE),
+    "full, always": partial(by_sac, mode="full", verify="always"),
+    "replay, always": partial(by_sac, mode="selective", policy=POLICY, engine="replay", verify="always"),
 }
 ON_RANKS = (BASELINE, TORCH_FULL, STOCK, "sac full", "sac rerun", "sac replay")
 
@@ -307,20 +293,19 @@ WALL_TIME = HostClock(time.perf_counter)
 
 
 class Count(TorchDispatchMode):
-    """Counts ops without `detach`, by which the ways hold tensors, and matrix products and collectives among them.
+    """Counts ops without `detach`, by which the ways hold tensors, and collectives among them.
 
     An op on DTensors is counted by what it runs: that is where its collectives are.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.ops = self.matmuls = self.collectives = 0
+        self.ops = self.collectives = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             return NotImplemented
         self.ops += func is not ATEN.detach.default
-        self.matmuls += func in MATMULS
         is_waiting = func is torch.ops._c10d_functional.wait_tensor.default
         self.collectives += func.namespace.strip("_").startswith("c10d") and not is_waiting
         return func(*args, **(kwargs or {}))
@@ -328,10 +313,10 @@ class Count(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Ops that a forward runs; matrix products of both passes, collectives of each."""
+    """Ops that a forward runs; FLOPs of a step, collectives of each pass."""
 
     forward_ops: int
-    matmuls: int
+    flops: int
     collectives: tuple[int, int]
 
 
@@ -360,12 +345,12 @@ class Runner:
         return self.clock.times(begin, self.clock.now())
 
     def count(self) -> Counted:
-        """Count what the dispatcher runs in one step."""
+        """Count what the dispatcher runs, in one step each."""
         self.clear()
         forward: list[int] = []
         with Count() as counted:
             self.pass_through(lambda: forward.extend((counted.ops, counted.collectives)))
-        return Counted(forward[0], counted.matmuls, (forward[1], counted.collectives - forward[1]))
+        return Counted(forward[0], count_flops(self.run), (forward[1], counted.collectives - forward[1]))
 
     def kept_bytes(self) -> int:
         """Return the bytes that a forward leaves for backward, besides its result."""
@@ -489,7 +474,7 @@ def measure(case: Case, runners: dict[str, Runner], label: str, clock: str, adva
             "step_ms": 1000 * median(each.step for each in times[mode]),
             "ratio_to_none": ratio(times[mode], times[BASELINE]),
             "ratio_to_torch_full": ratio(times[mode], times[TORCH_FULL]),
-            "matmuls": counted[mode].matmuls,
+            "flops_to_none": counted[mode].flops / (counted[BASELINE].flops or 1),
             "kept_bytes": kept[mode],
             "gradients_equal": equal[mode],
             "collectives": "{} + {}".format(*counted[mode].collectives),
@@ -567,13 +552,14 @@ def measure_rank(kind: str, rounds: int) -> Result:
     return measure(case, {way: runner(way) for way in ON_RANKS}, label, "CPU time of rank 0", lambda _: None)
 
 
-COLUMNS = ("way", "step", "÷ none", "÷ full", "kept", "matmuls", "collectives", "equal")
+COLUMNS = ("way", "step", "÷ none", "÷ full", "kept", "FLOPs", "collectives", "equal")
 
 
 def cells(row: Result) -> list[str]:
     times = [f"{row['step_ms']:.2f} ms", *(f"{row[name]:.2f}" for name in ("ratio_to_none", "ratio_to_torch_full"))]
     equal = "yes" if row["gradients_equal"] else "NO"
-    return [row["mode"], *times, bytes_text(row["kept_bytes"]), str(row["matmuls"]), row["collectives"], equal]
+    flops = f"{row['flops_to_none']:.2f}" if row["flops_to_none"] else "–"
+    return [row["mode"], *times, bytes_text(row["kept_bytes"]), flops, row["collectives"], equal]
 
 
 def print_results(results: list[Result], skipped: dict[str, str], seen: dict[str, Any]) -> None:
@@ -585,9 +571,9 @@ def print_results(results: list[Result], skipped: dict[str, str], seen: dict[str
     print("", *(f"{mode} {reason}" for mode, reason in skipped.items()), sep="\n")
     print(
         "step: median. ÷: median of the ratios in single rounds, to no checkpointing and torch full. kept: for\n"
-        "backward. matmuls: matrix products that a step runs. collectives: of forward + backward. equal: gradients,\n"
-        "to those without checkpointing, in each bit. stock SAC, sac rerun, sac replay and sac.context_fn hold\n"
-        "attention and every 2nd matmul; torch_remat and sac whole module the attention module.\n"
+        "backward. FLOPs: of a step, ÷ none. collectives: of forward + backward. equal: gradients, to those without\n"
+        "checkpointing, in each bit. stock SAC, sac rerun, sac replay and sac.context_fn hold attention and every\n"
+        "2nd matmul; torch_remat and sac whole module the attention module. always: with verify: always.\n"
         f"torch {seen['torch']}, Python {seen['python']}, {seen['cores']} cores of {seen['cpu']}"
     )
 

@@ -144,17 +144,20 @@ def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions; `dropout` is the probability inside SDPA."""
+    """Causal attention with rotary positions; `dropout` is the probability inside SDPA.
 
-    def __init__(self, width: int, heads: int) -> None:
+    `kv_heads`, if there are fewer: several heads share one key and one value.
+    """
+
+    def __init__(self, width: int, heads: int, kv_heads: int = 0) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, 0.0
+        self.heads, self.size, self.dropout = heads, width // heads, 0.0
+        self.is_grouped, of_kv = kv_heads > 0, (kv_heads or heads) * self.size
         self.q_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, width, bias=False)
-        self.v_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, of_kv, bias=False)
+        self.v_proj = nn.Linear(width, of_kv, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
-        size = width // heads
-        frequencies = 1.0 / 10000 ** (torch.arange(0, size, 2) / size)
+        frequencies = 1.0 / 10000 ** (torch.arange(0, self.size, 2) / self.size)
         angles = torch.outer(torch.arange(MAX_TOKENS), frequencies).repeat(1, 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
@@ -162,14 +165,12 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         batch, tokens, width = x_BTD.shape
         q, k, v = (
-            project(x_BTD).view(batch, tokens, self.heads, -1).transpose(1, 2)
+            project(x_BTD).view(batch, tokens, -1, self.size).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         cos, sin = (table[:tokens].to(q.dtype) for table in (self.cos, self.sin))
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, dropout_p=dropout, is_causal=True
-        )
+        q, k, dropout = rotate(q, cos, sin), rotate(k, cos, sin), self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=self.is_grouped)
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, tokens, width))
 
 
