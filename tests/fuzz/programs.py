@@ -78,9 +78,9 @@ class ProgramBlock(nn.Module):
 
 
 @st.composite
-def programs(draw: st.DrawFn, entry: str) -> Program:
-    """Programs of up to 14 lines that the entry can run."""
-    names = [name for name in INSTRUCTIONS if not entry.startswith("context_fn") or name not in READ_TWICE]
+def programs(draw: st.DrawFn, entry: str, names: tuple[str, ...] = tuple(INSTRUCTIONS)) -> Program:
+    """Programs of up to 14 lines that the entry can run, each one of ``names``."""
+    names = tuple(name for name in names if not entry.startswith("context_fn") or name not in READ_TWICE)
     lines = draw(st.lists(st.sampled_from(names), min_size=1, max_size=14))
     numbers = st.integers(0, 15)
     written = tuple(Line(name, draw(numbers), tuple(draw(numbers) for _ in range(operands_of(name)))) for name in lines)

@@ -24,9 +24,10 @@ from sac.engine.region import RegionGroup
 from sac.engine.tape import CannotReplayError, Tape
 from sac.engine.taped import TapedFrame
 from sac.errors import SacWarning
+from tests.fuzz.functions import FUNCTIONS
 from tests.fuzz.instructions import INSTRUCTIONS, READ_TWICE, operands_of
 from tests.fuzz.programs import Line, Program, programs, values
-from tests.support.blocks import APPLY, install, policy, selective
+from tests.support.blocks import APPLY, FULL, install, policy, selective
 from tests.support.pairs import in_pairs
 from tests.support.recording import Recorder, without_collector
 from tests.support.training import Backward, assert_same, built, deterministic, plain_backward, summed, train
@@ -55,6 +56,13 @@ def inputs_then_weights(loss: Tensor, inputs: list[Tensor], parameters: list[nn.
     wanted = [x for x in inputs if x.requires_grad]
     first = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True) if wanted else ()
     return [*first, *torch.autograd.grad(loss, parameters, allow_unused=True)]
+
+
+def with_penalty(loss: Tensor, inputs: list[Tensor], parameters: list[nn.Parameter]) -> list[Any]:
+    first = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+    slopes = [one for one in first if one is not None and one.requires_grad]
+    loss.backward(retain_graph=True)
+    return [*first, *(torch.autograd.grad(summed(slopes), parameters, allow_unused=True) if slopes else ())]
 
 
 BACKWARDS = (plain_backward, plain_backward, backward_twice, inputs_then_weights)
@@ -169,6 +177,23 @@ def examples(draw: st.DrawFn, each: Sequence[Entries]) -> tuple[Program, Any, En
     return draw(programs(entries[0])), draw(values(entries[0])), entries, draw(st.sampled_from(BACKWARDS))
 
 
+EACH_VALUE = {
+    "everything": selective(policy(default="save")),
+    "every 2nd op": selective(policy({"ops": "*", "do": "alternate"})),
+    "nothing": selective(policy()),
+}
+OPS = ("matmul by weight", "sine", "dropout", "add", "add in place", "transposed", "in lower precision")
+HAZARDOUS = (*FUNCTIONS, "tanh by raw kernel", "square by accumulation", "tanh by out-variant", *OPS)
+
+
+@st.composite
+def hazardous(draw: st.DrawFn) -> tuple[Program, Any, Entries, Backward]:
+    """Programs of autograd Functions and units, under one of four policies; some are differentiated twice."""
+    value = draw(st.sampled_from([FULL, *EACH_VALUE.values()]))
+    backward = draw(st.sampled_from([plain_backward, backward_twice, with_penalty]))
+    return draw(programs(APPLY[0], HAZARDOUS)), value, APPLY, backward
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @settings(CALM, max_examples=80, derandomize=True)
 @given(example=examples(BOTH_ENGINES * 4 + UNDER_TORCH))
@@ -177,17 +202,16 @@ def test_random_programs(device: str, example: tuple[Program, Any, Entries, Back
     assert_exact_and_free(*example, device=device)
 
 
+@settings(CALM, max_examples=20, derandomize=True)
+@given(example=hazardous())
+def test_random_programs_of_functions(example: tuple[Program, Any, Entries, Backward]) -> None:
+    assert_exact_and_free(*example)
+
+
 @settings(CALM, max_examples=30, derandomize=True)
 @given(example=examples([(REFUSED,), (FAILED,)]))
 def test_random_programs_that_cannot_be_replayed(example: tuple[Program, Any, Entries, Backward]) -> None:
     assert_exact_and_free(*example)
-
-
-EACH_VALUE = {
-    "everything": selective(policy(default="save")),
-    "every 2nd op": selective(policy({"ops": "*", "do": "alternate"})),
-    "nothing": selective(policy()),
-}
 
 
 @in_pairs(
