@@ -43,7 +43,6 @@ VALUES = under_each_engine(
     {
         "full": FULL,
         "attention and alternating matmuls": ATTENTION_AND_ALTERNATING,
-        "everything": selective(policy(default="save")),
     }
 )
 ON_EACH_VALUE = pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())

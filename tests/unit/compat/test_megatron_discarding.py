@@ -128,7 +128,7 @@ def test_an_output_that_was_changed_in_place_is_kept_after_a_warning() -> None:
         partial(sac.checkpoint, use_reentrant=True),
         partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
         partial(torch.utils.checkpoint.checkpoint, use_reentrant=True),
-        lambda function, x: torch.compile(function, backend="aot_eager")(x),
+        pytest.param(lambda function, x: torch.compile(function, backend="aot_eager")(x), marks=pytest.mark.slow),
     ],
     ids=["sac", "sac reentrant", "torch", "torch reentrant", "compiled"],
 )
