@@ -314,7 +314,6 @@ REENTRANT = {**FULL, "use_reentrant": True}
 @pytest.mark.parametrize(
     ("backward", "value"),
     [
-        (eager_under_compiled_autograd, FULL),
         (eager_under_compiled_autograd, REENTRANT),
         (donated_buffers, PRODUCTS),
         *((one, value) for one in (compiled_autograd, backward_twice) for value in (FULL, PRODUCTS)),

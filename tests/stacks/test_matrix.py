@@ -39,7 +39,7 @@ OTHERS = (
     *(row("test_peft:lora", kind=kind) for kind in ("lora and a head", "dora", "ia3", "prompt", "prefix")),
     *(row("test_peft:lora", kind=kind, first="sac") for kind in ("lora", "prefix")),
     *(row("test_trl:dpo", adapter=adapter) for adapter in (False, True)),
-    *(row("other_trainers:lightning", way=way) for way in ("apply", "callback", "callback and configure_model")),
+    *(row("other_trainers:lightning", way=way) for way in ("apply", "callback and configure_model")),
     row("other_trainers:lightning", precision="bf16-mixed", accumulate_grad_batches=2),
     row("other_trainers:lightning_ddp", 2),
     row("other_trainers:lightning_fsdp2", 2),
