@@ -1,7 +1,5 @@
 """DeepSpeed's activation checkpointing (``deepspeed.checkpointing``), implemented with ``sac.checkpoint``.
 
-``import sac.compat.deepspeed as checkpointing`` replaces ``from deepspeed import checkpointing``.
-
 Differences: arguments do not change for the caller, have any structure and any number of elements; autocast is
 restored; a region keeps the settings of its call; ``checkpoint_in_cpu`` needs no partitioning; an unknown key of the
 config is an error; a wrong configuration changes nothing.
@@ -17,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,15 +27,15 @@ from sac.config import DEFAULT_CONFIG, FullConfig, settings_of
 from sac.config_keys import CONFIG_KEYS, read_keys
 from sac.engine.settings import Settings
 from sac.errors import ConfigError, Problem
-from sac.full import RngTracker, seed_model_parallel
+from sac.rng_tracker import RngTracker as CudaRNGStatesTracker
+from sac.rng_tracker import process_tracker as get_cuda_rng_tracker
+from sac.rng_tracker import seed_model_parallel
 from sac.torch_private import tree_leaves, when_backward_ends
 
 __all__ = [
     "CheckpointFunction", "CudaRNGStatesTracker", "checkpoint", "configure", "get_cuda_rng_tracker", "is_configured",
     "model_parallel_cuda_manual_seed", "non_reentrant_checkpoint", "reset",
 ]  # fmt: skip
-
-CudaRNGStatesTracker = RngTracker
 
 _NAME = "deepspeed.configure"
 _THEIRS = "deepspeed.runtime.activation_checkpointing.checkpointing"
@@ -207,12 +204,6 @@ def _now() -> float:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return time.perf_counter()
-
-
-@cache
-def get_cuda_rng_tracker() -> RngTracker:
-    """Return the tracker of this process, for the accelerator if there is one, else for the CPU."""
-    return RngTracker()
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:

@@ -1,7 +1,5 @@
 """Megatron-Core's activation checkpointing (``megatron.core.tensor_parallel``), implemented with ``sac.checkpoint``.
 
-``from sac.compat.megatron import checkpoint`` replaces the import from ``megatron.core``.
-
 If Megatron-Core is loaded in this process, its tensor-parallel group, ranks and tracker of random states are used.
 Without it, pass the ranks to ``model_parallel_cuda_manual_seed``; to scatter, use ``sac.checkpoint(tp_group=…)``.
 
@@ -14,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,12 +20,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sac.checkpointing import run_with
-from sac.config import DEFAULT_CONFIG, settings_of
+from sac.checkpointing import run_as
 from sac.engine.untraced import never_compiled
 from sac.errors import ConfigError, Problem, RegionError, warn
-from sac.full import RngTracker, seed_model_parallel
 from sac.outer_hooks import OuterPacked, active_hooks, fetch
+from sac.rng_tracker import RngTracker as CudaRNGStatesTracker
+from sac.rng_tracker import process_tracker, seed_model_parallel
 from sac.tensors import Place, place_of, plain_address, version_of, version_watch
 from sac.torch_private import SAVED_TENSOR_PREFIX, SHOWS_SAVED_TENSORS, next_node_number, tree_leaves
 
@@ -36,11 +34,7 @@ __all__ = [
     "model_parallel_cuda_manual_seed",
 ]  # fmt: skip
 
-CudaRNGStatesTracker = RngTracker
-
 _RANDOM = "megatron.core.tensor_parallel.random"
-
-_own_tracker = cache(RngTracker)
 
 
 def get_cuda_rng_tracker(*flags: bool, **named: bool) -> Any:
@@ -53,24 +47,21 @@ def get_cuda_rng_tracker(*flags: bool, **named: bool) -> Any:
     if any((*flags, *named.values())):
         found, fix = "this type of tracker belongs to Megatron", "leave the flags out, or import megatron"
         raise ConfigError(Problem("megatron.get_cuda_rng_tracker", found, fix=fix))
-    return _own_tracker()
+    return process_tracker()
 
 
 def model_parallel_cuda_manual_seed(seed: int, *flags: bool, **named: Any) -> None:
     """Seed the default generator and the streams of ``get_cuda_rng_tracker``; see ``sac.full.seed_model_parallel``.
 
     The arguments are those of Megatron's function, which does the seeding if Megatron is loaded. Otherwise ``tp_rank``
-    is needed, ``ep_rank`` is 0 by default, and ``etp_rank`` is ``tp_rank``. Raises ``ConfigError`` without ``tp_rank``.
+    is needed, ``ep_rank`` is 0 by default, and ``etp_rank`` is ``tp_rank``.
     """
     if _RANDOM in sys.modules:
         sys.modules[_RANDOM].model_parallel_cuda_manual_seed(seed, *flags, **named)
         return
-    tp_rank, ep_rank, etp_rank = (named.pop(name, None) for name in ("tp_rank", "ep_rank", "etp_rank"))
-    if tp_rank is None:
-        where, found = "megatron.model_parallel_cuda_manual_seed.tp_rank", "the rank in the group is not known"
-        raise ConfigError(Problem(where, found, fix="pass it, or import megatron"))
-    etp_rank = etp_rank if etp_rank is not None else tp_rank
-    seed_model_parallel(seed, tp_rank, ep_rank or 0, etp_rank, tracker=get_cuda_rng_tracker(*flags, **named))
+    tp, ep, etp = (named.pop(name, None) for name in ("tp_rank", "ep_rank", "etp_rank"))
+    tracker = get_cuda_rng_tracker(*flags, **named)
+    seed_model_parallel(seed, tp, ep or 0, tp if etp is None else etp, tracker=tracker)
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any) -> Any:
@@ -89,12 +80,10 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool 
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    settings = settings_of(DEFAULT_CONFIG, "megatron.checkpoint", get_rng_state_tracker=get_cuda_rng_tracker, **options)
+    options["get_rng_state_tracker"] = get_cuda_rng_tracker
     takes_discardable = _discardable and any(plain_address(leaf) in _discardable for leaf in tree_leaves(args))
     with saved_tensors_hooks(_pack, fetch) if takes_discardable and active_hooks() is None else nullcontext():
-        return run_with(settings, function, args, kwargs)
+        return run_as("megatron.checkpoint", function, args, kwargs, **options)
 
 
 # -- Regions whose outputs are released until backward
