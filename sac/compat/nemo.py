@@ -1,8 +1,5 @@
 """NeMo Automodel's activation checkpointing, implemented with regions.
 
-``from sac.compat.nemo import …`` replaces the import from
-``nemo_automodel.components.distributed.activation_checkpointing``.
-
 Differences: nothing is wrapped. The layers themselves become regions, so lists of them stay valid and ``sac.remove``
 removes the regions. A policy file (that of the model's family, if there is one) decides what is saved; ``SAC_TRACE``
 and ``sac.report`` show the decisions. Regions restore attention backends and run ops that appear only in recomputation,
@@ -27,10 +24,10 @@ from sac.blocks.kv_cache import is_attention, shares_kv, turn_off_cache
 from sac.blocks.paths import Node, children_of, root_node
 from sac.blocks.stacks import is_callable
 from sac.compat.fsdp import policy_of_contexts
-from sac.config import family_policy
+from sac.config import family_policy, refuse
 from sac.engine.flags import BackendFlags
 from sac.engine.region import FULL
-from sac.errors import ConfigError, ModelError, Problem, warn
+from sac.errors import ModelError, Problem, warn
 from sac.ops.registry import find_op
 from sac.policy.model import Policy
 from sac.torch_private import WRAPPED_MODULE, ignored_ops
@@ -47,6 +44,7 @@ Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[
 
 #: NeMo's flag on wrappers that are compiled as a whole. Nothing has it here: a region is compiled with its layer.
 SELECTIVE_AC_WRAPPER_FLAG = "_nemo_selective_ac"
+_DISABLED = "_nemo_disable_activation_checkpointing"  # NeMo's flag on layers that are not to be checkpointed
 
 
 def is_selective_activation_checkpointing(activation_checkpointing: object) -> bool:
@@ -59,10 +57,9 @@ def make_selective_checkpoint_context_fn() -> Callable[[], Any]:
     return context_fn("general")
 
 
-def unwrap_checkpoint_wrapper(module: nn.Module) -> nn.Module:
+def unwrap_checkpoint_wrapper(module: nn.Module) -> Any:
     """Return the module inside torch's ``checkpoint_wrapper``, or ``module`` itself: a region has no wrapper."""
-    inner: nn.Module = getattr(module, WRAPPED_MODULE, module)
-    return inner
+    return getattr(module, WRAPPED_MODULE, module)
 
 
 class _AsInForward(ExitStack):
@@ -78,17 +75,15 @@ class _AsInForward(ExitStack):
         return self
 
 
-def sdpa_backend_snapshot_context_fn() -> Contexts:
-    """Return the two contexts of a checkpointed call that starts now; the second restores what selects kernels."""
-    return transformer_engine_attention_backend_snapshot_context_fn()
-
-
 def transformer_engine_attention_backend_snapshot_context_fn(
     context_fn: Callable[[], Contexts] | None = noop_context_fn,
 ) -> Contexts:
     """Return the contexts of ``context_fn``; the second one also restores what selects kernels."""
     forward, recompute = (context_fn or noop_context_fn)()
     return forward, _AsInForward(recompute)
+
+
+sdpa_backend_snapshot_context_fn = transformer_engine_attention_backend_snapshot_context_fn  # which restores all of it
 
 
 # The ops with which FSDP2 gathers parameters: in recomputation only, if the forward found them prefetched.
@@ -157,7 +152,7 @@ def _put_on_layers(model: nn.Module, layers: list[nn.Module], policy: Policy, *,
         warn(f"{found}: their other sub-modules are recomputed as a whole")
         apply_submodule_checkpointing(layers, has_kv_sharing)
     else:
-        put_regions(model, _not_disabled(layers), policy)
+        put_regions(model, (layer for layer in layers if not getattr(layer, _DISABLED, False)), policy)
 
 
 def apply_submodule_checkpointing(
@@ -175,26 +170,19 @@ def apply_submodule_checkpointing(
     Raises ``ConfigError`` for another ``context_fn``; ``ModelError``, with nothing changed, for parts that are already
     regions, and if there are no parts.
     """
-    restores = (sdpa_backend_snapshot_context_fn, transformer_engine_attention_backend_snapshot_context_fn)
-    inner = context_fn
-    if isinstance(inner, partial) and inner.func is restores[1]:
+    inner, restores = context_fn, sdpa_backend_snapshot_context_fn
+    if isinstance(inner, partial) and inner.func is restores:
         inner = next(iter((*inner.args, *inner.keywords.values())), None)
-    policy = FULL if inner in restores else policy_of_contexts(inner)
-    if policy is None:
-        found = f"{inner!r} makes its own contexts around forward and recomputation, which regions do not enter"
-        fix = "choose per op with context_fn=sac.context_fn(policy), or leave it out"
-        raise ConfigError(Problem("apply_submodule_checkpointing.context_fn", found, fix=fix))
-    layers = _not_disabled(layers)
+    policy = FULL if inner is restores else policy_of_contexts(inner)
+    found = f"{inner!r} makes its own contexts around forward and recomputation, which regions do not enter"
+    fix = "choose per op with context_fn=sac.context_fn(policy), or leave it out"
+    refuse([(policy is None, "context_fn", found, fix)], "apply_submodule_checkpointing")
+    layers = [layer for layer in layers if not getattr(layer, _DISABLED, False)]
     parts = tuple(part for layer in layers for part in _parts(root_node(layer), without_attention=has_kv_sharing))
     if layers and not parts:
         found = "the layers have no sub-modules with parameters that could be regions"
         raise ModelError(Problem("apply_submodule_checkpointing", found))
-    put_regions(nn.ModuleList(layers), parts, policy)
-
-
-def _not_disabled(layers: list[nn.Module]) -> list[nn.Module]:
-    """Return the layers that NeMo has not flagged as not to be checkpointed."""
-    return [layer for layer in layers if not getattr(layer, "_nemo_disable_activation_checkpointing", False)]
+    put_regions(nn.ModuleList(layers), parts, policy or FULL)
 
 
 def _parts(node: Node, *, without_attention: bool) -> Iterator[nn.Module]:
