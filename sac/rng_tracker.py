@@ -127,6 +127,9 @@ class RngTracker:
         self._states, self._seeds = {}, set()
 
 
+CudaRNGStatesTracker = RngTracker  # as TransformerEngine, Megatron-Core and DeepSpeed call theirs
+
+
 @cache
 def process_tracker() -> RngTracker:
     """Return the one tracker of this process, for the accelerator if there is one, else for the CPU."""

@@ -31,8 +31,6 @@ __all__ = ["CheckpointImpl", "apply_activation_checkpointing", "checkpoint_wrapp
 CheckpointImpl: Any = checkpoint_wrapper_module().CheckpointImpl  # REENTRANT or NO_REENTRANT: how to recompute
 offload_wrapper: Any = checkpoint_wrapper_module().offload_wrapper
 
-_NAME = "checkpoint_wrapper"
-
 
 def checkpoint_wrapper(
     module: nn.Module,
@@ -60,14 +58,13 @@ def _read(
     policy, found = policy_of_contexts(context_fn), "a region cannot do this"
     options.setdefault("use_reentrant", checkpoint_impl is CheckpointImpl.REENTRANT)
     is_refused = policy is None or (policy is not FULL and options["use_reentrant"])
-    functions = (None, torch_checkpoint, checkpoint)
     conflicts = [
         (not isinstance(checkpoint_impl, CheckpointImpl), "checkpoint_impl", found, "pass a CheckpointImpl"),
-        (checkpoint_fn not in functions, "checkpoint_fn", found, "pass torch's checkpoint or sac.checkpoint"),
+        (checkpoint_fn not in (None, torch_checkpoint, checkpoint), "checkpoint_fn", found, "pass sac.checkpoint"),
         (is_refused, "context_fn", found, "pass the result of sac.context_fn (NO_REENTRANT), or FullConfig(state=...)"),
     ]
-    refuse(conflicts, _NAME)
-    return policy or FULL, settings_of(config or DEFAULT_CONFIG, _NAME, **options)
+    refuse(conflicts, "checkpoint_wrapper")
+    return policy or FULL, settings_of(config or DEFAULT_CONFIG, "checkpoint_wrapper", **options)
 
 
 def policy_of_contexts(context_fn: Any) -> Policy | None:
@@ -92,7 +89,7 @@ def apply_activation_checkpointing(
 
     Raises what ``checkpoint_wrapper`` raises; with ``checkpoint_wrapper`` the model is then unchanged.
     """
-    wrapper = checkpoint_wrapper_fn if isinstance(checkpoint_wrapper_fn, partial) else partial(checkpoint_wrapper_fn)
+    wrapper = partial(checkpoint_wrapper_fn)  # of a `partial`, another with the same arguments
     is_ours = wrapper.func is checkpoint_wrapper and not wrapper.args
     together: list[nn.Module] = []  # equal layers share a decision table
 

@@ -24,8 +24,6 @@ from sac.reporting import report
 
 __all__ = ["SacCallback", "take_over"]
 
-_log = logging.getLogger(__name__)
-
 # Each with the name that transformers 5 deprecates.
 _ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 _DISABLE = ("activation_checkpointing_disable", "gradient_checkpointing_disable")
@@ -62,7 +60,7 @@ class SacCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Log the report, once per training."""
         if not self._told and has_regions(model) and state.is_world_process_zero:
-            _log.info("%s", report(model))
+            logging.getLogger(__name__).info("%s", report(model))
         self._told = True
 
 

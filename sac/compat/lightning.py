@@ -23,8 +23,6 @@ from sac.reporting import report
 
 __all__ = ["SacCallback"]
 
-_log = logging.getLogger(__name__)
-
 
 class SacCallback(Callback):
     """Applies ``sac.apply(module, value)`` to the module that a Trainer fits, and logs ``sac.report`` after one batch.
@@ -61,7 +59,7 @@ class SacCallback(Callback):
         if trainer.is_global_zero and (is_due or not self._told) and has_regions(pl_module):
             found = report(pl_module)
             if not self._told:
-                _log.info("%s", found)
+                logging.getLogger(__name__).info("%s", found)
             for logger in trainer.loggers if is_due else ():
                 logger.log_metrics(found.scalars(), step=trainer.global_step)
         self._told = True

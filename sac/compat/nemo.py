@@ -1,10 +1,9 @@
 """NeMo Automodel's activation checkpointing, implemented with regions.
 
 Differences: nothing is wrapped. The layers themselves become regions, so lists of them stay valid and ``sac.remove``
-removes the regions. A policy file (that of the model's family, if there is one) decides what is saved; ``SAC_TRACE``
-and ``sac.report`` show the decisions. Regions restore attention backends and run ops that appear only in recomputation,
-so the functions that make context functions and those that let ops be ignored are for remaining calls of torch's own
-``checkpoint``.
+removes the regions. The policy of the model's family decides what is saved. Regions restore attention backends and run
+ops that appear only in recomputation, so the functions that make context functions and those that let ops be ignored
+are for remaining calls of torch's own ``checkpoint``.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
@@ -39,8 +38,6 @@ __all__ = [
     "make_selective_checkpoint_context_fn", "sdpa_backend_snapshot_context_fn",
     "transformer_engine_attention_backend_snapshot_context_fn", "unwrap_checkpoint_wrapper",
 ]  # fmt: skip
-
-Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 #: NeMo's flag on wrappers that are compiled as a whole. Nothing has it here: a region is compiled with its layer.
 SELECTIVE_AC_WRAPPER_FLAG = "_nemo_selective_ac"
@@ -76,8 +73,8 @@ class _AsInForward(ExitStack):
 
 
 def transformer_engine_attention_backend_snapshot_context_fn(
-    context_fn: Callable[[], Contexts] | None = noop_context_fn,
-) -> Contexts:
+    context_fn: Callable[[], Any] | None = noop_context_fn,
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of ``context_fn``; the second one also restores what selects kernels."""
     forward, recompute = (context_fn or noop_context_fn)()
     return forward, _AsInForward(recompute)
@@ -88,12 +85,8 @@ sdpa_backend_snapshot_context_fn = transformer_engine_attention_backend_snapshot
 
 # The ops with which FSDP2 gathers parameters: in recomputation only, if the forward found them prefetched.
 _GATHERING = (
-    "fsdp.all_gather_copy_in.default fsdp.split_with_sizes_copy.default fsdp.chunk_cat.default fsdp.copy_.default "
-    "c10d._allgather_base_.default aten.empty.memory_format aten.empty_like.default aten.view.default"
-)
-_RANGES = (
-    "profiler._record_function_enter.default profiler._record_function_enter_new.default "
-    "profiler._record_function_exit.default profiler._record_function_exit._RecordFunction"
+    "fsdp.all_gather_copy_in fsdp.split_with_sizes_copy fsdp.chunk_cat fsdp.copy_ c10d._allgather_base_ "
+    "aten.empty.memory_format aten.empty_like aten.view"
 )
 
 
@@ -104,7 +97,8 @@ def ignore_sac_ops(ops: Iterable[object | None]) -> None:
 
 def ensure_profiler_ops_sac_ignored() -> None:
     """Let torch's own selective checkpointing ignore the ops of ``record_function``."""
-    ignore_sac_ops(map(find_op, _RANGES.split()))
+    names = ("enter", "enter_new", "exit", "exit._RecordFunction")
+    ignore_sac_ops(find_op(f"profiler._record_function_{name}") for name in names)
 
 
 def ensure_fsdp_ops_sac_ignored() -> None:
@@ -148,8 +142,7 @@ def apply_full_layer_checkpointing_to_layers(model: nn.Module, layers: list[nn.M
 
 def _put_on_layers(model: nn.Module, layers: list[nn.Module], policy: Policy, *, has_kv_sharing: bool) -> None:
     if has_kv_sharing and layers:
-        found = "these layers share keys and values, so that attention cannot be recomputed"
-        warn(f"{found}: their other sub-modules are recomputed as a whole")
+        warn("these layers share keys and values, so that attention cannot be recomputed; their other parts are")
         apply_submodule_checkpointing(layers, has_kv_sharing)
     else:
         put_regions(model, (layer for layer in layers if not getattr(layer, _DISABLED, False)), policy)

@@ -19,11 +19,9 @@ from torch.utils.checkpoint import noop_context_fn
 from sac.checkpointing import run_as
 from sac.config_keys import CALL_DEFAULTS
 from sac.errors import ConfigError, Problem
-from sac.full import RngTracker as CudaRNGStatesTracker
+from sac.rng_tracker import CudaRNGStatesTracker
 
 __all__ = ["CudaRNGStatesTracker", "checkpoint"]
-
-_NAME = "transformer_engine.checkpoint"
 
 
 def checkpoint(
@@ -55,8 +53,8 @@ def checkpoint(
         args = tuple(rest)
     if context_fn is not noop_context_fn and torch.is_grad_enabled():
         fix = 'choose per op with sac.apply(model, "selective"), or put state back with FullConfig(state=...)'
-        raise ConfigError(Problem(f"{_NAME}.context_fn", "its contexts are not entered", fix=fix))
+        raise ConfigError(Problem("transformer_engine.checkpoint.context_fn", "its contexts are not entered", fix=fix))
     if distribute_saved_activations is True and tp_group is None and dist.is_available() and dist.is_initialized():
         tp_group = dist.group.WORLD
     options = {name: value for name, value in locals().items() if name in CALL_DEFAULTS}
-    return run_as(_NAME, function, args, kwargs, **options)
+    return run_as("transformer_engine.checkpoint", function, args, kwargs, **options)

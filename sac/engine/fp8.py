@@ -45,13 +45,13 @@ class Fp8Function:
                 raise ConfigError(Problem(where, _UNKNOWN, fix=_FIX))
             self._arguments = [True, False, manager.get_fp8_recipe(), manager.get_fp8_group()]
         self._autocast = getattr(library, "autocast", None) or library.fp8_autocast  # the same arguments by position
-        self._forward, self._again = contexts() if contexts is not None else (nullcontext(), nullcontext())
+        self._contexts: list[Any] = [*contexts()] if contexts is not None else [nullcontext()] * 2
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Run the body as a run of the function."""
-        forward, self._forward = self._forward, None
-        with forward or self._again, nullcontext() if forward else self._autocast(*self._arguments):
+        contexts, self._contexts = self._contexts, self._contexts[-1:]
+        with contexts[0], nullcontext() if len(contexts) > 1 else self._autocast(*self._arguments):
             yield
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
