@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def checkpoint(
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    arguments = {
+    arguments = {  # in the order of `CALL_DEFAULTS`
         "use_reentrant": use_reentrant,
         "distribute_saved_activations": distribute_saved_activations,
         "preserve_rng_state": preserve_rng_state,
@@ -62,18 +63,21 @@ def checkpoint(
         "get_rng_state_tracker": get_rng_state_tracker,
         "tp_group": tp_group,
     }
-    if config is None and arguments == CALL_DEFAULTS:
+    if config is None and all(map(is_, arguments.values(), CALL_DEFAULTS.values())):
         return run_with(PLAIN, function, args, kwargs)
+    config = DEFAULT_CONFIG if config is None else config
     if torch.compiler.is_compiling():
-        return run_in_eager(_run, function, arguments, config, args, kwargs)
-    return _run(function, arguments, config, args, kwargs)
+        return run_in_eager(run_as, "sac.checkpoint", function, args, kwargs, config, **arguments)
+    return run_as("sac.checkpoint", function, args, kwargs, config, **arguments)
 
 
-def _run(
-    function: Callable[..., Any], arguments: dict[str, Any], config: FullConfig | None, args: Any, kwargs: Any
+def run_as(
+    name: str, function: Callable[..., Any], args: Any, kwargs: Any, config: FullConfig = DEFAULT_CONFIG, **options: Any
 ) -> Any:
-    settings = settings_of(DEFAULT_CONFIG if config is None else config, "sac.checkpoint", **arguments)
-    return run_with(settings, function, args, kwargs)
+    """Run ``function(*args, **kwargs)`` as ``sac.checkpoint`` does; ``name`` names the call in messages."""
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    return run_with(settings_of(config, name, **options), function, args, kwargs)
 
 
 def run_with(settings: Settings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

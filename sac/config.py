@@ -74,7 +74,7 @@ class FullConfig:
 
     def __post_init__(self) -> None:
         read = read_keys({name: getattr(self, name) for name in FULL_CONFIG_KEYS}, "FullConfig")
-        _refuse(_full_conflicts(read), "FullConfig")
+        refuse(_full_conflicts(read), "FullConfig")
         read["transfers"] = transfers = TransfersByDevice(read["host_memory"])
         buffer = ContiguousBuffer(read["num_checkpoints"]) if "contiguous" in read["store"] else None
         read["placement"] = OnHost(transfers) if "host" in read["store"] else buffer
@@ -100,7 +100,8 @@ def _full_conflicts(values: Mapping[str, Any]) -> Iterator[Conflict]:
     yield has_count and not is_contiguous, "num_checkpoints", found, "choose store contiguous, or leave it out"
 
 
-def _refuse(conflicts: Iterable[Conflict], where: str) -> None:
+def refuse(conflicts: Iterable[Conflict], where: str) -> None:
+    """Raise ``ConfigError`` with the conflicts that there are; ``where`` is the place above their keys."""
     problems = [Problem(f"{where}.{name}", found, fix=fix) for is_wrong, name, found, fix in conflicts if is_wrong]
     if problems:
         raise ConfigError(problems)
@@ -211,7 +212,7 @@ def parse_config(value: Any) -> Config:
 def _parse_mapping(value: Mapping[Any, Any]) -> Config:
     read = read_keys(value, WHERE)
     values = DEFAULTS | read
-    _refuse([*_conflicts(read.get("mode"), values), *_full_conflicts(values)], WHERE)
+    refuse([*_conflicts(read.get("mode"), values), *_full_conflicts(values)], WHERE)
     own, call, full = ({name: values[name] for name in names} for names in (OWN_KEYS, CALL_KEYS, FULL_CONFIG_KEYS))
     config = FullConfig(**full)
     config.transfers.strict = values["strict"]

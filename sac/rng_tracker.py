@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -124,6 +125,15 @@ class RngTracker:
             found, fix = f"{self._current_state_name!r} is in use", "call it outside of every fork"
             raise ConfigError(Problem("RngTracker.reset", found, fix=fix))
         self._states, self._seeds = {}, set()
+
+
+CudaRNGStatesTracker = RngTracker  # as TransformerEngine, Megatron-Core and DeepSpeed call theirs
+
+
+@cache
+def process_tracker() -> RngTracker:
+    """Return the one tracker of this process, for the accelerator if there is one, else for the CPU."""
+    return RngTracker()
 
 
 def _device_of(device: Any) -> torch.device:

@@ -383,7 +383,10 @@ in_kernel: Any = _fake_tensor.in_kernel_invocation_manager
 
 # -- Calls of autograd functions
 
-# `Function.apply` ends in `super().apply(...)`: an `apply` on this base class sees every
-# call, with its defaults bound (torch 2.11 to 2.13).
-SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
 apply_function: Any = vars(_C._FunctionBase)["apply"]  # passes the class on: `apply_function(cls, *args)`
+
+# An `apply` on these classes sees every call. In 2.11 to 2.13 `Function.apply` ends in `super().apply(...)`, and Dynamo
+# tests what it is; in 2.15 it is the method above itself.
+FUNCTION_CLASSES: list[Any] = [torch.autograd.function._SingleLevelFunction]
+if vars(torch.autograd.Function)["apply"] is apply_function:
+    FUNCTION_CLASSES.append(torch.autograd.Function)

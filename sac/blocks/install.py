@@ -283,6 +283,11 @@ def regions_of(model: nn.Module) -> Iterator[InstalledRegion]:
                 yield InstalledRegion(region, forward.applied)
 
 
+def has_regions(model: nn.Module) -> bool:
+    """Return whether there are regions on ``model``."""
+    return next(regions_of(model), None) is not None
+
+
 def remove(model: nn.Module) -> nn.Module:
     """Remove every region from ``model``, undo the other changes of ``sac.apply``, and return the model.
 

@@ -1,7 +1,5 @@
 """DeepSpeed's activation checkpointing (``deepspeed.checkpointing``), implemented with ``sac.checkpoint``.
 
-``import sac.compat.deepspeed as checkpointing`` replaces ``from deepspeed import checkpointing``.
-
 Differences: arguments do not change for the caller, have any structure and any number of elements; autocast is
 restored; a region keeps the settings of its call; ``checkpoint_in_cpu`` needs no partitioning; an unknown key of the
 config is an error; a wrong configuration changes nothing.
@@ -17,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,11 +23,12 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook
 
 from sac.checkpointing import run_with
-from sac.config import DEFAULT_CONFIG, FullConfig, settings_of
+from sac.config import DEFAULT_CONFIG, FullConfig, refuse, settings_of
 from sac.config_keys import CONFIG_KEYS, read_keys
 from sac.engine.settings import Settings
 from sac.errors import ConfigError, Problem
-from sac.full import RngTracker, seed_model_parallel
+from sac.rng_tracker import CudaRNGStatesTracker, seed_model_parallel
+from sac.rng_tracker import process_tracker as get_cuda_rng_tracker
 from sac.torch_private import tree_leaves, when_backward_ends
 
 __all__ = [
@@ -38,22 +36,23 @@ __all__ = [
     "model_parallel_cuda_manual_seed", "non_reentrant_checkpoint", "reset",
 ]  # fmt: skip
 
-CudaRNGStatesTracker = RngTracker
-
 _NAME = "deepspeed.configure"
-_THEIRS = "deepspeed.runtime.activation_checkpointing.checkpointing"
-_log = logging.getLogger("sac.deepspeed")
+_OPTIONS: dict[str, Any] = {"use_reentrant": True, "get_rng_state_tracker": get_cuda_rng_tracker}
 
-# The arguments of ``configure``, with their keys in the section of a config file.
+# The configuration of this process, which DeepSpeed keeps in globals; `flags` are arguments of `configure`.
+_PLAIN = settings_of(DEFAULT_CONFIG, _NAME, **_OPTIONS)
+_process = SimpleNamespace(settings=_PLAIN, config=DEFAULT_CONFIG, flags={}, mpu=None)
+
+# The keys in the section of a config file, with the arguments of ``configure``.
 _KEYS = {
     "partition_activations": "partition_activations",
-    "contiguous_checkpointing": "contiguous_memory_optimization",
-    "num_checkpoints": "number_checkpoints",
-    "checkpoint_in_cpu": "cpu_checkpointing",
-    "synchronize": "synchronize_checkpoint_boundary",
+    "contiguous_memory_optimization": "contiguous_checkpointing",
+    "number_checkpoints": "num_checkpoints",
+    "cpu_checkpointing": "checkpoint_in_cpu",
+    "synchronize_checkpoint_boundary": "synchronize",
     "profile": "profile",
 }
-_READERS = dict.fromkeys(_KEYS, CONFIG_KEYS["strict"]) | {"num_checkpoints": CONFIG_KEYS["num_checkpoints"]}
+_READERS = dict.fromkeys(_KEYS.values(), CONFIG_KEYS["strict"]) | {"num_checkpoints": CONFIG_KEYS["num_checkpoints"]}
 
 
 def configure(
@@ -80,7 +79,7 @@ def configure(
 
     Raises ``ConfigError``; then nothing has changed.
     """
-    given = {name: value for name, value in locals().items() if name in _KEYS and value is not None}
+    given = {name: value for name, value in locals().items() if name in _READERS and value is not None}
     flags = _section_of(deepspeed_config) | read_keys(given, _NAME, _READERS)
     count = flags.pop("num_checkpoints", None)
     mpu, options = mpu_ if mpu_ is not None else _process.mpu, _OPTIONS
@@ -103,19 +102,18 @@ def _section_of(config: Any) -> dict[str, Any]:
         except (OSError, ValueError) as error:
             raise ConfigError(Problem(where, f"it cannot be read as JSON: {error}")) from error
     section = config.get("activation_checkpointing", {}) if isinstance(config, Mapping) else config
-    readers = {key: _READERS[name] for name, key in _KEYS.items()}
+    readers = {key: _READERS[name] for key, name in _KEYS.items()}
     values = read_keys(section, f"{where}: activation_checkpointing", readers)
-    return {name: values[key] for name, key in _KEYS.items() if key in values}
+    return {_KEYS[key]: value for key, value in values.items()}
 
 
 def _ask(mpu: Any, what: str) -> Any:
     """Return the ``rank``, ``group`` or ``world_size`` of an ``mpu`` object; raises ``ConfigError`` if it has none."""
-    for kind in ("tensor_model", "slice", "model"):
-        method = getattr(mpu, f"get_{kind}_parallel_{what}", None)
-        if method is not None:
-            return method()
-    found = f"a {type(mpu).__name__} has no get_model_parallel_{what}"
-    raise ConfigError(Problem(f"{_NAME}.mpu_", found, fix="add it; get_tensor_model_parallel_… will do too"))
+    names = (f"get_{kind}_parallel_{what}" for kind in ("tensor_model", "slice", "model"))
+    method: Any = next((getattr(mpu, name) for name in names if hasattr(mpu, name)), None)
+    found, fix = f"a {type(mpu).__name__} has no get_model_parallel_{what}", "add it, or get_tensor_model_parallel_…"
+    refuse([(method is None, "mpu_", found, fix)], _NAME)
+    return method()
 
 
 def _is_activation(position: int, tensor: torch.Tensor) -> bool:
@@ -167,7 +165,7 @@ def _single(output: Any) -> Any:
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings) -> Any:
-    theirs = sys.modules.get(_THEIRS)
+    theirs = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
     if theirs is not None:  # DeepSpeed's own layers fork its tracker
         settings = replace(settings, trackers=(*settings.trackers, theirs.get_cuda_rng_tracker))
     if not _process.flags.get("profile") and not _process.flags.get("synchronize"):
@@ -199,7 +197,7 @@ def _timed(name: str) -> Iterator[None]:
     yield
     took = (_now() - started) * 1e3
     if _process.flags.get("profile"):
-        _log.info("%s %.3f ms", name, took)
+        logging.getLogger("sac.deepspeed").info("%s %.3f ms", name, took)
 
 
 def _now() -> float:
@@ -207,12 +205,6 @@ def _now() -> float:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return time.perf_counter()
-
-
-@cache
-def get_cuda_rng_tracker() -> RngTracker:
-    """Return the tracker of this process, for the accelerator if there is one, else for the CPU."""
-    return RngTracker()
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
@@ -223,12 +215,3 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     """
     rank = 0 if _process.mpu is None else int(_ask(_process.mpu, "rank"))
     seed_model_parallel(seed, rank, tracker=get_cuda_rng_tracker())
-
-
-_OPTIONS: dict[str, Any] = {"use_reentrant": True, "get_rng_state_tracker": get_cuda_rng_tracker}
-_process = SimpleNamespace(  # the configuration of this process, which DeepSpeed keeps in globals
-    settings=settings_of(DEFAULT_CONFIG, _NAME, **_OPTIONS),
-    config=DEFAULT_CONFIG,
-    flags={},  # by argument of `configure`
-    mpu=None,
-)

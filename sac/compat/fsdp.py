@@ -1,8 +1,5 @@
 """torch's ``checkpoint_wrapper`` and ``apply_activation_checkpointing``, implemented with regions.
 
-``from sac.compat.fsdp import CheckpointImpl, apply_activation_checkpointing, checkpoint_wrapper`` replaces the import
-from ``torch.distributed.algorithms._checkpoint.checkpoint_wrapper``.
-
 Differences: there is no wrapper. The module itself becomes a region and is returned, so its class, its name and the
 names of its parameters stay, and ``sac.remove`` removes the region. Buffers advance once, routing ops keep their
 results, and a model's K/V cache is turned off. What a wrapper can do and a region cannot is an error.
@@ -11,7 +8,7 @@ results, and a model's K/V cache is turned off. What a wrapper can do and a regi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,10 +19,10 @@ from torch.utils.checkpoint import noop_context_fn
 from sac.blocks.applying import put_regions
 from sac.blocks.stacks import is_callable
 from sac.checkpointing import checkpoint
-from sac.config import DEFAULT_CONFIG, FullConfig, settings_of
+from sac.config import DEFAULT_CONFIG, refuse, settings_of
 from sac.engine.compiled import checkpoint_contexts
 from sac.engine.region import FULL
-from sac.errors import ConfigError, Problem
+from sac.engine.settings import Settings
 from sac.policy.model import Policy
 from sac.torch_private import checkpoint_wrapper_module
 
@@ -33,8 +30,6 @@ __all__ = ["CheckpointImpl", "apply_activation_checkpointing", "checkpoint_wrapp
 
 CheckpointImpl: Any = checkpoint_wrapper_module().CheckpointImpl  # REENTRANT or NO_REENTRANT: how to recompute
 offload_wrapper: Any = checkpoint_wrapper_module().offload_wrapper
-
-_NAME = "checkpoint_wrapper"
 
 
 def checkpoint_wrapper(
@@ -51,36 +46,25 @@ def checkpoint_wrapper(
 
     Raises ``ConfigError`` for what a region cannot do, ``ModelError`` for a module that is already a region.
     """
-    _put(module, (module,), checkpoint_impl, checkpoint_fn, **checkpoint_fn_kwargs)
+    put_regions(module, (module,), *_read(checkpoint_impl, checkpoint_fn, **checkpoint_fn_kwargs))
     return module
 
 
-def _put(
-    model: nn.Module,
-    modules: Iterable[nn.Module],
-    checkpoint_impl: Any = CheckpointImpl.NO_REENTRANT,
-    checkpoint_fn: Any = None,
-    *,
-    context_fn: Any = noop_context_fn,
-    debug: bool = False,
-    config: FullConfig | None = None,
-    **options: Any,
-) -> None:
-    """Make the modules regions; the other arguments are those of ``checkpoint_wrapper``."""
-    policy = policy_of_contexts(context_fn)
+def _read(
+    checkpoint_impl: Any = CheckpointImpl.NO_REENTRANT, checkpoint_fn: Any = None, **options: Any
+) -> tuple[Policy, Settings]:
+    """Return what these arguments of ``checkpoint_wrapper`` mean."""
+    context_fn, config, _ = (options.pop(name, None) for name in ("context_fn", "config", "debug"))
+    policy, found = policy_of_contexts(context_fn), "a region cannot do this"
     options.setdefault("use_reentrant", checkpoint_impl is CheckpointImpl.REENTRANT)
-    legal: dict[str, str] = {}  # values of the arguments that are not
-    if not isinstance(checkpoint_impl, CheckpointImpl):
-        legal["checkpoint_impl"] = "a CheckpointImpl"
-    if checkpoint_fn not in (None, torch_checkpoint, checkpoint):
-        legal["checkpoint_fn"] = "torch's checkpoint, sac.checkpoint"
-    if policy is None or (policy is not FULL and options["use_reentrant"]):
-        legal["context_fn"] = (
-            "the result of sac.context_fn, for NO_REENTRANT; FullConfig(state=...) restores other state"
-        )
-    if legal:
-        raise ConfigError([Problem(f"{_NAME}.{name}", "a region cannot do this", legal[name]) for name in legal])
-    put_regions(model, modules, policy or FULL, settings_of(config or DEFAULT_CONFIG, _NAME, **options))
+    is_refused = policy is None or (policy is not FULL and options["use_reentrant"])
+    conflicts = [
+        (not isinstance(checkpoint_impl, CheckpointImpl), "checkpoint_impl", found, "pass a CheckpointImpl"),
+        (checkpoint_fn not in (None, torch_checkpoint, checkpoint), "checkpoint_fn", found, "pass sac.checkpoint"),
+        (is_refused, "context_fn", found, "pass the result of sac.context_fn (NO_REENTRANT), or FullConfig(state=...)"),
+    ]
+    refuse(conflicts, "checkpoint_wrapper")
+    return policy or FULL, settings_of(config or DEFAULT_CONFIG, "checkpoint_wrapper", **options)
 
 
 def policy_of_contexts(context_fn: Any) -> Policy | None:
@@ -105,7 +89,7 @@ def apply_activation_checkpointing(
 
     Raises what ``checkpoint_wrapper`` raises; with ``checkpoint_wrapper`` the model is then unchanged.
     """
-    wrapper = checkpoint_wrapper_fn if isinstance(checkpoint_wrapper_fn, partial) else partial(checkpoint_wrapper_fn)
+    wrapper = partial(checkpoint_wrapper_fn)  # of a `partial`, another with the same arguments
     is_ours = wrapper.func is checkpoint_wrapper and not wrapper.args
     together: list[nn.Module] = []  # equal layers share a decision table
 
@@ -118,4 +102,4 @@ def apply_activation_checkpointing(
     # torch's own function selects: it is what the script called before (private path, torch 1.12 to 2.13).
     checkpoint_wrapper_module().apply_activation_checkpointing(model, wrap, check_fn, auto_wrap_policy)
     if is_ours:
-        _put(model, together, **wrapper.keywords)
+        put_regions(model, together, *_read(**wrapper.keywords))

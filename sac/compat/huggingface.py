@@ -15,7 +15,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from sac.blocks.applying import refuse_second
-from sac.blocks.install import regions_of, remove
+from sac.blocks.install import has_regions, remove
 from sac.blocks.other_checkpointing import Switch, disable_guards, enable_guards, refuse_existing_checkpointing
 from sac.config import parse_config
 from sac.errors import ConfigError, ModelError, Problem
@@ -23,8 +23,6 @@ from sac.planner.controller import apply
 from sac.reporting import report
 
 __all__ = ["SacCallback", "take_over"]
-
-_log = logging.getLogger(__name__)
 
 # Each with the name that transformers 5 deprecates.
 _ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
@@ -56,13 +54,13 @@ class SacCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Apply the value to a model that ``model_init`` has made."""
         self._told = False
-        if not _is_on(model):
+        if not has_regions(model):
             apply(model, self.value)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Log the report, once per training."""
-        if not self._told and _is_on(model) and state.is_world_process_zero:
-            _log.info("%s", report(model))
+        if not self._told and has_regions(model) and state.is_world_process_zero:
+            logging.getLogger(__name__).info("%s", report(model))
         self._told = True
 
 
@@ -107,12 +105,8 @@ class _TakenOver(Switch):
         given |= activation_checkpointing_kwargs or gradient_checkpointing_kwargs or {}
         value = given if "mode" in given else {**self.value, **given}
         parse_config(value)
-        if _is_on(self.model):
+        if has_regions(self.model):
             remove(self.model)
             take_over(self.model, self.value)
         if self.name in _ENABLE:
             apply(self.model, value)
-
-
-def _is_on(model: nn.Module) -> bool:
-    return any(True for _ in regions_of(model))

@@ -15,15 +15,13 @@ except ImportError:  # the old name of the package
     from pytorch_lightning.callbacks import Callback  # type: ignore[assignment]
     from pytorch_lightning.utilities.model_helpers import is_overridden
 
-from sac.blocks.install import regions_of
+from sac.blocks.install import has_regions
 from sac.config import parse_config
 from sac.config_keys import CONFIG_KEYS, read_keys
 from sac.planner.controller import apply
 from sac.reporting import report
 
 __all__ = ["SacCallback"]
-
-_log = logging.getLogger(__name__)
 
 
 class SacCallback(Callback):
@@ -51,17 +49,17 @@ class SacCallback(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Apply the value to a module that ``configure_model`` has completed."""
-        if not self._is_put_on or not any(True for _ in regions_of(pl_module)):
+        if not self._is_put_on or not has_regions(pl_module):
             apply(pl_module, self.value)
         self._is_put_on, self._told = True, False
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log the report, once per fit, and its figures if they are due."""
         is_due = self.log_every is not None and (batch_idx + 1) % self.log_every == 0
-        if trainer.is_global_zero and (is_due or not self._told) and any(True for _ in regions_of(pl_module)):
+        if trainer.is_global_zero and (is_due or not self._told) and has_regions(pl_module):
             found = report(pl_module)
             if not self._told:
-                _log.info("%s", found)
+                logging.getLogger(__name__).info("%s", found)
             for logger in trainer.loggers if is_due else ():
                 logger.log_metrics(found.scalars(), step=trainer.global_step)
         self._told = True

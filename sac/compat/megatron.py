@@ -1,9 +1,6 @@
 """Megatron-Core's activation checkpointing (``megatron.core.tensor_parallel``), implemented with ``sac.checkpoint``.
 
-``from sac.compat.megatron import checkpoint`` replaces the import from ``megatron.core``.
-
 If Megatron-Core is loaded in this process, its tensor-parallel group, ranks and tracker of random states are used.
-Without it, pass the ranks to ``model_parallel_cuda_manual_seed``; to scatter, use ``sac.checkpoint(tp_group=…)``.
 
 Intentional differences: regions are non-reentrant; the caller's tensor is not touched; autocast is restored, and FP8
 state of TransformerEngine, whatever ``fp8`` says; arguments and results have any structure.
@@ -14,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,12 +19,11 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sac.checkpointing import run_with
-from sac.config import DEFAULT_CONFIG, settings_of
+from sac.checkpointing import run_as
 from sac.engine.untraced import never_compiled
 from sac.errors import ConfigError, Problem, RegionError, warn
-from sac.full import RngTracker, seed_model_parallel
 from sac.outer_hooks import OuterPacked, active_hooks, fetch
+from sac.rng_tracker import CudaRNGStatesTracker, process_tracker, seed_model_parallel
 from sac.tensors import Place, place_of, plain_address, version_of, version_watch
 from sac.torch_private import SAVED_TENSOR_PREFIX, SHOWS_SAVED_TENSORS, next_node_number, tree_leaves
 
@@ -36,11 +32,7 @@ __all__ = [
     "model_parallel_cuda_manual_seed",
 ]  # fmt: skip
 
-CudaRNGStatesTracker = RngTracker
-
 _RANDOM = "megatron.core.tensor_parallel.random"
-
-_own_tracker = cache(RngTracker)
 
 
 def get_cuda_rng_tracker(*flags: bool, **named: bool) -> Any:
@@ -53,24 +45,21 @@ def get_cuda_rng_tracker(*flags: bool, **named: bool) -> Any:
     if any((*flags, *named.values())):
         found, fix = "this type of tracker belongs to Megatron", "leave the flags out, or import megatron"
         raise ConfigError(Problem("megatron.get_cuda_rng_tracker", found, fix=fix))
-    return _own_tracker()
+    return process_tracker()
 
 
 def model_parallel_cuda_manual_seed(seed: int, *flags: bool, **named: Any) -> None:
     """Seed the default generator and the streams of ``get_cuda_rng_tracker``; see ``sac.full.seed_model_parallel``.
 
     The arguments are those of Megatron's function, which does the seeding if Megatron is loaded. Otherwise ``tp_rank``
-    is needed, ``ep_rank`` is 0 by default, and ``etp_rank`` is ``tp_rank``. Raises ``ConfigError`` without ``tp_rank``.
+    is needed, ``ep_rank`` is 0 by default, and ``etp_rank`` is ``tp_rank``.
     """
     if _RANDOM in sys.modules:
         sys.modules[_RANDOM].model_parallel_cuda_manual_seed(seed, *flags, **named)
         return
-    tp_rank, ep_rank, etp_rank = (named.pop(name, None) for name in ("tp_rank", "ep_rank", "etp_rank"))
-    if tp_rank is None:
-        where, found = "megatron.model_parallel_cuda_manual_seed.tp_rank", "the rank in the group is not known"
-        raise ConfigError(Problem(where, found, fix="pass it, or import megatron"))
-    etp_rank = etp_rank if etp_rank is not None else tp_rank
-    seed_model_parallel(seed, tp_rank, ep_rank or 0, etp_rank, tracker=get_cuda_rng_tracker(*flags, **named))
+    tp, ep, etp = (named.pop(name, None) for name in ("tp_rank", "ep_rank", "etp_rank"))
+    tracker = get_cuda_rng_tracker(*flags, **named)
+    seed_model_parallel(seed, tp, ep or 0, tp if etp is None else etp, tracker=tracker)
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool | None, *args: Any) -> Any:
@@ -89,12 +78,10 @@ def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool 
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    settings = settings_of(DEFAULT_CONFIG, "megatron.checkpoint", get_rng_state_tracker=get_cuda_rng_tracker, **options)
+    options["get_rng_state_tracker"] = get_cuda_rng_tracker
     takes_discardable = _discardable and any(plain_address(leaf) in _discardable for leaf in tree_leaves(args))
     with saved_tensors_hooks(_pack, fetch) if takes_discardable and active_hooks() is None else nullcontext():
-        return run_with(settings, function, args, kwargs)
+        return run_as("megatron.checkpoint", function, args, kwargs, **options)
 
 
 # -- Regions whose outputs are released until backward
@@ -113,9 +100,9 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 class CheckpointWithoutOutput:
     """One region whose output is released once its consumers have run, and recomputed in backward.
 
-    Intentional differences from Megatron: FP8 state is always restored. No storage is resized: the output's memory is
-    freed with the caller's own references, consumers that do not lead to the hook tensor keep what they saved, and a
-    wrong hook tensor causes a warning. Each region discards its own output, also in a chain: there is no manager.
+    Intentional differences: no storage is resized, so the output's memory is freed with the caller's own references,
+    and consumers that do not lead to the hook tensor keep what they saved; a wrong hook tensor causes a warning. Each
+    region discards its own output, also in a chain: there is no manager.
     """
 
     def __init__(self, fp8: Any = False) -> None:
@@ -153,12 +140,11 @@ class CheckpointWithoutOutput:
             if node in nodes:
                 continue
             nodes.add(node)
-            if node._sequence_nr() < outputs[0].number:  # from before the region: a thread numbers nodes in order
-                continue
-            waiting += (following for following, _ in node.next_functions)
-            for saved in _saved_in(node):
-                if (output := unchanged.get(plain_address(saved.data))) is not None:
-                    saved.register_hooks(output.hold, fetch)
+            if node._sequence_nr() >= outputs[0].number:  # not from before the region: numbers go up in each thread
+                waiting += (following for following, _ in node.next_functions)
+                for saved in _saved_in(node):
+                    if (output := unchanged.get(plain_address(saved.data))) is not None:
+                        saved.register_hooks(output.hold, fetch)
         starts = {output.start for output in outputs} - {None}
         reason = "" if SHOWS_SAVED_TENSORS else "this version of torch does not show what its graph has saved"
         if starts and not starts & nodes:
@@ -171,9 +157,8 @@ class CheckpointWithoutOutput:
 
 def _saved_in(node: Any) -> Iterator[Any]:
     """Yield the saved tensors of a graph node, except those that hooks hold: reading these could recompute them."""
-    names = [name for name in dir(type(node)) if name.startswith(SAVED_TENSOR_PREFIX)]
-    for name in names if SHOWS_SAVED_TENSORS else ():
-        found = getattr(node, name)
+    for name in dir(type(node)) if SHOWS_SAVED_TENSORS else ():
+        found = getattr(node, name) if name.startswith(SAVED_TENSOR_PREFIX) else None
         for saved in found if isinstance(found, (tuple, list)) else (found,):
             if saved is not None and saved.unpack_hook is None and saved.data is not None:
                 yield saved
@@ -194,7 +179,7 @@ class _Output:
     def __init__(self, tensor: torch.Tensor, again: Callable[[], torch.Tensor]) -> None:
         self.again, self.start, self.watch = again, tensor.grad_fn, version_watch(tensor)
         self.number = next_node_number()  # of the first node after the region
-        self.address, self.version, *self.layout = _place_in_memory(tensor)
+        self.address, self.version, self.layout = plain_address(tensor), version_of(tensor), _layout(tensor)
         self.keeps_address = StorageWeakRef(tensor.untyped_storage())  # which is then not given to other memory
 
     def hold(self, tensor: torch.Tensor) -> OuterPacked:
@@ -208,18 +193,17 @@ class _Output:
         memory, which is then not the region's own, and was written to.
         """
         tensor = self.again()
-        address, version, *layout = _place_in_memory(tensor)
-        if layout != self.layout or (address == self.address and version != self.version):
-            found = f"a discarded output was {self.layout} and is {layout} in recomputation, or was written to"
+        is_written = plain_address(tensor) == self.address and version_of(tensor) != self.version
+        if is_written or _layout(tensor) != self.layout:
+            found = f"a discarded output was {self.layout} and is {_layout(tensor)} in recomputation, or was written to"
             fix = "let the region make its results in the same way in both passes, in memory of their own"
             raise RegionError(Problem("region", found, fix=fix))
         with torch.no_grad():
             return tensor.new_empty(0, dtype=part[0]).set_(tensor.untyped_storage(), *part[1])
 
 
-def _place_in_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return address and version of a tensor's storage, and the tensor's layout in it."""
-    return plain_address(tensor), version_of(tensor), *place_of(tensor), tensor.untyped_storage().nbytes()
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return *place_of(tensor), tensor.untyped_storage().nbytes()
 
 
 _discardable: WeakValueDictionary[int | None, _Output] = WeakValueDictionary()  # by storage address

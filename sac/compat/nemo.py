@@ -1,13 +1,9 @@
 """NeMo Automodel's activation checkpointing, implemented with regions.
 
-``from sac.compat.nemo import …`` replaces the import from
-``nemo_automodel.components.distributed.activation_checkpointing``.
-
 Differences: nothing is wrapped. The layers themselves become regions, so lists of them stay valid and ``sac.remove``
-removes the regions. A policy file (that of the model's family, if there is one) decides what is saved; ``SAC_TRACE``
-and ``sac.report`` show the decisions. Regions restore attention backends and run ops that appear only in recomputation,
-so the functions that make context functions and those that let ops be ignored are for remaining calls of torch's own
-``checkpoint``.
+removes the regions. The policy of the model's family decides what is saved. Regions restore attention backends and run
+ops that appear only in recomputation, so the functions that make context functions and those that let ops be ignored
+are for remaining calls of torch's own ``checkpoint``.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
@@ -27,10 +23,10 @@ from sac.blocks.kv_cache import is_attention, shares_kv, turn_off_cache
 from sac.blocks.paths import Node, children_of, root_node
 from sac.blocks.stacks import is_callable
 from sac.compat.fsdp import policy_of_contexts
-from sac.config import family_policy
+from sac.config import family_policy, refuse
 from sac.engine.flags import BackendFlags
 from sac.engine.region import FULL
-from sac.errors import ConfigError, ModelError, Problem, warn
+from sac.errors import ModelError, Problem, warn
 from sac.ops.registry import find_op
 from sac.policy.model import Policy
 from sac.torch_private import WRAPPED_MODULE, ignored_ops
@@ -43,10 +39,9 @@ __all__ = [
     "transformer_engine_attention_backend_snapshot_context_fn", "unwrap_checkpoint_wrapper",
 ]  # fmt: skip
 
-Contexts: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-
 #: NeMo's flag on wrappers that are compiled as a whole. Nothing has it here: a region is compiled with its layer.
 SELECTIVE_AC_WRAPPER_FLAG = "_nemo_selective_ac"
+_DISABLED = "_nemo_disable_activation_checkpointing"  # NeMo's flag on layers that are not to be checkpointed
 
 
 def is_selective_activation_checkpointing(activation_checkpointing: object) -> bool:
@@ -59,10 +54,9 @@ def make_selective_checkpoint_context_fn() -> Callable[[], Any]:
     return context_fn("general")
 
 
-def unwrap_checkpoint_wrapper(module: nn.Module) -> nn.Module:
+def unwrap_checkpoint_wrapper(module: nn.Module) -> Any:
     """Return the module inside torch's ``checkpoint_wrapper``, or ``module`` itself: a region has no wrapper."""
-    inner: nn.Module = getattr(module, WRAPPED_MODULE, module)
-    return inner
+    return getattr(module, WRAPPED_MODULE, module)
 
 
 class _AsInForward(ExitStack):
@@ -78,27 +72,21 @@ class _AsInForward(ExitStack):
         return self
 
 
-def sdpa_backend_snapshot_context_fn() -> Contexts:
-    """Return the two contexts of a checkpointed call that starts now; the second restores what selects kernels."""
-    return transformer_engine_attention_backend_snapshot_context_fn()
-
-
 def transformer_engine_attention_backend_snapshot_context_fn(
-    context_fn: Callable[[], Contexts] | None = noop_context_fn,
-) -> Contexts:
+    context_fn: Callable[[], Any] | None = noop_context_fn,
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of ``context_fn``; the second one also restores what selects kernels."""
     forward, recompute = (context_fn or noop_context_fn)()
     return forward, _AsInForward(recompute)
 
 
+sdpa_backend_snapshot_context_fn = transformer_engine_attention_backend_snapshot_context_fn  # which restores all of it
+
+
 # The ops with which FSDP2 gathers parameters: in recomputation only, if the forward found them prefetched.
 _GATHERING = (
-    "fsdp.all_gather_copy_in.default fsdp.split_with_sizes_copy.default fsdp.chunk_cat.default fsdp.copy_.default "
-    "c10d._allgather_base_.default aten.empty.memory_format aten.empty_like.default aten.view.default"
-)
-_RANGES = (
-    "profiler._record_function_enter.default profiler._record_function_enter_new.default "
-    "profiler._record_function_exit.default profiler._record_function_exit._RecordFunction"
+    "fsdp.all_gather_copy_in fsdp.split_with_sizes_copy fsdp.chunk_cat fsdp.copy_ c10d._allgather_base_ "
+    "aten.empty.memory_format aten.empty_like aten.view"
 )
 
 
@@ -109,7 +97,8 @@ def ignore_sac_ops(ops: Iterable[object | None]) -> None:
 
 def ensure_profiler_ops_sac_ignored() -> None:
     """Let torch's own selective checkpointing ignore the ops of ``record_function``."""
-    ignore_sac_ops(map(find_op, _RANGES.split()))
+    names = ("enter", "enter_new", "exit", "exit._RecordFunction")
+    ignore_sac_ops(find_op(f"profiler._record_function_{name}") for name in names)
 
 
 def ensure_fsdp_ops_sac_ignored() -> None:
@@ -153,11 +142,10 @@ def apply_full_layer_checkpointing_to_layers(model: nn.Module, layers: list[nn.M
 
 def _put_on_layers(model: nn.Module, layers: list[nn.Module], policy: Policy, *, has_kv_sharing: bool) -> None:
     if has_kv_sharing and layers:
-        found = "these layers share keys and values, so that attention cannot be recomputed"
-        warn(f"{found}: their other sub-modules are recomputed as a whole")
+        warn("these layers share keys and values, so that attention cannot be recomputed; their other parts are")
         apply_submodule_checkpointing(layers, has_kv_sharing)
     else:
-        put_regions(model, _not_disabled(layers), policy)
+        put_regions(model, (layer for layer in layers if not getattr(layer, _DISABLED, False)), policy)
 
 
 def apply_submodule_checkpointing(
@@ -175,26 +163,19 @@ def apply_submodule_checkpointing(
     Raises ``ConfigError`` for another ``context_fn``; ``ModelError``, with nothing changed, for parts that are already
     regions, and if there are no parts.
     """
-    restores = (sdpa_backend_snapshot_context_fn, transformer_engine_attention_backend_snapshot_context_fn)
-    inner = context_fn
-    if isinstance(inner, partial) and inner.func is restores[1]:
+    inner, restores = context_fn, sdpa_backend_snapshot_context_fn
+    if isinstance(inner, partial) and inner.func is restores:
         inner = next(iter((*inner.args, *inner.keywords.values())), None)
-    policy = FULL if inner in restores else policy_of_contexts(inner)
-    if policy is None:
-        found = f"{inner!r} makes its own contexts around forward and recomputation, which regions do not enter"
-        fix = "choose per op with context_fn=sac.context_fn(policy), or leave it out"
-        raise ConfigError(Problem("apply_submodule_checkpointing.context_fn", found, fix=fix))
-    layers = _not_disabled(layers)
+    policy = FULL if inner is restores else policy_of_contexts(inner)
+    found = f"{inner!r} makes its own contexts around forward and recomputation, which regions do not enter"
+    fix = "choose per op with context_fn=sac.context_fn(policy), or leave it out"
+    refuse([(policy is None, "context_fn", found, fix)], "apply_submodule_checkpointing")
+    layers = [layer for layer in layers if not getattr(layer, _DISABLED, False)]
     parts = tuple(part for layer in layers for part in _parts(root_node(layer), without_attention=has_kv_sharing))
     if layers and not parts:
         found = "the layers have no sub-modules with parameters that could be regions"
         raise ModelError(Problem("apply_submodule_checkpointing", found))
-    put_regions(nn.ModuleList(layers), parts, policy)
-
-
-def _not_disabled(layers: list[nn.Module]) -> list[nn.Module]:
-    """Return the layers that NeMo has not flagged as not to be checkpointed."""
-    return [layer for layer in layers if not getattr(layer, "_nemo_disable_activation_checkpointing", False)]
+    put_regions(nn.ModuleList(layers), parts, policy or FULL)
 
 
 def _parts(node: Node, *, without_attention: bool) -> Iterator[nn.Module]:

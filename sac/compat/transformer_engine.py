@@ -1,7 +1,5 @@
 """TransformerEngine's ``checkpoint``, implemented with ``sac.checkpoint``.
 
-``from sac.compat.transformer_engine import checkpoint`` replaces the import from ``transformer_engine``.
-
 Intentional differences: the caller's tensors are never touched; activations are scattered in both modes, for any
 function, number of elements, strides and device. FP8 state (scales, histories of maxima, the autocast with its recipe
 and group) is that of the forward in recomputation, for backwards in the order of their forwards, and advances once. A
@@ -18,16 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import noop_context_fn
 
-from sac.checkpointing import run_with
-from sac.config import DEFAULT_CONFIG, settings_of
+from sac.checkpointing import run_as
+from sac.config_keys import CALL_DEFAULTS
 from sac.errors import ConfigError, Problem
-from sac.full import RngTracker
+from sac.rng_tracker import CudaRNGStatesTracker
 
 __all__ = ["CudaRNGStatesTracker", "checkpoint"]
-
-CudaRNGStatesTracker = RngTracker
-
-_NAME = "transformer_engine.checkpoint"
 
 
 def checkpoint(
@@ -57,20 +51,10 @@ def checkpoint(
         warnings.warn(f"{text}: by position they will be arguments of the function", DeprecationWarning, stacklevel=2)
         distribute_saved_activations, get_rng_state_tracker, tp_group, *rest = args
         args = tuple(rest)
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    if context_fn is not noop_context_fn:
+    if context_fn is not noop_context_fn and torch.is_grad_enabled():
         fix = 'choose per op with sac.apply(model, "selective"), or put state back with FullConfig(state=...)'
-        raise ConfigError(Problem(f"{_NAME}.context_fn", "its contexts are not entered", fix=fix))
+        raise ConfigError(Problem("transformer_engine.checkpoint.context_fn", "its contexts are not entered", fix=fix))
     if distribute_saved_activations is True and tp_group is None and dist.is_available() and dist.is_initialized():
         tp_group = dist.group.WORLD
-    settings = settings_of(
-        DEFAULT_CONFIG,
-        _NAME,
-        use_reentrant=use_reentrant,
-        distribute_saved_activations=distribute_saved_activations,
-        tp_group=tp_group,
-        get_rng_state_tracker=get_rng_state_tracker,
-        determinism_check=determinism_check,
-    )
-    return run_with(settings, function, args, kwargs)
+    options = {name: value for name, value in locals().items() if name in CALL_DEFAULTS}
+    return run_as("transformer_engine.checkpoint", function, args, kwargs, **options)

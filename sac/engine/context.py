@@ -94,7 +94,7 @@ def _forward(
     outer = _hooks_around()
     frame = Region(group, "").frame(function, owners, settings, outer)
     frame.begin(args, kwargs, outer)
-    with frame.recording(), frame.function.forward() if isinstance(frame.function, Fp8Function) else nullcontext():
+    with frame.recording(), frame.function.entered() if isinstance(frame.function, Fp8Function) else nullcontext():
         yield
     frame.end()
 

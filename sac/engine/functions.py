@@ -38,7 +38,7 @@ from sac.ops.facts import OpTraits
 from sac.policy.model import Decision
 from sac.tensors import copy_of, detached, is_wrapper, storage_address, storage_bytes, tensors_of
 from sac.torch_private import (
-    SingleLevelFunction,
+    FUNCTION_CLASSES,
     UnseenByModes,
     apply_function,
     compiler_is_tracing,
@@ -51,16 +51,15 @@ _COMPILED = "CompiledFunction"  # the class of AOTAutograd's Functions (torch 2.
 
 
 def install() -> None:
-    """Have ``Function.apply``, which ends in ``super().apply``, come by here.
+    """Have each call of an autograd Function come by here."""
+    if "apply" not in vars(FUNCTION_CLASSES[0]):
+        _called.__name__ = "apply"  # Dynamo reads it
+        for owner in FUNCTION_CLASSES:
+            owner.apply = classmethod(_called)
 
-    The class itself stays as it is, since Dynamo tests what its ``apply`` is.
-    """
-    if "apply" not in vars(SingleLevelFunction):
-        SingleLevelFunction.apply = classmethod(_called)
 
-
-def _called(cls: Any, *args: Any) -> Any:
-    mode, call, name = _recorder(), functools.partial(apply_function, cls), f"function {cls.__qualname__}"
+def _called(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    mode, call, name = _recorder(), functools.partial(apply_function, cls, **kwargs), f"function {cls.__qualname__}"
     active = active_mode()
     if active is not None and cls.__name__ == _COMPILED:
         active.compiled_graphs += 1
@@ -69,7 +68,8 @@ def _called(cls: Any, *args: Any) -> Any:
         out = call(*args)
         active.spans.append((range(first, len(active.tape.sites)), name, active.path))
         return out
-    if mode is None or cls.__module__.startswith("torch.distributed."):  # only ops, and wrappers around their results
+    # Those of torch.distributed are only ops, and wrappers around their results.
+    if mode is None or cls.__module__.startswith("torch.distributed.") or [*tensors_in(kwargs)]:
         return call(*args)
     site = _site(mode, cls, name, function=f"{cls.__module__}.{cls.__qualname__}")
     return UnitCall(mode, site, (mode.path, cls), call, args).run(lambda: call(*args))

@@ -77,6 +77,24 @@ def test_a_saved_function_is_not_called_again(way: str, name: str) -> None:
     assert sac.report(model).saved_bytes_by_rule() == {"cubed": 2 * ROWS * WIDTH * 4}
 
 
+@pytest.mark.parametrize("way", [OPS, KERNEL, OWN_MEMORY])
+@pytest.mark.parametrize("names_tensor", [False, True])
+def test_a_function_may_be_called_with_keywords(way: str, names_tensor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If one is a tensor, it is no unit that rules name: as if the function's results came from outside."""
+
+    def forward(block: Block, x: Tensor) -> Tensor:
+        h = block.inner(x).tanh()
+        out = Cubed.apply(x=h, way=block.way) if names_tensor else Cubed.apply(h, way=block.way)
+        return x + block.out(out.sin())
+
+    monkeypatch.setattr(Block, "forward", forward)
+    expected, _ = trained(way, None)
+    rule = {"id": "cubed", "function": "Cubed", "do": "save", "optional": names_tensor}
+    found, _ = trained(way, [rule])
+    assert all(map(torch.equal, expected, found))
+    assert names_tensor or calls == ["forward"] * 2
+
+
 @pytest.mark.parametrize("way", [KERNEL, OWN_MEMORY])
 def test_a_function_that_no_rule_saves_is_called_again_if_it_is_a_kernel(way: str) -> None:
     expected, _ = trained(way, None)

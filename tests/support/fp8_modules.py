@@ -102,7 +102,9 @@ class FP8GlobalStateManager:
 
 
 @contextmanager
-def autocast(enabled: bool = True, recipe: Recipe | None = None, amax_reduction_group: Any = None) -> Iterator[None]:
+def autocast(
+    enabled: bool = True, calibrating: bool = False, recipe: Recipe | None = None, amax_reduction_group: Any = None
+) -> Iterator[None]:
     state = FP8GlobalStateManager.state
     before = state.enabled, state.recipe, state.is_first_module
     state.is_first_module = state.depth == 0 or state.is_first_module
@@ -211,7 +213,7 @@ def own_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
     @contextmanager
     def again() -> Iterator[None]:
-        with recompute_flags(True), autocast(enabled, recipe):
+        with recompute_flags(True), autocast(enabled, recipe=recipe):
             yield
 
     with set_checkpoint_early_stop(False):
@@ -221,10 +223,10 @@ def own_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 @pytest.fixture
 def fp8_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the model be the library that is loaded."""
-    library = SimpleNamespace(FP8GlobalStateManager=FP8GlobalStateManager, autocast=autocast)
-    contexts = SimpleNamespace(
-        get_activation_recompute_contexts=lambda: (recompute_flags(False), recompute_flags(True))
+    distributed = SimpleNamespace(
+        FP8GlobalStateManager=FP8GlobalStateManager,
+        get_activation_recompute_contexts=lambda: (recompute_flags(False), recompute_flags(True)),
     )
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.quantization", library)
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.distributed", contexts)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", SimpleNamespace(autocast=autocast))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.distributed", distributed)
     monkeypatch.setattr(FP8GlobalStateManager, "state", GlobalState())

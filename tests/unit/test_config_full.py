@@ -82,6 +82,8 @@ def test_illegal_values(given: dict[str, Any], text: str) -> None:
         ("distribute_saved_activations", "tp", f'distribute_saved_activations is "tp"{FLAG}'),
         ("preserve_rng_state", None, f"preserve_rng_state is empty{FLAG}"),
         ("early_stop", 0, f"early_stop is 0{FLAG}"),
+        ("early_stop", torch.ones(2), f"early_stop is a value of type Tensor{FLAG}"),
+        ("use_reentrant", torch.tensor(False), f"use_reentrant is a value of type Tensor{FLAG}"),
     ],
 )
 def test_illegal_switches(key: str, value: Any, text: str) -> None:

@@ -180,7 +180,7 @@ def mpu_of(group: Any) -> SimpleNamespace:
     return SimpleNamespace(**{f"get_tensor_model_parallel_{what}": answer for what, answer in answers.items()})
 
 
-FLAGS = dict.fromkeys(checkpointing._KEYS.keys() - {"num_checkpoints"}, True)
+FLAGS = dict.fromkeys({*checkpointing._KEYS.values()} - {"num_checkpoints"}, True)
 ON = (FLAGS, "host+contiguous", 4)
 
 

@@ -195,9 +195,9 @@ def is_linear(module: nn.Module) -> bool:
 
 CONTEXTS = {"context_fn": sac.context_fn("general"), "checkpoint_impl": ours.CheckpointImpl.REENTRANT}
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [  # what is given to checkpoint_wrapper, and what the error says of it
-    ({"checkpoint_impl": "reentrant"}, "checkpoint_impl: a region cannot do this\n    legal: a CheckpointImpl"),
+    ({"checkpoint_impl": "reentrant"}, "checkpoint_impl: a region cannot do this\n    fix: pass a CheckpointImpl"),
     ({"checkpoint_fn": len}, "checkpoint_fn: a region cannot do this"),
-    ({"context_fn": int}, "context_fn: a region cannot do this\n    legal: the result of sac.context_fn"),
+    ({"context_fn": int}, "context_fn: a region cannot do this\n    fix: pass the result of sac.context_fn"),
     (CONTEXTS, "context_fn: a region cannot do this"),
     ({"offload_to_cpu": True}, 'unknown key "offload_to_cpu"'),
     ({"config": {"store": "host"}}, "config: .* is not a FullConfig"),

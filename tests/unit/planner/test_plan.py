@@ -107,7 +107,7 @@ def test_explanation_adds_up() -> None:
 
 
 def test_plan_for_one_of_several_ranks() -> None:
-    model, inputs = Stack(), (X[:1],)
+    model, inputs = Stack(), (X[:1].clone(),)  # a view would count as the whole batch (torch 2.15)
     whole, part = (make_plan(model, inputs, "50%", device="h100", fsdp=ranks) for ranks in (None, 4))
     assert part.static < 0.5 * whole.static
     assert part.rows[0].peak <= part.budget
