@@ -75,8 +75,8 @@ class BackendFlags:
 
     def enter_on(self, stack: ExitStack) -> None:
         """Set the flags to these values, until ``stack`` is left."""
-        for (read, put), then in zip(_FLAGS, self._then, strict=True):
-            now = read()
+        before = [read() for read, _ in _FLAGS]
+        for (_, put), now, then in zip(_FLAGS, before, self._then, strict=True) if before != self._then else ():
             if now != then:
                 stack.callback(put, now)
                 put(then)

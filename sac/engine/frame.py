@@ -34,6 +34,8 @@ from sac.stores.offload import OffloadUse
 from sac.tensors import copy_of, describe, is_wrapper, landed, storage_address, storage_bytes, version_of
 from sac.torch_private import forward_ad_level, graph_is_retained, tree_leaves, without_transforms
 
+_DTYPES = [one for one in vars(torch).values() if isinstance(one, torch.dtype)]
+_NUMBERS = frozenset(one for one in _DTYPES if one.is_floating_point or one.is_complex)
 _SMALL = 1 << 16  # of buffers up to so many bytes a recorded call keeps a copy without a warning
 _KEPT_WHOLE = (
     "none is needed: the activations of this call are kept until its backward instead of being recomputed, and later "
@@ -168,7 +170,7 @@ class Frame:
         Arguments, parameters and buffers do not count.
         """
         seen: Counter[Any] = Counter(draws=draws)
-        choices = [handle for handle in handles if not _is_number(handle.metadata[1])]
+        choices = [one for one in handles if one.metadata[1] not in _NUMBERS] if not self.group.careful else ()
         if choices:
             tensors = [tensor for _, tensor in self.inputs.tensors] + self.state.tensors
             outside = {storage_address(tensor) for tensor in tensors}
@@ -298,7 +300,3 @@ class Frame:
 def alive(handles: Sequence[weakref.ref[Handle]]) -> list[Handle]:
     """Return the handles that autograd still holds."""
     return [handle for reference in handles if (handle := reference()) is not None]
-
-
-def _is_number(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex

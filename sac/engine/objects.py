@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from sac.tensors import detached, placed_on
 
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _LIBRARIES = frozenset({"torch", "sac", "builtins", "numpy", *sys.stdlib_module_names})
-PLAIN = frozenset({int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device})
+_HOLDERS = (Tensor, torch.Generator, list, tuple, dict, set, deque, partial)
 _MOST_LEVELS = 5  # of objects and containers inside of an argument
 
 
@@ -122,7 +122,7 @@ def tensors_in(value: Any, levels: int = _MOST_LEVELS) -> Iterator[Tensor]:
         yield value
     elif levels:
         for part in parts_of(value):
-            if type(part) not in PLAIN:
+            if not holds_nothing(class_of(part)):
                 yield from tensors_in(part, levels - 1)
 
 
@@ -149,6 +149,12 @@ def is_own_class(cls: type) -> bool:
     if cls.__module__.partition(".")[0] in _LIBRARIES or any("__call__" in vars(base) for base in cls.__mro__):
         return False
     return cls.__dictoffset__ != 0 or bool(_slots(cls))
+
+
+@cache
+def holds_nothing(cls: type) -> bool:
+    """Return whether objects of a class are neither tensors, containers nor random, and not of a user's class."""
+    return not (is_own_class(cls) or issubclass(cls, _HOLDERS) or hasattr(cls, "get_states"))
 
 
 _slots = cache(copyreg._slotnames)  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from sac.engine.wrappers import is_in_flight
 from sac.ops.facts import FILLING
 from sac.policy.model import Decision
 from sac.tensors import detached, equal, layout_key, storage_address, tensors_of
-from sac.torch_private import HigherOrderOperator
+from sac.torch_private import HigherOrderOperator, OpOverload
 
 _NO_REPLAY = frozenset({"fsdp", "streams"})  # namespaces of ops whose effect depends on more than tensors
 
@@ -59,10 +59,7 @@ class TapeMode(RegionMode):
             return self._dispatch(func, args, kwargs or {})
         scope.look(tensors_of(args))
         out = self._dispatch(func, args, kwargs or {})
-        site = self.sites[id(func)]
-        scope.note(tensors_of(out))
-        if site.writes:
-            scope.note(written_tensors(site, args, kwargs or {}))
+        scope.note([*tensors_of(out), *written_tensors(self.sites[id(func)], args, kwargs or {})])
         return out
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -76,19 +73,16 @@ class TapeMode(RegionMode):
         tape = self.tape
         reads: list[int] = []
         if site.is_flat:
-            ids, template = tape.ids, []
-            for argument in args:
-                if isinstance(argument, Tensor):
+            ids, template, keywords, count = tape.ids, [*args], kwargs, len(args)
+            for position in site.tensor_positions:
+                if position < count and isinstance(argument := args[position], Tensor):
                     known = ids.get(id(argument))
                     is_known = known is not None and known[0]() is argument
                     reads.append(known[1] if known is not None and is_known else tape.find(argument, site))
-                    template.append(HOLE)
-                else:
-                    template.append(argument)
-            keywords = kwargs
+                    template[position] = HOLE
         else:
             find = partial(tape.find, reader=site)
-            template, keywords = as_refs(args, find, reads), as_refs(kwargs, find, reads)
+            template, keywords = as_refs(args, find, reads), kwargs and as_refs(kwargs, find, reads)
         if not site.is_ordinary or site.is_collective:
             return self._run_special(site, func, args, kwargs, template, keywords, reads)
         if tape.fresh:  # `baddbmm(torch.empty(…), …, beta=0)` does not read its first argument
@@ -118,12 +112,12 @@ class TapeMode(RegionMode):
         self, site: CallSite, func: Any, args: Any, kwargs: Any, template: Any, keywords: Any, reads: list[int]
     ) -> Any:
         """Run an op that writes, draws, makes fresh memory, belongs to the infrastructure or to a library."""
-        tape = self.tape
-        if isinstance(func, HigherOrderOperator):
+        tape, traits = self.tape, site.traits
+        if type(func) is not OpOverload and isinstance(func, HigherOrderOperator):
             tape.fail(f"{func} is a higher-order op")
         elif getattr(func, "namespace", "") in _NO_REPLAY:
             tape.fail(f"{func} depends on more than tensors")
-        elif any(isinstance(argument, torch.UntypedStorage) for argument in args):
+        elif torch.UntypedStorage in map(type, args):
             tape.fail(f"{func} takes a storage")
             template = [None if isinstance(one, torch.UntypedStorage) else one for one in template]  # frees its memory
         if site.is_inplace_view:
@@ -131,7 +125,8 @@ class TapeMode(RegionMode):
         written = self._will_write(site, args, kwargs, reads)
         if tape.fresh:
             self._check_fresh(site, reads, written)
-        states = self._states_before(args, kwargs) if site.draws else []
+        draws = traits.may_draw and (traits.chance < 0 or any(args[traits.chance : traits.chance + 1]))
+        states = self._states_before(args, kwargs) if draws else []
         out = run_op(site, args, kwargs)
         entry = tape.append(site, template, reads, keywords)
         if site.is_custom_op:
@@ -144,7 +139,7 @@ class TapeMode(RegionMode):
                 tape.waits.add(entry)
         for value in written:
             tape.wrote(value, entry)
-        if site.traits.is_uninitialised and any(tensor.numel() for tensor in tensors_of(out)):
+        if traits.is_uninitialised and any(tensor.numel() for tensor in tensors_of(out)):
             tape.fresh.update(tape.roots[value] for value in tape.results(entry))
         if moved := advanced(states):
             (generator, state), *others = moved
@@ -183,7 +178,7 @@ class TapeMode(RegionMode):
     def _add_results(self, site: CallSite, entry: int, args: Any, out: Any) -> None:
         tape = self.tape
         results = tensors_of(out)
-        new = [] if all(tape.known(tensor) is not None for tensor in results) else results
+        new = [] if None not in map(tape.known, results) else results
         bases: dict[int, int] = {}
         if new and (site.is_view or site.is_custom_op or site.writes):
             bases = {storage_address(tensor): tape.roots[tape.find(tensor)] for tensor in reversed(tensors_of(args))}

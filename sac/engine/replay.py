@@ -26,22 +26,23 @@ class ChangedError(Exception):
 def replay(tape: Tape, schedule: Schedule, wanted: list[tuple[int, int, int]]) -> Iterator[tuple[int, Tensor]]:
     """Run ``schedule``, which fills ``wanted``; yield each handle's index with its value."""
     schedule = _with_changes(tape, schedule, wanted)
-    if any(tape.states.get(step[0], ()) is None for step in schedule.steps):
+    if any(states is None and entry in schedule.running for entry, states in tape.states.items()):
         raise CannotReplayError("an op would draw again whose random state was let go of")
     values = _start(tape, schedule)
     drawing = {id(generator): generator for states in tape.states.values() for generator, _ in states or ()}
     works: list[Any] = []  # of collectives that have not ended
+    sites, units = tape.sites, tape.units
     with ExitStack() as stack, torch.no_grad(), ExitStack() as guards:
         stack.callback(set_states, states_of(drawing.values()))
         _go_below_autograd(guards)
         for fill in schedule.first:
             yield _filled(values, fill)
         for entry, fills, drops in schedule.steps:
-            site = tape.sites[entry]
+            site = sites[entry]
             is_async = site.is_collective and getattr(site.op, "namespace", "") == "c10d"
-            if not is_async:
+            if works and not is_async:
                 _wait(works)
-            if entry in tape.units:
+            if entry in units:
                 guards.close()  # it runs as in forward: with autograd and autocast
                 run_unit(tape, entry, values)
                 if not tape.differing:  # what reads its results differs, too
@@ -49,12 +50,13 @@ def replay(tape: Tape, schedule: Schedule, wanted: list[tuple[int, int, int]]) -
                     tape.differing = [entry] if differs(tape, entry, values, unneeded) else []
                 _go_below_autograd(guards)
             else:
-                out = _run(tape, entry, values)
-                works += tensors_of(out, torch.ScriptObject) if is_async else ()
+                out = _run(tape, entry, site, values)
+                if is_async:
+                    works += tensors_of(out, torch.ScriptObject)
             if fills:
                 _wait(works)
-            for fill in fills:
-                yield _filled(values, fill)
+                for fill in fills:
+                    yield _filled(values, fill)
             for value in drops:
                 values.pop(value, None)
         _wait(works)
@@ -126,16 +128,20 @@ def _filled(values: dict[int, Any], fill: tuple[int, int, bool]) -> tuple[int, T
     return handle, values[value].clone() if is_written_later else values[value]
 
 
-def _run(tape: Tape, entry: int, values: dict[int, Any]) -> Any:
-    site, args, kwargs = tape.sites[entry], tape.args[entry], tape.kwargs.get(entry)
+def _run(tape: Tape, entry: int, site: Any, values: dict[int, Any]) -> Any:
+    args, kwargs = tape.args[entry], tape.kwargs.get(entry)
     if site.is_flat:
-        reads = iter(tape.reads[entry])
-        args = [values[next(reads)] if argument is HOLE else argument for argument in args]
+        tensors = [values[read] for read in tape.reads[entry]]
+        if len(tensors) < len(args):
+            rest = iter(tensors)
+            tensors = [next(rest) if argument is HOLE else argument for argument in args]
+        args = tensors
     else:
-        args, kwargs = from_refs(args, values), from_refs(kwargs, values)
+        args, kwargs = from_refs(args, values), kwargs and from_refs(kwargs, values)
     if site.is_inplace_view:
         args[0] = args[0].detach()
-    set_states(tape.states.get(entry) or [])
+    if states := tape.states.get(entry):
+        set_states(states)
     if site.is_custom_op:
         with as_then(tape.autocast[entry]):
             out = site.op(*args, **(kwargs or {}))

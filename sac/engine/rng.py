@@ -112,10 +112,6 @@ def _copied(states: Mapping[str, Any]) -> dict[str, Any]:
     return {name: cloned(value) if isinstance(value, torch.Tensor) else value for name, value in states.items()}
 
 
-def _given(tracker: Any) -> Any:
-    return tracker
-
-
 def _error(found: str, expected: str) -> ConfigError:
     return ConfigError(Problem("get_rng_state_tracker", found, expected=expected))
 
@@ -147,7 +143,7 @@ class RngSnapshot:
         generators = [one for one in held if isinstance(one, torch.Generator)]
         self.states = states_of([torch.default_generator, *self._accelerators, *generators])
         trackers = [one for one in held if not isinstance(one, torch.Generator)]
-        getters: dict[int, Callable[[], Any]] = {id(one): partial(_given, one) for one in trackers}
+        getters: dict[int, Callable[[], Any]] = {id(one): partial(lambda tracker: tracker, one) for one in trackers}
         getters |= {id(tracker_of(getter)): getter for getter in settings.trackers}
         self._trackers = [(get, named_states(tracker_of(get), self._accelerators)) for get in getters.values()]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from sac.engine.flags import NO_MODES, Autocast, BackendFlags, function_modes, recomputing, under_function_modes
 from sac.engine.fp8 import FP8_METAS
 from sac.engine.objects import (
-    PLAIN,
     StandIn,
     cells,
     class_of,
+    holds_nothing,
     is_own_object,
     is_stale,
     parts_of,
@@ -41,25 +41,20 @@ _SMALL = 1 << 16  # statistics and counters
 _GONE = object()
 
 
-@cache
-def _is_random_class(cls: type) -> bool:
-    return issubclass(cls, torch.Generator) or (hasattr(cls, "get_states") and hasattr(cls, "set_states"))
-
-
 def _is_random(value: Any) -> bool:
     """Return whether a value is a generator of torch, or a tracker of named streams."""
-    return _is_random_class(class_of(value))
+    return isinstance(value, torch.Generator) or all(hasattr(type(value), f"{verb}_states") for verb in ("get", "set"))
 
 
 def modules_in(owners: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules of ``owners``, each once."""
     modules: dict[int, nn.Module] = {}
-    waiting = [*owners]
+    waiting: list[nn.Module | None] = [*owners]
     while waiting:
         module = waiting.pop()
-        if id(module) not in modules:
+        if module is not None and id(module) not in modules:
             modules[id(module)] = module
-            waiting.extend(child for child in module._modules.values() if child is not None)
+            waiting += module._modules.values()
     return list(modules.values())
 
 
@@ -92,9 +87,9 @@ class ForwardState:
         for module in modules_in(owners):
             self._note_module(module)
         self._seen.clear()
-        for argument in arguments:
-            self._held += filter(_is_random, (argument, *parts_of(argument)))
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        for argument in arguments if len(tensors) < len(arguments) else ():
+            self._held += filter(_is_random, (argument, *parts_of(argument)))
         self.flags, self._autocast, self.modes = BackendFlags(), Autocast(tensors), function_modes()
         self._random = RngSnapshot(tensors, settings, self._held) if settings.preserve_rng_state else None
         self.random: GeneratorStates = [] if self._random is None else self._random.states
@@ -115,14 +110,13 @@ class ForwardState:
             held = table.copy()
             self._containers.append((table, held))
             for name in table.keys() - _NOT_OURS:
-                if type(value := table[name]) not in PLAIN:
+                if not holds_nothing(class_of(value := table[name])):
                     held[name] = self._note_value(value)
         for name in ("_parameters", "_buffers") if FSDP_MANAGED not in table else ("_buffers",):
             if (tensors := table[name]) and isinstance(tensors, dict):  # not so in what TorchScript compiles
                 self._containers.append((tensors, tensors.copy()))
-                for tensor in tensors.values():
-                    if tensor is not None:
-                        self._tensors.append((tensor, version_of(tensor), tensor.requires_grad))
+                found = [tensor for tensor in tensors.values() if tensor is not None]
+                self._tensors += [(tensor, version_of(tensor), tensor.requires_grad) for tensor in found]
 
     def _note_value(self, value: Any) -> Any:
         """Note a container with its items, an object with its attributes, generators and trackers.

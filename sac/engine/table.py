@@ -33,16 +33,15 @@ NO_RULE = -1  # stands for the rule of what the must-save tier or the policy's d
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRule:
-    """A rule of a policy, its op names resolved against this build of torch; ``index`` is its index in the policy."""
+    """A rule of a policy, its op names resolved against this build of torch; ``index`` is its index in the policy.
+
+    ``decision``: on a match (for an alternating rule: on those that it keeps).
+    """
 
     rule: Rule
     matcher: OpMatcher
     index: int
-
-    @property
-    def decision(self) -> Decision:
-        """The decision on a match (for an alternating rule: on those that it keeps)."""
-        return Decision.SAVE if self.rule.do == ALTERNATE else Decision(self.rule.do)
+    decision: Decision
 
     @property
     def saves(self) -> bool:
@@ -100,8 +99,8 @@ class CallSite:
             or is_custom_op(op)
         )
         self.has_decision = False  # whether a rule, the default or the must-save tier decides on its result
-        self.draws = traits.may_draw
         self.is_flat = traits.is_flat
+        self.tensor_positions = traits.tensor_positions
         self.savable = not traits.unsavable_reason or bool(traits.savable_if)
         self.savable_if = condition_of(traits.savable_if) if traits.savable_if else None
         self.conditional_rules: tuple[ConditionalRule, ...] = ()
@@ -126,13 +125,12 @@ def decide(counter: Any, site: CallSite, args: Any, kwargs: Any, out: Any) -> tu
             rule = conditional.resolved
             decision = rule.decision
             if rule.rule.do == ALTERNATE:
-                turn = counter.alternations[rule.index]
-                counter.alternations[rule.index] = turn + 1
-                decision = rule.decision if turn % 2 == 0 else Decision.RECOMPUTE
+                turn = counter.alternations[rule.index] = counter.alternations[rule.index] + 1
+                decision = decision if turn % 2 else Decision.RECOMPUTE
             break
     if rule is not None:
         counter.hits[rule.index] += 1
-    if decision is Decision.RECOMPUTE and site.must_save:
+    if site.must_save and not decision.keeps:
         condition = site.must_save_condition
         if condition is None or condition(args, kwargs, out):
             decision = Decision.SAVE
@@ -369,7 +367,8 @@ def resolve_policy(policy: Policy) -> ResolvedPolicy:
         problems.extend(replace(problem, where=policy.where(f"sets.{name}")) for problem in found)
     for index, rule in enumerate(policy.rules):
         matcher: OpMatcher = resolve(rule.ops, rule.do != Decision.RECOMPUTE.value)
-        rules.append(ResolvedRule(rule, matcher, index))
+        decision = Decision.SAVE if rule.do == ALTERNATE else Decision(rule.do)
+        rules.append(ResolvedRule(rule, matcher, index, decision))
         for name_index, problem in matcher.problems.items():
             problems.append(replace(problem, where=rule.where(f"ops[{name_index}]")))
         if matcher.missing:

@@ -25,7 +25,6 @@ from sac.tensors import (
     is_wrapper,
     storage_address,
     storage_bytes,
-    version_of,
 )
 from sac.torch_private import next_node_number
 
@@ -138,9 +137,10 @@ class Tape:
         value = self.add_value(tensor, self.leaf_roots.get(address, -1), -1)
         self.leaf_roots.setdefault(address, self.roots[value])
         is_parameter = tensor.is_leaf and tensor.requires_grad
-        self.leaves[value] = Leaf(tensor, version_of(tensor), tensor.shape, is_parameter)
-        is_small = is_plain(tensor) and storage_bytes(tensor) <= _COPIED and not tensor._is_zerotensor()
-        if is_small and not is_parameter and self.roots[value] == value:
+        self.leaves[value] = Leaf(tensor, 0, tensor.shape, is_parameter)
+        if is_parameter or not is_plain(tensor) or self.roots[value] != value:
+            return value
+        if storage_bytes(tensor) <= _COPIED and not tensor._is_zerotensor():
             self.before[value] = detached(tensor), copy_of(tensor.untyped_storage())
         return value
 
@@ -166,9 +166,9 @@ class Tape:
 
     def find(self, tensor: Tensor, reader: Any = None) -> int:
         """Return the value of ``tensor``; if it is not on the tape, find out where it comes from."""
-        value = self.known(tensor)
-        if value is not None:
-            return value
+        entry = self.ids.get(id(tensor))
+        if entry is not None and entry[0]() is tensor:
+            return entry[1]
         if type(tensor) is Parameter or (tensor.requires_grad and tensor.is_leaf) or self._is_reachable(tensor):
             return self.add_leaf(tensor)
         if (parameter := cast_of(tensor)) is not None:  # autocast had it in its cache
@@ -346,7 +346,7 @@ def cast_of(tensor: Tensor) -> Tensor | None:
 # -- Arguments of entries
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Ref:
     """A value inside of an argument that holds several tensors, or of a keyword."""
 

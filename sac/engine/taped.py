@@ -36,6 +36,7 @@ from sac.tensors import (
     is_plain,
     landed,
     metadata,
+    place_of,
     storage_address,
     storage_bytes,
     tensor_parts,
@@ -127,7 +128,7 @@ class TapedFrame(Frame):
                 for root, held in tape.before.items()
                 if root in tape.input_roots or storage_address(held[0]) in own
             }
-        seen = self._seen(handles, draws=bool(advanced(self.state.random)))
+        seen = self._seen(handles, draws=not group.careful and bool(advanced(self.state.random)))
         self._wanted = [handle for handle in map(self._missing, handles) if handle is not None]
         if self._python is not None and self._python != python_random():
             self.state.python, tape.is_careful = self._python, True
@@ -141,8 +142,10 @@ class TapedFrame(Frame):
             self._schedule_replay()
         self.compiled_graphs = mode.compiled_graphs if group.table.decides_on_ops else 0
         self._release()
-        self._compact(handles)
-        self.figures = self._count(handles, every)
+        roots = {tape.roots[value] for value in tape.kept}
+        others = [one for one in handles if one.state == KEPT and tape.roots[one.position[0]] not in roots]
+        self._compact(others)
+        self.figures = self._count(others, every)
         self._share_versions()
         tape.kept_versions = {value: version_of(tensor) for value, tensor in tape.kept.items()}
         for leaf in tape.leaves.values():
@@ -174,8 +177,10 @@ class TapedFrame(Frame):
             if tensor is None or type(kept) is not Tensor or tensor.dtype is not kept.dtype:
                 continue
             if tensor.layout is torch.strided and storage_address(tensor) == storage_address(kept):
-                placed = tensor.detach().as_strided(kept.shape, kept.stride(), kept.storage_offset())
-                tape.kept[value] = placed.detach()  # a view would hold its base
+                held, (offset, shape, stride) = tensor.detach(), place_of(kept)
+                if place_of(held) != (offset, shape, stride):
+                    held = held.as_strided(shape, stride, offset).detach()  # a view would hold its base
+                tape.kept[value] = held
 
     def _missing(self, handle: Handle) -> tuple[int, int, int] | None:
         """Return the handle's index, value and time if it is missing, None if it is not."""
@@ -220,7 +225,7 @@ class TapedFrame(Frame):
         tape = self.tape
         if self._replays:
             assert self._schedule is not None
-            running = {step[0] for step in self._schedule.steps}
+            running = self._schedule.running
             units = [tape.units[entry] for entry in running & tape.units.keys()]
             served = [value for unit in units for value in unit.served]
             # A rerun that has to take over must route as the forward did.
@@ -265,11 +270,11 @@ class TapedFrame(Frame):
         return {value: tensor for value, tensor in tape.kept.items() if is_asked(value)}
 
     def _compact(self, handles: list[Handle]) -> None:
-        """Copy kept parts of storages of which little else is kept."""
-        whole = {storage_address(tensor) for tensor in self.tape.kept.values()}
+        """Copy kept parts of storages of which little else is kept; ``handles``: that hold what the tape does not."""
+        whole = {storage_address(tensor) for tensor in self.tape.kept.values()} if handles else ()
         parts: dict[int, list[Handle]] = {}
         for handle in handles:
-            if handle.state == KEPT and is_plain(handle.value) and handle.value.layout is torch.strided:
+            if is_plain(handle.value) and handle.value.layout is torch.strided:
                 address = storage_address(handle.value)
                 if address not in whole:
                     parts.setdefault(address, []).append(handle)
@@ -284,15 +289,15 @@ class TapedFrame(Frame):
         rules: dict[int, int] = dict.fromkeys(tape.rule_of.values(), 0)
         rule_at = {tape.roots[value]: tape.rule_of[value] for value in every}
         held: set[int] = set()
-        by_handles = [(handle.position[0], handle.value) for handle in handles if handle.state == KEPT]
-        for value, tensor in [*tape.kept.items(), *by_handles]:
+        for value, tensor in [*tape.kept.items(), *((one.position[0], one.value) for one in handles)]:
             for part in tensor_parts(tensor):
                 address = storage_address(part)
                 if address not in held:
                     held.add(address)
                     rule = rule_at.get(tape.roots[value], NO_RULE)
                     rules[rule] = rules.get(rule, 0) + storage_bytes(part)
-        parts = (part for tensor in every.values() for part in tensor_parts(tensor))
+        dropped = [tensor for value, tensor in every.items() if value not in tape.kept]
+        parts = (part for tensor in dropped for part in tensor_parts(tensor))
         sizes = {storage_address(part): storage_bytes(part) for part in parts}
         lost = sum(size for address, size in sizes.items() if address not in held)
         return SavedFigures(sum(rules.values()), lost, rules, {**mode.hits})
@@ -370,7 +375,7 @@ class TapedFrame(Frame):
             if schedule is None or wanted != schedule.key[0]:
                 schedule = schedule_replay(tape, wanted)
             # A function that runs again is Python: it sees what a rerun sees, and leaves as little behind.
-            repeats = not self.is_open and any(step[0] in tape.units for step in schedule.steps)
+            repeats = not (self.is_open or schedule.running.isdisjoint(tape.units))
             with self.state.restored(None) if repeats else self.state.flags.entered():
                 filled = [*replay(tape, schedule, wanted)]
             if tape.has_collectives:

@@ -67,6 +67,7 @@ _UNINITIALISED = _words(
     _empty_affine_quantized _empty_per_channel_affine_quantized"""
 )
 _CONSTANT_OF_A_TENSOR = _words("zeros_like ones_like full_like new_zeros new_ones new_full zero _make_dep_token")
+_FLASH = _words("aten._scaled_dot_product_flash_attention_for_cpu aten._scaled_dot_product_flash_attention")
 _TAGS_ITS_RANDOM_OPS = frozenset({"aten", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"})
 _HIGHER_ORDER_REASONS = {
     **dict.fromkeys(("print", "call_torchbind", "_export_tracepoint"), "it returns no tensor"),
@@ -86,6 +87,7 @@ class OpTraits:
     is_infrastructure: bool = False
     is_random: bool = False
     may_draw: bool = False  # the generator state has to be compared around a saved call
+    chance: int = -1  # the argument without which attention does not draw: the probability of dropout
     returns_tensor: bool = True
     is_collective: bool = False  # ranks have to meet in it or in its wait
     tensor_positions: tuple[int, ...] = ()  # positions of its tensor arguments
@@ -117,6 +119,7 @@ def _of_schema(op: Any, schema: Any) -> OpTraits:
     namespace, own_name = name.split(".")[:2]
     packet = f"{namespace}.{own_name}"
     types = [str(argument.type) for argument in schema.arguments]
+    arguments = [argument.name for argument in schema.arguments]
     written = _written_arguments(packet, schema)
     is_random = torch.Tag.nondeterministic_seeded in op.tags or any("Generator" in one for one in types)
     returns_tensor = any("Tensor" in str(result.type) for result in schema.returns)
@@ -146,6 +149,7 @@ def _of_schema(op: Any, schema: Any) -> OpTraits:
         is_infrastructure=namespace in INFRASTRUCTURE,
         is_random=is_random,
         may_draw=is_random or namespace not in _TAGS_ITS_RANDOM_OPS,
+        chance=arguments.index("dropout_p") if packet in _FLASH else -1,
         returns_tensor=returns_tensor,
         is_collective=namespace in _COLLECTIVES or _is_of_collectives(name),
         is_flat=_is_flat(schema),

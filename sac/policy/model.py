@@ -30,10 +30,10 @@ class Decision(str, Enum):
     RECOMPUTE = "recompute"
     OFFLOAD = "offload"
 
-    @property
-    def keeps(self) -> bool:
-        """Whether the output is there in backward without running the op again."""
-        return self is not Decision.RECOMPUTE
+    keeps: bool  # whether the output is there in backward without running the op again
+
+    def __init__(self, value: str) -> None:
+        self.keeps = value != "recompute"
 
 
 ALTERNATE = "alternate"  # a rule's fourth `do`: the 1st, 3rd, 5th … match in a region is saved

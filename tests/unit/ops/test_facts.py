@@ -29,6 +29,16 @@ def test_every_op_has_the_traits_that_its_schema_tells():
     assert traits_of(aten.rrelu_with_noise.default).mutated_args == (1,)
 
 
+def test_attention_draws_only_with_dropout():
+    ops = [op for op in WITH_SCHEMA if traits_of(op).chance >= 0]
+    flash = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert flash in ops
+    assert all(op_name(op).startswith("aten._scaled_dot_product_flash_attention") for op in ops)
+    q, state = torch.randn(1, 2, 4, 8), torch.get_rng_state()
+    flash(q, q, q, 0.0, True)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize(
     "op",
     [aten.mm.default, aten.clone.default, aten._to_copy.default, aten.native_dropout.default,
