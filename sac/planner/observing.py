@@ -40,17 +40,21 @@ from sac.torch_private import (
 
 
 class Meter:
-    """Measures one step: ``start``, ``mark`` at each instant (in any thread of autograd), ``stop`` outside of backward.
+    """Measures a step on ``device``: ``start``, ``mark`` at each instant (in any thread of autograd), ``stop``.
 
-    ``read``: returns the peak since it was called last, and the live bytes. ``block_bytes``: the allocator rounds sizes
-    up to a multiple of this. ``memory_bytes``: of the device.
+    ``read``: returns the peak since it was called last, and the live bytes. None: torch's profiler records each
+    allocation of the CPU, and memory that is not of a known tensor at the start does not count.
+    ``block_bytes``: the allocator rounds sizes up to a multiple of this. ``memory_bytes``: of the device.
     """
 
     def __init__(
-        self, read: Callable[[], tuple[int, int]], device: torch.device, block_bytes: int = 1, memory_bytes: int = 0
+        self,
+        device: torch.device,
+        read: Callable[[], tuple[int, int]] | None = None,
+        block_bytes: int = 1,
+        memory_bytes: int = 0,
     ) -> None:
-        self._read, self.device, self.block_bytes, self.memory_bytes = read, device, block_bytes, memory_bytes
-        self._levels: list[tuple[int, int]] = []
+        self.device, self._read, self.block_bytes, self.memory_bytes = device, read, block_bytes, memory_bytes
 
     def bytes_of(self, values: Any) -> int:
         """Return the bytes of the storages of tensors in a pytree on the device, each once, as its allocator rounds."""
@@ -60,69 +64,49 @@ class Meter:
 
     def live(self, known: Any) -> int:
         """Return the bytes that are live now; ``known``: what counts where the allocator cannot be asked."""
-        return self._read()[1]
+        return self.bytes_of(known) if self._read is None else self._read()[1]
 
     def is_free(self) -> bool:
-        """Return whether a step can be measured now."""
-        return True
+        """Return whether a step can be measured now: a thread has one profiler at most."""
+        return self._read is not None or not profiler_is_on()
 
     def start(self, live: int) -> None:
         """Begin a step, with ``live`` bytes."""
-        self._read()
-        self._levels = []
+        self._levels: list[tuple[int, int]] = []
+        if self._read is None:
+            self._live, self._memory = live, StepMemory()
+        else:
+            self._read()
 
     def mark(self) -> None:
         """Mark the present instant."""
-        self._levels.append(self._read())
+        if self._read is None:
+            self._memory.mark()
+        else:
+            self._levels.append(self._read())
 
     def stop(self) -> list[tuple[int, int]]:
-        """End the step; return for each mark the peak since the mark before it, and the live bytes."""
-        return self._levels
-
-
-class CpuMeter(Meter):
-    """Has torch's profiler record each allocation. Memory that is not of a known tensor at the start does not count."""
-
-    def __init__(self) -> None:
-        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        super().__init__(lambda: (0, 0), torch.device("cpu"), 1, memory_bytes)
-
-    def live(self, known: Any) -> int:
-        """See ``Meter``."""
-        return self.bytes_of(known)
-
-    def is_free(self) -> bool:
-        """See ``Meter``. A thread has one profiler at most."""
-        return not profiler_is_on()
-
-    def start(self, live: int) -> None:
-        """See ``Meter``."""
-        self._live, self._memory = live, StepMemory()
-
-    def mark(self) -> None:
-        """See ``Meter``."""
-        self._memory.mark()
-
-    def stop(self) -> list[tuple[int, int]]:
-        """See ``Meter``."""
-        return [(self._live + peak, self._live + live) for peak, live in self._memory.stop()]
+        """End the step, outside of backward; return for each mark the peak since the one before it, and live bytes."""
+        above = self._memory.stop() if self._read is None else ()
+        return [*self._levels, *((self._live + peak, self._live + live) for peak, live in above)]
 
 
 def meter_of(device: torch.device) -> Meter | None:
     """Return the meter of a device, or None if there is none for its type."""
+    if device.type == "cpu":
+        return Meter(device, memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if device.type != "cuda":
-        return CpuMeter() if device.type == "cpu" else None
+        return None
 
     def read() -> tuple[int, int]:
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         return peak, torch.cuda.memory_allocated(device)
 
-    return Meter(read, device, CUDA_BLOCK, int(torch.cuda.get_device_properties(device).total_memory))
+    return Meter(device, read, CUDA_BLOCK, torch.cuda.get_device_properties(device).total_memory)
 
 
 FORWARD, BACKWARD, BETWEEN = "forward", "backward", "between"
-WAITS, FAILED, WHOLE, PARTIAL = "waits", "failed", "whole", "partial"  # partial: a forward has had no backward
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -200,7 +184,6 @@ class Observation:
         self._thread = threading.get_ident()
         self._cuts = [StepPhase(BETWEEN, 0, gradients())]  # begun
         self._entries: dict[int, int] = {}  # by cut that goes on after an op: the entry of the op
-        self._tasks: set[int] = set()  # backwards that are running
         self._begin(live, shapes)
         meter.start(live)
 
@@ -211,6 +194,7 @@ class Observation:
         self._paths: list[str] = []
         self._token: Any = None
         self._waiting: list[int] = []  # positions whose backward has not begun
+        self._tasks: set[int] = set()  # backwards that are running, or have failed
         self._is_retained = False
         self._ended = False
 
@@ -220,13 +204,16 @@ class Observation:
         self._begin(live, shapes)
 
     @property
-    def state(self) -> str:
-        """What is to come: the backward of a forward whose graph is alive, or nothing; or one has begun and failed."""
+    def waits(self) -> bool:
+        """Whether a backward is running, or to come: that of a forward whose graph is alive."""
         if self._tasks:
-            return FAILED if current_graph_task_id() == NO_TASK else WAITS
-        if self._waiting and self._token is not None and self._token() is not None:
-            return WAITS
-        return WHOLE if self._ended and not self._waiting else PARTIAL
+            return current_graph_task_id() != NO_TASK
+        return bool(self._waiting) and self._token is not None and self._token() is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all forwards have had their backward."""
+        return self._ended and not self._waiting
 
     @property
     def has_gradients(self) -> bool:

@@ -30,7 +30,7 @@ from sac.planner.gpu_ops import lowered_to
 from sac.planner.ledger import Ledger
 from sac.planner.observing import Meter, Observation, StepRecord
 from sac.planner.predict import Choice, Plan, Prediction, TooSmallError
-from sac.planner.regions import PROFILED, BudgetRegions, merged
+from sac.planner.regions import PLANNED, PROFILED, BudgetRegions, merged
 from sac.planner.rules import policy_of, saved_by
 from sac.policy.model import Policy
 from sac.policy.syntax import all_problems, node_of
@@ -39,7 +39,6 @@ from sac.tensors import tensor_parts
 from sac.torch_private import tree_leaves
 
 _CHECKS = 5  # steps with a choice, the first one included
-_WORTH_A_STEP = 0.01  # of the room between the least peak and the budget
 
 # -- What a step needs besides the model
 
@@ -119,6 +118,7 @@ class Rehearsal(BudgetRegions):
     def run(self, choice: Choice, ledger: Ledger | None = None) -> StepRecord:
         """Run a step with a choice."""
         self.plan(self.prediction.regions(choice))
+        self.use(PLANNED)
         return self._step(ledger or Ledger(self.device, self.gathers))
 
     def _step(self, ledger: Ledger) -> StepRecord:
@@ -129,7 +129,7 @@ class Rehearsal(BudgetRegions):
         with ledger:
             try:
                 ledger.note([*model.parameters(), *model.buffers(), *leaves])
-                meter = Meter(ledger.read, next(model.parameters()).device, ledger.block_bytes)
+                meter = Meter(next(model.parameters()).device, ledger.read, ledger.block_bytes)
                 self.observation = Observation(meter, ledger.live, lambda: 0, ())  # it begins as all steps do
                 with torch.enable_grad(), fakes.without_data(model):
                     out_of = partial(model, **inputs) if isinstance(inputs, Mapping) else partial(model, *inputs)
@@ -149,44 +149,30 @@ class Rehearsal(BudgetRegions):
             raise ModelError(Problem(type(model).__name__, found))
         return record
 
-    def choose(self, allowed: int) -> tuple[Choice, int]:
-        """Return the fastest choice whose step was run within ``allowed`` bytes, and the peak of that step.
+    def choose(self, allowed: int, host: int) -> tuple[Prediction, Choice, int]:
+        """Return the fastest choice within ``allowed`` bytes of which a step was run, with its prediction and peak.
 
-        Raises ``TooSmallError`` for less than the least peak.
+        Values may wait in ``host`` bytes of host memory: all stay on the device in the step, and the peak is predicted;
+        see Note [Values on the host]. Raises ``TooSmallError`` for less than the least peak.
         """
-        prediction = self.prediction
-        if prediction.least() > allowed:
-            raise prediction.refuse("budget", bytes_text(allowed), allowed)
-        room = allowed - prediction.least()
-        best, aim, tried = (prediction.full, prediction.least()), allowed, set[Choice]()
-        for _ in range(_CHECKS):
-            choice = prediction.search(aim)
-            if choice in tried or choice == prediction.full:
+        plain = self.prediction
+        if plain.least() > allowed:
+            raise plain.refuse("budget", bytes_text(allowed), allowed)
+        best, tried = (plain, plain.full, plain.least()), set[Choice]()
+        while len(tried) < _CHECKS:
+            ways = [plain] if not host else [plain, plain.sending(host)]
+            found = [(one, one.search(allowed)) for one in ways]
+            way, choice = min(found, key=lambda one: (one[0].peak_of(one[1]) > allowed, one[0].time_of(one[1])))
+            if choice in tried or choice == plain.full:
                 break
             tried.add(choice)
             record = self.run(choice)
-            peak = record.peak + self.extra
-            if peak <= allowed and prediction.time_of(choice) < prediction.time_of(best[0]):
-                best = choice, peak
-            if 0 <= allowed - peak <= _WORTH_A_STEP * room or choice == prediction.fastest:
-                break
-            prediction.learn(record, choice)
-            aim = allowed if peak > allowed else aim + (prediction.peak_of(choice) - peak)
+            plain.learn(record, choice)
+            way = way if way is plain else plain.sending(host)
+            peak = record.peak + self.extra if way is plain else way.peak_of(choice)
+            if peak <= allowed and plain.time_of(choice) < plain.time_of(best[1]):
+                best = way, choice, peak
         return best
-
-    def choose_with_host(self, allowed: int, host: int) -> tuple[Prediction, Choice]:
-        """Return the fastest choice within ``allowed`` bytes with values in ``host`` bytes of host memory.
-
-        Steps were run with it, in which all values stay on the device; see Note [Values on the host].
-        """
-        tried = set[Choice]()
-        while True:
-            sending = self.prediction.sending(host)
-            choice = sending.search(allowed)
-            if choice in tried or len(tried) == _CHECKS:
-                return sending, choice
-            tried.add(choice)
-            self.prediction.learn(self.run(choice), choice)
 
     def explain(self, choice: Choice, peak: int) -> Explanation:
         """Return what is alive at the peak of a choice."""
@@ -258,12 +244,7 @@ def make_plan(
 def _planned(steps: Rehearsal, budget: StepBudget, host: int, *, explains: bool) -> Plan:
     prediction, device = steps.prediction, steps.device
     allowed = budget.within(prediction.least(), prediction.peak_of(prediction.fastest), device.memory_bytes)
-    chosen, peak = steps.choose(allowed)
-    sending, other = steps.choose_with_host(allowed, host) if host else (prediction, chosen)
-    if sending.peak_of(other) <= allowed and prediction.time_of(other) < prediction.time_of(chosen):
-        chosen, peak = other, sending.peak_of(other)
-    else:
-        sending = prediction
+    sending, chosen, peak = steps.choose(allowed, host)
     unplanned = [(path, profile.reason) for profile in prediction.profiles for path in profile.paths if profile.reason]
     notes = [f"{path} is recomputed in full: {reason}" for path, reason in unplanned]
     if chosen == prediction.fastest:

@@ -229,10 +229,11 @@ class BudgetRegions:
         self.model, self.config = model, config
         self.observation: Observation | None = None
         self.used = FULL
+        self.told = ""  # in the report
 
     def put_on(self, **arguments: Any) -> Applied | None:
         """Put regions on the model that are recomputed in full; returns their record, None if there are none."""
-        nothing = Policy("full, until the plan is made")
+        nothing = Policy("full recomputation")
         observed = replace(self.config, policy=nothing, engine=REPLAY, budget=None)
         apply(self.model, observed, **arguments, forward=BudgetForward)
         applied = next((one.applied for one in regions_of(self.model)), None)
@@ -277,7 +278,7 @@ class BudgetRegions:
                 one.regions = (one.region,)
 
     def plan(self, planned: Sequence[PlannedRegion]) -> None:
-        """Have the next calls run as ``planned``."""
+        """Have calls run as ``planned`` from the next ``use(PLANNED)`` on."""
         forwards, of_path = {one.block.path: one for one in self.forwards}, {one.path: one for one in planned}
         policy = resolve_policy(policy_of(planned))
         for block, group in groups_of(policy, [one.block for one in forwards.values()], "selective"):
@@ -294,4 +295,3 @@ class BudgetRegions:
                 # The next call is not its first, which would hold all its results.
                 forward.planned.stats = RegionStats(1, SavedFigures(size, 0, {rule: size}, {rule: 1}))
         self.used = ""
-        self.use(PLANNED)
