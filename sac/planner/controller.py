@@ -70,19 +70,6 @@ class Controller(BudgetRegions):
         self.fitted: Plan | None = None
         self.shapes: tuple[Shapes, ...] = ()  # of the inputs that the plan was made for
         self.handles: list[RemovableHandle] = []  # of hooks around the model's forward
-        self._forget()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")} | {"observation": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._forget()
-        self.used = ""  # whatever the copied regions are, the next pass exchanges them
-
-    def _forget(self) -> None:
-        """Have observed nothing."""
-        self.observation = None
         self._meter = Meter(torch.device("cpu"))  # known when a step is observed: trainers move models after sac.apply
         self._record: StepRecord | None = None  # of a step that is over
         self._checks = 0  # steps of the plan that are still to be measured
@@ -95,6 +82,11 @@ class Controller(BudgetRegions):
         self._is_in_forward = False  # of the model
         self._wants = False  # larger inputs came within a step: the next one is observed, from its begin
         self._plans = 0
+        self.told = f"budget {self.budget}: no step has been observed yet"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model observes a step of its own, in which it exchanges whatever regions have been copied.
+        return Controller, (self.model, self.config), {"handles": self.handles, "used": ""}
 
     def attach(self, applied: Applied) -> None:
         """Take charge of the regions of ``applied``."""
@@ -102,7 +94,6 @@ class Controller(BudgetRegions):
         self.handles = [self.model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)]
         self.handles.append(self.model.register_forward_hook(self.after, always_call=True))
         applied.restores = (*applied.restores, self.undo)
-        self.told = f"budget {self.budget}: no step has been observed yet"
 
     def undo(self) -> None:
         """Take the hooks off the model, and stop observing."""
@@ -165,8 +156,10 @@ class Controller(BudgetRegions):
         if self.fitted is not None and not starts:
             self._wants = True
             return
-        is_grown = self._wants or _cover([shapes], self.shapes)
-        if may_observe and is_grown and self._may_plan() and self._observe(inputs, shapes):
+        may_observe = may_observe and (self._wants or _cover([shapes], self.shapes))
+        may_plan = self.fitted is None or (self._plans < _MOST_PLANS and not meshes_of(self.model))
+        is_lazy_now = any(map(is_lazy, self.model.parameters()))  # this pass makes them
+        if may_observe and may_plan and not is_lazy_now and self._observe(inputs, shapes):
             self.use(PROFILED)
 
     def _goes_on(self, observation: Observation, inputs: Any, shapes: Shapes) -> bool:
@@ -184,11 +177,6 @@ class Controller(BudgetRegions):
         if self.observation is not None:
             self.observation.shapes.append(shapes)
         return self.observation is not None
-
-    def _may_plan(self) -> bool:
-        if self.fitted is not None:
-            return self._plans < _MOST_PLANS and not meshes_of(self.model)
-        return not any(map(is_lazy, self.model.parameters()))  # this pass makes them
 
     def _observe(self, inputs: Any, shapes: Shapes) -> bool:
         """Observe the pass that begins, if it can be measured."""

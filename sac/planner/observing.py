@@ -116,8 +116,7 @@ class StepPhase:
 
     Positions count the calls of regions in forward order. Between regions, ``position`` is the number of regions whose
     forward is over and whose backward has not ended. ``before``, ``peak`` and ``after`` are live bytes, ``gradients``
-    the bytes of gradients of parameters at its start. ``rises``: of a forward that was observed op by op, for each
-    entry of its tape the peak since the one before it, above ``before``; the last, of entry -1, is that after all.
+    the bytes of gradients of parameters at its start.
     """
 
     part: str
@@ -126,7 +125,6 @@ class StepPhase:
     before: int = 0
     peak: int = 0
     after: int = 0
-    rises: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +181,6 @@ class Observation:
         self._meter, self._gradients, self._on_lost = meter, gradients, lost
         self._thread = threading.get_ident()
         self._cuts = [StepPhase(BETWEEN, 0, gradients())]  # begun
-        self._entries: dict[int, int] = {}  # by cut that goes on after an op: the entry of the op
         self._begin(live, shapes)
         meter.start(live)
 
@@ -241,12 +238,6 @@ class Observation:
                 break
         self._cut(FORWARD, position, self._cuts[-1].gradients)
 
-    def after_op(self, entry: int) -> None:
-        """The op of an entry of the tape of the region that was entered last has run."""
-        self._meter.mark()
-        self._entries[len(self._cuts)] = entry
-        self._cuts.append(self._cuts[-1])
-
     def leave(self, output: Any) -> None:
         """The forward of the region that was entered last is over."""
         position = len(self._paths) - 1
@@ -303,13 +294,9 @@ class Observation:
             return None
         phases: list[StepPhase] = []
         before = levels[self._first - 1][1] if self._first else self._live
-        rises: list[tuple[int, int]] = []
-        for number, (cut, (peak, live)) in [*enumerate(zip(self._cuts, levels, strict=True), 1)][self._first :]:
-            rises.append((self._entries.get(number, -1), peak - before))
-            if number not in self._entries:
-                most, several = before + max(rise for _, rise in rises), tuple(rises) if len(rises) > 1 else ()
-                phases.append(replace(cut, before=before, peak=most, after=live, rises=several))
-                rises, before = [], live
+        for cut, (peak, live) in zip(self._cuts[self._first :], levels[self._first :], strict=True):
+            phases.append(replace(cut, before=before, peak=peak, after=live))
+            before = live
         if not self._is_retained:
             del phases[-1]  # what came after backward
         return StepRecord(tuple(self._paths), tuple(phases), self._live, self._is_retained, tuple(self.shapes))

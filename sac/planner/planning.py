@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -308,25 +307,15 @@ def best_size(
 ) -> tuple[int | None, dict[int, tuple[Plan | None, int]]]:
     """Return the size with the most throughput, and for each one that was tried its plan (or None) and its peak.
 
-    The powers of two and both ends are tried, up to the first that does not fit; then the gap above the largest that
-    fits is halved twice.
+    The powers of two and both ends are tried, up to the first that does not fit.
     """
     tried: dict[int, tuple[Plan | None, int]] = {}
-
-    def fits(size: int) -> bool:
+    for size in (size for size in sizes if size in (sizes[0], sizes[-1]) or not size & (size - 1)):
         try:
             made = plan_of(size)
-            tried[size] = made, made.rows[0].peak
         except TooSmallError as error:
             tried[size] = None, error.least
-        return tried[size][0] is not None
-
-    coarse = [size for size in sizes if size in (sizes[0], sizes[-1]) or not size & (size - 1)]
-    fitting = [*takewhile(fits, coarse)]
-    low, high = max(fitting, default=0), max(tried)
-    for _ in range(2):
-        middle = (low + high) // 2
-        if 0 < low < middle < high:
-            low, high = (middle, high) if fits(middle) else (low, middle)
+            break
+        tried[size] = made, made.peak
     speeds = {size: size / made.step_s for size, (made, _) in tried.items() if made is not None}
-    return max(speeds, key=speeds.__getitem__, default=None), dict(sorted(tried.items()))
+    return max(speeds, key=speeds.__getitem__, default=None), tried

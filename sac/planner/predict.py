@@ -28,8 +28,7 @@ from sac.tables import Table, bytes_text, flops_text, seconds_text
 # The step was observed under full recomputation. What another choice changes is known from the tape of the region
 # (Note [Profiles]), as an upper bound:
 # - It leaves behind the storages that replay starts from, or for no checkpointing those that autograd saves.
-# - While its forward runs, these are alive in addition to what is alive in any case: the observed forwards are measured
-#   at each op, and each storage is known to be alive until the last op that uses it (`_forward_bytes`).
+# - While its forward runs, all of these may be alive in addition to what is alive in any case (`_forward_bytes`).
 # - In its backward, everything that autograd saves is there at once after the replay, whatever was kept. On top come
 #   storages that are only the start of a replay, those that backward has already read when the replay begins, and what
 #   is alive between the steps of the replay (`_replay_bytes`).
@@ -49,8 +48,7 @@ from sac.tables import Table, bytes_text, flops_text, seconds_text
 
 # Note [The search for save options]
 #
-# Two walks, one entry at a time: from nothing saved, each step saves the entry that spares most seconds per byte; from
-# everything saved, each step drops the entry that costs fewest seconds per byte. The second finds entries that are
+# From everything saved, each step drops the entry that costs fewest seconds per byte. So entries are found that are
 # worth saving only together. Of all options on the way, those remain that no other one beats in both bytes and time.
 #
 # Next to the ops that run again, checkpointing takes time of the host: each call of a region, and each op that is
@@ -250,25 +248,14 @@ class Prediction:
                 kind = self.kinds[place.own]
                 left[kind] = max(left[kind], phase.after - phase.before)
         self.in_flight = max(count for place in self._bases for count in place.alive)
-        forwards: dict[int, list[list[int]]] = {}  # what a forward takes at each entry
         self._held: dict[int, list[int]] = {}  # what each option of a kind holds, above full recomputation
         self._own: dict[tuple[str, int], list[int]] = {}  # what it takes besides in a forward or backward of its own
         for kind, size in left.items():
             profile, (full, *others) = self.profiles[kind], self.options[kind]
             inputs = max(0, size - full.bytes)
             self._held[kind] = [0, *(max(0, option.bytes - full.bytes) for option in others)]
-            self._own[FORWARD, kind] = [0] * (len(others) + 1)
+            self._own[FORWARD, kind] = [0, *(_forward_bytes(profile, option) for option in others)]
             self._own[BACKWARD, kind] = [0, *(_replay_bytes(profile, option, inputs) for option in others)]
-            forwards[kind] = [_forward_bytes(profile, option) for option in self.options[kind]]
-        for place, phase in _placed(record, self._numbers):
-            if place.own is not None and phase.part == FORWARD:
-                kind, above = self.kinds[place.own], phase.before + extra - self._bases[place]
-                # Not observed op by op, or calls differ: all that an option adds may be there at the peak.
-                is_seen = phase.rises and not self.profiles[kind].varies
-                rises = phase.rises if is_seen else ((-1, phase.peak - phase.before),)
-                own = self._own[FORWARD, kind]
-                for option, more in enumerate(forwards[kind]):
-                    own[option] = max(own[option], *(above + rise + more[entry] for entry, rise in rises))
 
     def sending(self, host: int) -> Prediction:
         """Return the prediction if options keep values in ``host`` bytes; see Note [Values on the host]."""
@@ -490,22 +477,15 @@ def _hull(more: Sequence[int], times: Sequence[float]) -> Iterator[tuple[float, 
         yield rate, now
 
 
-def _forward_bytes(profile: RegionProfile, option: Option) -> list[int]:
-    """Return the most bytes by which a forward under ``option`` may exceed one under full recomputation at each entry.
+def _forward_bytes(profile: RegionProfile, option: Option) -> int:
+    """Return the most bytes by which a forward under ``option`` may exceed one under full recomputation.
 
-    The last number is for the time after all entries. All that a policy saves is held until then, needed or not, and
-    what is written to later once more.
+    All that a policy saves is held until the end, needed or not.
     """
-    held, copied = profile.needed, set[int]()
+    held = profile.needed
     if option.saved is not None:
-        made = (value for number in option.saved for value in profile.entries[number].makes)
-        held = {*option.held, *(profile.roots[value] for value in made)}
-        copied = {root for entry in profile.entries for root in entry.writes}
-    used = {root: entry.number for entry in profile.entries for root in profile.used_by(entry)}  # at last
-    more = [0] * (len(profile.entries) + 1)
-    for root in held - profile.routed:
-        more[profile.maker.get(root, 0) if root in copied else used[root] + 1] += profile.bytes[root]
-    return [*accumulate(more)]
+        held = option.held.union(*map(profile.roots_of, option.saved))
+    return profile.bytes_of(held - profile.routed)
 
 
 def _replay_bytes(profile: RegionProfile, option: Option, inputs: int) -> int:
@@ -563,13 +543,7 @@ def options_of(
 
     known: list[Option] = []
     candidates = frozenset(entry.number for entry in profile.candidates)
-    full = priced(frozenset())
-    saved = frozenset[int]()
-    while rates := {n: _rate(priced(saved | {n}), priced(saved)) for n in sorted(candidates - saved)}:
-        if max(rates.values()) <= 0:
-            break
-        saved |= {max(rates, key=rates.__getitem__)}
-    saved = candidates
+    full, saved = priced(frozenset()), candidates
     while saved:
         rates = {n: _rate(priced(saved), priced(saved - {n})) for n in sorted(saved, reverse=True)}
         saved -= {min(rates, key=rates.__getitem__)}

@@ -91,7 +91,6 @@ class RegionProfile:
     ``needs``: the values that backward reads, each as it is before the entry of a number.
 
     ``paths`` are the regions that it is true of, in forward order, and ``layers`` their positions in ``stack``.
-    ``varies``: calls ran different ops, or ops that are not known.
     ``reason``: why the region cannot be planned op by op; it has no entries then.
     """
 
@@ -103,7 +102,6 @@ class RegionProfile:
     needs: tuple[tuple[int, int], ...] = ()
     stack: str = ""
     stack_size: int = 0
-    varies: bool = field(default=False, compare=False)
     reason: str = ""
     maker: dict[int, int] = field(init=False, compare=False, repr=False)
     tape: Tape = field(init=False, compare=False, repr=False)

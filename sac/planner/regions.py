@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +22,8 @@ from sac.engine.settings import REPLAY, Settings
 from sac.engine.table import CallSite, DecisionTable, resolve_policy
 from sac.engine.tape import Tape
 from sac.engine.taped import TapedFrame
-from sac.errors import PlanError
 from sac.outer_hooks import PackHooks
-from sac.planner.agreeing import largest
+from sac.planner.agreeing import size_of
 from sac.planner.cost import attention_flops, entry_of_call, moved_bytes
 from sac.planner.observing import Observation
 from sac.planner.profile import Entry, RegionProfile
@@ -57,9 +56,9 @@ class _SizedTape(Tape):
 class _ProfileTrace(OpTraceRecorder):
     """Records the sizes of each entry of a tape, in addition to its row of the op trace."""
 
-    def __init__(self, tape: Tape, after_op: Callable[[int], None]) -> None:
+    def __init__(self, tape: Tape) -> None:
         super().__init__()
-        self._tape, self._after_op = tape, after_op
+        self._tape = tape
         self.entries: dict[int, Entry] = {}  # with what is known while an op runs
 
     def add(self, site: CallSite, rule: Any, decision: Decision, args: Any, kwargs: Any, out: Any) -> None:
@@ -71,7 +70,6 @@ class _ProfileTrace(OpTraceRecorder):
         call = entry_of_call(site.op, args, kwargs, out)
         savable = site.savable and (site.savable_if is None or site.savable_if(args, kwargs, out))
         self.entries[entry] = replace(call, module=site.path, call=self.rows[-1].call, savable=savable)
-        self._after_op(entry)
 
     def add_unit(self, site: Any, rule: Any, decision: Decision, arguments: Any, returned: Any, first: int) -> None:
         """Append a unit, the last entry of the tape; it runs the ops inside again."""
@@ -105,8 +103,7 @@ class _ProfilingFrame(TapedFrame):
         return _SizedTape(self.group.table, self.owners)
 
     def _new_mode(self) -> TapeMode:
-        assert self._region.after_op is not None
-        self._ops = _ProfileTrace(self.tape, self._region.after_op)
+        self._ops = _ProfileTrace(self.tape)
         return TapeMode(self.group.table, self.tape, self._ops)
 
     def _schedule_replay(self) -> None:
@@ -143,14 +140,13 @@ class _ProfilingFrame(TapedFrame):
 class FullRegion(Region):
     """A region that is recomputed in full, and also finds out what a policy may save, or why none may.
 
-    It does so while there is ``after_op``, which is called with the number of each entry of a call's tape whose op has
-    run. If its calls differ in size, ``profile`` has the largest sizes.
+    It does so while it ``is_profiled``. ``profile`` is of the call with the most bytes.
     """
 
     def __init__(self, block: Block, group: RegionGroup) -> None:
         super().__init__(group, block.path)
         self.block = block
-        self.after_op: Callable[[int], None] | None = None
+        self.is_profiled = False
         self.profile: RegionProfile | None = None
         self.made: RegionProfile | None = None  # by the last call
 
@@ -158,19 +154,15 @@ class FullRegion(Region):
         """See ``Region.run``."""
         self.made = None
         output = super().run(*args, **kwargs)
-        if self.after_op is not None:
+        if self.is_profiled:
             reason = self.group.not_replayable or "it does not run under the replay engine"
-            made = self.made or RegionProfile((self.path,), (self.block.layer,), reason=reason, varies=True)
-            known = made if self.profile is None else self.profile
-            try:
-                self.profile = largest((known, made))
-            except PlanError:  # their ops differ
-                self.profile = replace(max(known, made, key=lambda one: sum(one.bytes)), varies=True)
+            made = self.made or RegionProfile((self.path,), (self.block.layer,), reason=reason)
+            self.profile = max(self.profile or made, made, key=size_of)
         return output
 
     def frame(self, function: Any, owners: Any, settings: Settings, outer: PackHooks | None) -> Frame:
         """See ``Region.frame``."""
-        if self.after_op is None or (outer is not None and settings.engine != REPLAY) or keeps_fp8_state(owners):
+        if not self.is_profiled or (outer is not None and settings.engine != REPLAY) or keeps_fp8_state(owners):
             return super().frame(function, owners, settings, outer)
         return _ProfilingFrame(function, owners, settings, self.path or self.group.name, self.group, region=self)
 
@@ -190,7 +182,6 @@ def merged(profiles: Sequence[RegionProfile], block_bytes: int) -> tuple[RegionP
             paths=tuple(path for one in alike for path in one.paths),
             layers=tuple(layer for one in alike for layer in one.layers),
             bytes=tuple(-(-size // block_bytes) * block_bytes for size in alike[0].bytes),
-            varies=any(one.varies for one in alike),
         )
         for alike in kinds.values()
     )
@@ -250,11 +241,6 @@ class BudgetRegions:
         if observation is not None:
             observation.end()
 
-    def after_op(self, entry: int) -> None:
-        """The op of an entry of the tape of a region that is profiled has run."""
-        if self.observation is not None:
-            self.observation.after_op(entry)
-
     @property
     def forwards(self) -> list[BudgetForward]:
         """The forwards on the model, in module order."""
@@ -273,7 +259,7 @@ class BudgetRegions:
         if which != self.used:
             self.used = which
             for one in self.forwards:
-                one.full.after_op = self.after_op if which == PROFILED else None
+                one.full.is_profiled = which == PROFILED
                 one.region = one.planned if which == PLANNED and one.planned is not None else one.full
                 one.regions = (one.region,)
 
