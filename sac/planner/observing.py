@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -116,7 +117,8 @@ class StepPhase:
 
     Positions count the calls of regions in forward order. Between regions, ``position`` is the number of regions whose
     forward is over and whose backward has not ended. ``before``, ``peak`` and ``after`` are live bytes, ``gradients``
-    the bytes of gradients of parameters at its start.
+    the bytes of gradients of parameters at its start. ``rises``: the peaks after each op of a forward that is
+    profiled, and after all, above ``before``.
     """
 
     part: str
@@ -125,6 +127,7 @@ class StepPhase:
     before: int = 0
     peak: int = 0
     after: int = 0
+    rises: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +241,11 @@ class Observation:
                 break
         self._cut(FORWARD, position, self._cuts[-1].gradients)
 
+    def after_op(self) -> None:
+        """An op has run in the region that was entered last."""
+        self._meter.mark()
+        self._cuts.append(self._cuts[-1])
+
     def leave(self, output: Any) -> None:
         """The forward of the region that was entered last is over."""
         position = len(self._paths) - 1
@@ -294,9 +302,13 @@ class Observation:
             return None
         phases: list[StepPhase] = []
         before = levels[self._first - 1][1] if self._first else self._live
-        for cut, (peak, live) in zip(self._cuts[self._first :], levels[self._first :], strict=True):
-            phases.append(replace(cut, before=before, peak=peak, after=live))
-            before = live
+        marks = zip(self._cuts[self._first :], levels[self._first :], strict=True)
+        for _, of_one in groupby(marks, key=lambda pair: id(pair[0])):
+            cuts, found = zip(*of_one, strict=True)
+            peaks = tuple(peak for peak, _ in found)
+            rises = tuple(peak - before for peak in peaks)
+            phases.append(replace(cuts[0], before=before, peak=max(peaks), after=found[-1][1], rises=rises))
+            before = found[-1][1]
         if not self._is_retained:
             del phases[-1]  # what came after backward
         return StepRecord(tuple(self._paths), tuple(phases), self._live, self._is_retained, tuple(self.shapes))

@@ -30,7 +30,7 @@ from sac.planner.ledger import Ledger
 from sac.planner.observing import Meter, Observation, StepRecord
 from sac.planner.predict import Choice, Plan, Prediction, TooSmallError
 from sac.planner.regions import PLANNED, PROFILED, BudgetRegions, merged
-from sac.planner.rules import policy_of, saved_by
+from sac.planner.rules import policy_of
 from sac.policy.model import Policy
 from sac.policy.syntax import all_problems, node_of
 from sac.tables import LEGAL_BYTES, bytes_text
@@ -105,22 +105,20 @@ class Rehearsal(BudgetRegions):
         self.gathers = mode if parallelize is not None else None
         self.extra = optimizer_bytes(optimizer, self.model.parameters())
         turn_off_cache(self.model)
-        by_hand = partial(saved_by, family_policy(self.model, (block.module for block in find_blocks(self.model))))
+        shipped = family_policy(self.model, (block.module for block in find_blocks(self.model)))
         self.put_on()
-        self.use(PROFILED)
-        record = self._step(ledger := Ledger(device, self.gathers))
+        record = self._step(ledger := Ledger(device, self.gathers), PROFILED)
         profiles = merged(self.profiles(), ledger.block_bytes)
-        self.prediction = Prediction(profiles, record, device, extra=self.extra, by_hand=by_hand)
+        self.prediction = Prediction(profiles, record, device, extra=self.extra, shipped=shipped)
         again_s = sum(self.prediction.options[kind][0].ops_s for kind in self.prediction.kinds)
         self.step_s = ledger.seconds - again_s  # without what is recomputed
 
     def run(self, choice: Choice, ledger: Ledger | None = None) -> StepRecord:
         """Run a step with a choice."""
         self.plan(self.prediction.regions(choice))
-        self.use(PLANNED)
-        return self._step(ledger or Ledger(self.device, self.gathers))
+        return self._step(ledger or Ledger(self.device, self.gathers), PLANNED)
 
-    def _step(self, ledger: Ledger) -> StepRecord:
+    def _step(self, ledger: Ledger, which: str) -> StepRecord:
         model, inputs = self.model, self.inputs
         leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         state, collects = torch.get_rng_state(), gc.isenabled()
@@ -130,6 +128,7 @@ class Rehearsal(BudgetRegions):
                 ledger.note([*model.parameters(), *model.buffers(), *leaves])
                 meter = Meter(next(model.parameters()).device, ledger.read, ledger.block_bytes)
                 self.observation = Observation(meter, ledger.live, lambda: 0, ())  # it begins as all steps do
+                self.use(which)
                 with torch.enable_grad(), fakes.without_data(model):
                     out_of = partial(model, **inputs) if isinstance(inputs, Mapping) else partial(model, *inputs)
                     loss = scalar_loss(out_of(), self._loss_fn)
@@ -252,8 +251,10 @@ def _planned(steps: Rehearsal, budget: StepBudget, host: int, *, explains: bool)
         rate = f"{device.host_bytes_per_s / 1e9:.0f} GB/s"
         notes.append(f"{bytes_text(on_host)} wait on the host, which forwards of blocks hide if copies reach {rate}")
     moved = 3 * optimizer_bytes("momentum", steps.model.parameters()) + 2 * steps.extra  # by the optimizer
+    plan = prediction.plan(chosen, allowed)
     return replace(
-        prediction.plan(chosen, allowed, peak),
+        plan,
+        rows=(replace(plan.rows[0], peak=peak, checked=not on_host), *plan.rows[1:]),
         policy=policy_of(sending.regions(chosen)),
         next_faster=sending.next_faster(chosen),
         host=on_host,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
+from operator import add
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from sac.planner.cost import FREE, Device, op_class, seconds
 from sac.planner.explain import Explanation
 from sac.planner.observing import BACKWARD, BETWEEN, FORWARD, StepPhase, StepRecord
 from sac.planner.profile import Option, RegionProfile
-from sac.planner.rules import PlannedRegion, policy_of
+from sac.planner.rules import PlannedRegion, policy_of, saved_by
 from sac.policy.model import Policy
 from sac.stores import transfers
 from sac.tables import Table, bytes_text, flops_text, seconds_text
@@ -28,7 +29,8 @@ from sac.tables import Table, bytes_text, flops_text, seconds_text
 # The step was observed under full recomputation. What another choice changes is known from the tape of the region
 # (Note [Profiles]), as an upper bound:
 # - It leaves behind the storages that replay starts from, or for no checkpointing those that autograd saves.
-# - While its forward runs, all of these may be alive in addition to what is alive in any case (`_forward_bytes`).
+# - While its forward runs, these are alive in addition to what is alive in any case: the observed forwards are measured
+#   at each op, and each storage is known to be alive until the last op that uses it (`_forward_bytes`).
 # - In its backward, everything that autograd saves is there at once after the replay, whatever was kept. On top come
 #   storages that are only the start of a replay, those that backward has already read when the replay begins, and what
 #   is alive between the steps of the replay (`_replay_bytes`).
@@ -48,7 +50,8 @@ from sac.tables import Table, bytes_text, flops_text, seconds_text
 
 # Note [The search for save options]
 #
-# From everything saved, each step drops the entry that costs fewest seconds per byte. So entries are found that are
+# Two walks, one entry at a time: from nothing saved, each step saves the entry that spares most seconds per byte; from
+# everything saved, each step drops the entry that costs fewest seconds per byte. The second finds entries that are
 # worth saving only together. Of all options on the way, those remain that no other one beats in both bytes and time.
 #
 # Next to the ops that run again, checkpointing takes time of the host: each call of a region, and each op that is
@@ -64,6 +67,7 @@ from sac.tables import Table, bytes_text, flops_text, seconds_text
 # at each time at most what transfers may have on their way (`TransferLimits`), and in its own backward what the region
 # has sent. A step without data copies nothing: it is run with all values saved, and the rest is this arithmetic.
 
+_PARTS = BETWEEN, FORWARD, BACKWARD
 MOST_OPTIONS = 60  # of a region; of more, every n-th
 _RECORD_S = 3.5e-6  # per op of a forward; measured with torch 2.13.0+cpu on a core of an AMD EPYC
 _CALL_S = 150e-6  # per call of a region
@@ -78,13 +82,14 @@ Choice = tuple[int, ...]  # the number of the option of each region
 class Row:
     """One way to checkpoint the model: its peak in bytes, and what it recomputes in FLOPs and seconds.
 
-    ``sac.plan`` runs a step with the plan; the other peaks are predicted, as an upper bound.
+    ``checked``: a step was run with it; the other peaks are predicted, as an upper bound.
     """
 
     label: str
     peak: int
     flops: int
     seconds: float
+    checked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +150,8 @@ class Plan:
     def _cells(self, row: Row) -> tuple[str, ...]:
         share = f"{row.seconds / self.forward_s:.1%}" if self.forward_s else "–"
         fits = "yes" if row.peak <= self.budget else "no"
-        how = "checked" if self._is_checked(row) else "predicted"
+        how = "checked" if row.checked else "predicted"
         return row.label, bytes_text(row.peak), flops_text(row.flops), seconds_text(row.seconds), share, fits, how
-
-    def _is_checked(self, row: Row) -> bool:
-        return row is self.rows[0] and not self.host
 
     def text(self, about: Mapping[str, str] | None = None) -> str:
         """Return the policy as YAML with the figures in comments. ``about``: further lines of the header by title."""
@@ -159,7 +161,7 @@ class Plan:
             *(f"{name}: {value}" for name, value in (about or {}).items()),
             f"device: {self.device.name} ({self.device.title})",
             f"budget: {self.budget} bytes ({bytes_text(self.budget)})",
-            f"peak: {row.peak} bytes ({bytes_text(row.peak)}), {'checked' if self._is_checked(row) else 'predicted'}",
+            f"peak: {row.peak} bytes ({bytes_text(row.peak)}), {'checked' if row.checked else 'predicted'}",
             f"recomputed: {flops_text(row.flops)} in {seconds_text(row.seconds)} per step (predicted)",
             *(f"note: {note}" for note in self.notes),
         ]
@@ -173,7 +175,7 @@ class Plan:
         found: dict[str, Any] = {f"{name}_bytes": getattr(self, name) for name in names}
         rows = [
             {"label": one.label, "peak_bytes": one.peak, "fits": one.peak <= self.budget, "recompute_flops": one.flops,
-             "recompute_s": one.seconds, "checked": self._is_checked(one)}
+             "recompute_s": one.seconds, "checked": one.checked}
             for one in self.rows
         ]  # fmt: skip
         found |= {"device": self.device.name, "torch": torch.__version__, "forward_s": self.forward_s}
@@ -189,33 +191,19 @@ class _Place:
     """Where in a step a phase is: what decides which options count in it.
 
     ``alive``: how many calls of each region are between their forward and their backward. ``own``: the region whose
-    forward or backward it is, if any.
+    forward or backward it is, -1 between two.
     """
 
     alive: tuple[int, ...]
-    own: int | None
+    own: int
     part: str
-
-
-def _placed(record: StepRecord, numbers: Mapping[str, int]) -> Iterator[tuple[_Place, StepPhase]]:
-    """Yield the phases of a step with their places; ``numbers``: that of each region."""
-    with_backward = {phase.position for phase in record.phases if phase.part == BACKWARD}
-    alive = [0] * len(numbers)
-    for phase in record.phases:
-        own = None if phase.part == BETWEEN else numbers[record.paths[phase.position]]
-        if own is not None and phase.part == BACKWARD and not record.is_retained:
-            alive[own] -= 1
-        yield _Place(tuple(alive), own, phase.part), phase
-        if own is not None and phase.part == FORWARD and phase.position in with_backward:
-            alive[own] += 1
 
 
 class Prediction:
     """Predicts steps on the grounds of one that was observed; see Note [From an observed step to every other].
 
     ``profiles``: those of the regions, one per kind. ``record``: a step that begins with the bytes of steps to come.
-    ``extra``: bytes that will be there and are not in the record.
-    ``by_hand``: returns entries of a profile that are an option in any case.
+    ``extra``: bytes that will be there and are not in the record. ``shipped``: a policy that is an option in any case.
     """
 
     def __init__(
@@ -225,55 +213,73 @@ class Prediction:
         device: Device,
         *,
         extra: int = 0,
-        by_hand: Callable[[RegionProfile], frozenset[int]] | None = None,
+        shipped: Policy | None = None,
     ) -> None:
         self.profiles, self.record, self.device, self.extra = tuple(profiles), record, device, extra
         self.paths = tuple(dict.fromkeys(record.paths))
-        self._numbers = {path: number for number, path in enumerate(self.paths)}
         of_path = {path: kind for kind, profile in enumerate(profiles) for path in profile.paths}
         self.kinds = tuple(of_path[path] for path in self.paths)
-        times = [[seconds(entry, device) for entry in profile.entries] for profile in profiles]
-        self.by_hand = [frozenset[int]() if by_hand is None else by_hand(profile) for profile in profiles]
-        self.options = [
-            options_of(profile, each, device, more)
-            for profile, each, more in zip(profiles, times, self.by_hand, strict=True)
-        ]
-        self.forward_s = sum(sum(times[kind]) for kind in self.kinds)
+        self._shipped = [frozenset[int]() if shipped is None else saved_by(shipped, one) for one in profiles]
+        pairs = zip(profiles, self._shipped, strict=True)
+        self.options = [options_of(profile, device, saved) for profile, saved in pairs]
         self.seconds = [tuple(option.seconds for option in self.options[kind]) for kind in self.kinds]
+        self.forward_s = sum(map(self._forward_s, self.kinds))
         self._bases: dict[_Place, int] = {}
         left = dict.fromkeys(self.kinds, 0)  # by a forward under full recomputation
-        for place, phase in _placed(record, self._numbers):
+        for place, phase in self._placed(record):
             self._bases[place] = max(self._bases.get(place, 0), phase.peak + extra)
-            if place.own is not None and phase.part == FORWARD:
+            if place.part == FORWARD:
                 kind = self.kinds[place.own]
                 left[kind] = max(left[kind], phase.after - phase.before)
         self.in_flight = max(count for place in self._bases for count in place.alive)
-        self._held: dict[int, list[int]] = {}  # what each option of a kind holds, above full recomputation
-        self._own: dict[tuple[str, int], list[int]] = {}  # what it takes besides in a forward or backward of its own
+        # What each option of a kind takes above full recomputation: between its forward and its backward, and besides
+        # in these two.
+        self._more: dict[tuple[str, int], list[int]] = {}
+        forwards: dict[int, list[list[int]]] = {}
         for kind, size in left.items():
             profile, (full, *others) = self.profiles[kind], self.options[kind]
             inputs = max(0, size - full.bytes)
-            self._held[kind] = [0, *(max(0, option.bytes - full.bytes) for option in others)]
-            self._own[FORWARD, kind] = [0, *(_forward_bytes(profile, option) for option in others)]
-            self._own[BACKWARD, kind] = [0, *(_replay_bytes(profile, option, inputs) for option in others)]
+            self._more[BETWEEN, kind] = [0, *(max(0, option.bytes - full.bytes) for option in others)]
+            self._more[FORWARD, kind] = [0] * (len(others) + 1)
+            forwards[kind] = [_forward_bytes(profile, option) for option in others]
+            self._more[BACKWARD, kind] = [0, *(_replay_bytes(profile, option, inputs) for option in others)]
+        for place, phase in self._placed(record):
+            if place.part == FORWARD:
+                kind, above = self.kinds[place.own], phase.before + extra - self._bases[place]
+                for option, more in enumerate(forwards[kind], 1):
+                    # If calls differ in their ops, all that an option adds may be there at the peak.
+                    rises = phase.rises if len(phase.rises) == len(more) else [max(phase.rises)] * len(more)
+                    size = above + max(map(add, rises, more))
+                    self._more[FORWARD, kind][option] = max(self._more[FORWARD, kind][option], size)
+
+    def _forward_s(self, kind: int) -> float:
+        return sum(seconds(entry, self.device) for entry in self.profiles[kind].entries)
+
+    def _placed(self, record: StepRecord) -> Iterator[tuple[_Place, StepPhase]]:
+        """Yield the phases of a step with their places."""
+        with_backward = {phase.position for phase in record.phases if phase.part == BACKWARD}
+        numbers, alive = {path: number for number, path in enumerate(self.paths)}, [0] * len(self.paths)
+        for phase in record.phases:
+            own = -1 if phase.part == BETWEEN else numbers[record.paths[phase.position]]
+            if phase.part == BACKWARD and not record.is_retained:
+                alive[own] -= 1
+            yield _Place(tuple(alive), own, phase.part), phase
+            if phase.part == FORWARD and phase.position in with_backward:
+                alive[own] += 1
 
     def sending(self, host: int) -> Prediction:
         """Return the prediction if options keep values in ``host`` bytes; see Note [Values on the host]."""
-        other = copy(self)
+        other, limit = copy(self), transfers.LIMITS.in_flight
         share = host // max(sum(place.alive) for place in self._bases)
-        other.options, other._held, other._own = [*self.options], {**self._held}, {**self._own}
-        other._bases = {place: size + transfers.LIMITS.in_flight for place, size in self._bases.items()}
-        for kind in self._held:
-            profile = self.profiles[kind]
-            forward_s = sum(seconds(entry, self.device) for entry in profile.entries)
-            room = min(transfers.LIMITS.in_flight, int(self.device.host_bytes_per_s * forward_s))
-            other.options[kind] = tuple(
-                replace(option, sent=profile.sendable(option, room, share)) for option in self.options[kind]
-            )
-            sizes = [profile.sent_bytes(option) for option in other.options[kind]]
-            other._held[kind] = [held - size for held, size in zip(self._held[kind], sizes, strict=True)]
-            own = zip(self._own[BACKWARD, kind], sizes, strict=True)
-            other._own[BACKWARD, kind] = [more + size for more, size in own]
+        other.options, other._more = [*self.options], {**self._more}
+        other._bases = {place: size + limit for place, size in self._bases.items()}
+        for kind in {*self.kinds}:
+            profile, room = self.profiles[kind], min(limit, int(self.device.host_bytes_per_s * self._forward_s(kind)))
+            options = (replace(one, sent=profile.sendable(one, room, share)) for one in self.options[kind])
+            other.options[kind] = tuple(options)
+            for part, sign in (BETWEEN, -1), (BACKWARD, 1):
+                pairs = zip(self._more[part, kind], other.options[kind], strict=True)
+                other._more[part, kind] = [size + sign * profile.sent_bytes(option) for size, option in pairs]
         return other
 
     def host_of(self, choice: Choice) -> int:
@@ -285,30 +291,35 @@ class Prediction:
         """Take over what a step that was run with ``choice`` shows of the options in it."""
         if record.paths != self.record.paths:
             return
-        measured: dict[tuple[int, int], int] = {}
         full = {phase.position: phase.after - phase.before for phase in self.record.phases if phase.part == FORWARD}
         above = self.extra + max(0, self.record.static - record.static)  # this step may have begun with fewer bytes
         peaks: dict[_Place, int] = {}
-        for place, phase in _placed(record, self._numbers):
+        held: dict[int, int] = {}  # by region
+        for place, phase in self._placed(record):
             if place in self._bases:
                 peaks[place] = max(peaks.get(place, 0), phase.peak + above)
-            if place.own is not None and phase.part == FORWARD:
-                key = self.kinds[place.own], choice[place.own]
-                held = phase.after - phase.before - full[phase.position]
-                measured[key] = max(measured.get(key, 0), held)
-        for (kind, option), size in measured.items():
-            self._held[kind][option] = size if option else 0
-        rises: dict[tuple[str, int, int], int] = {}  # by part, kind and option
-        for place, peak in peaks.items():
-            if place.own is not None and choice[place.own]:
-                mine = place.part, self.kinds[place.own], choice[place.own]
-                rise = peak - self._bases[place] - self._held_at(place, choice)
-                rises[mine] = max(rises.get(mine, rise), rise)
-        for (part, kind, option), rise in rises.items():
-            self._own[part, kind][option] = rise
+            if place.part == FORWARD:
+                size = phase.after - phase.before - full[phase.position]
+                held[place.own] = max(held.get(place.own, 0), size)
+        self._take_over(choice, ((BETWEEN, own, size) for own, size in held.items()))
+        rises = [
+            (place.part, place.own, peak - self._bases[place] - self._held_at(place, choice))
+            for place, peak in peaks.items()
+            if place.part != BETWEEN
+        ]
+        self._take_over(choice, rises)
         live = dict(zip(self._bases, self.live(choice), strict=True))
         for place, peak in peaks.items():
             self._bases[place] += max(0, peak - live[place])
+
+    def _take_over(self, choice: Choice, measured: Iterable[tuple[str, int, int]]) -> None:
+        """Take over the largest of the bytes that were measured of an option: (part, region, bytes)."""
+        largest: dict[tuple[str, int, int], int] = {}
+        for part, own, size in measured:
+            key = part, self.kinds[own], choice[own]
+            largest[key] = max(largest.get(key, size), size)
+        for (part, kind, option), size in largest.items():
+            self._more[part, kind][option] = size if option else 0
 
     # -- The peak of a choice
 
@@ -317,14 +328,14 @@ class Prediction:
         return [
             base
             + self._held_at(place, choice)
-            + (0 if place.own is None else self._own[place.part, self.kinds[place.own]][choice[place.own]])
+            + (0 if place.own < 0 else self._more[place.part, self.kinds[place.own]][choice[place.own]])
             for place, base in self._bases.items()
         ]
 
     def _held_at(self, place: _Place, choice: Sequence[int]) -> int:
         """Return the bytes that regions hold at a place with a choice, above full recomputation."""
         numbers = zip(place.alive, self.kinds, choice, strict=True)
-        return sum(count * self._held[kind][option] for count, kind, option in numbers if count)
+        return sum(count * self._more[BETWEEN, kind][option] for count, kind, option in numbers if count)
 
     def peak_of(self, choice: Sequence[int]) -> int:
         """Return the predicted peak of a choice, in bytes."""
@@ -342,9 +353,9 @@ class Prediction:
 
     @property
     def shipped(self) -> Choice:
-        """The choice of the entries ``by_hand`` in each region."""
+        """The choice of the shipped policy, as far as ops and modules tell."""
         saved = [[option.saved for option in options] for options in self.options]
-        return tuple(saved[kind].index(self.by_hand[kind]) for kind in self.kinds)
+        return tuple(saved[kind].index(self._shipped[kind]) for kind in self.kinds)
 
     def least(self) -> int:
         """Return the least peak, in bytes: that of full recomputation."""
@@ -359,17 +370,13 @@ class Prediction:
         rows = zip(self.paths, self.kinds, choice, strict=True)
         return tuple(PlannedRegion(path, self.profiles[kind], self.options[kind][one]) for path, kind, one in rows)
 
-    def plan(self, choice: Choice, budget: int, peak: int | None = None) -> Plan:
-        """Return a choice as a plan. ``peak``: that of a step that was run with it."""
-        rows = []
-        usual = {"none": self.fastest, "full": self.full, "selective": self.shipped}
-        for label, one in {"plan": choice, **usual}.items():
-            flops = sum(region.option.flops for region in self.regions(one))
-            shown = peak if label == "plan" and peak is not None else self.peak_of(one)
-            rows.append(Row(label, shown, flops, self.time_of(one)))
+    def plan(self, choice: Choice, budget: int) -> Plan:
+        """Return a choice as a plan."""
+        usual = {"plan": choice, "none": self.fastest, "full": self.full, "selective": self.shipped}
+        flops = {label: sum(region.option.flops for region in self.regions(one)) for label, one in usual.items()}
         return Plan(
             policy_of(self.regions(choice)),
-            tuple(rows),
+            tuple(Row(label, self.peak_of(one), flops[label], self.time_of(one)) for label, one in usual.items()),
             self.device,
             budget,
             self.least(),
@@ -401,10 +408,9 @@ class Prediction:
             old, kind = chosen[at], self.kinds[at]
             if self.seconds[at][option] >= self.seconds[at][old]:
                 return
-            held = self._held[kind][option] - self._held[kind][old]
-            own = {part: self._own[part, kind][option] - self._own[part, kind][old] for part in (FORWARD, BACKWARD)}
+            more = {part: self._more[part, kind][option] - self._more[part, kind][old] for part in _PARTS}
             after = [
-                size + place.alive[at] * held + (own[place.part] if place.own == at else 0)
+                size + place.alive[at] * more[BETWEEN] + (more[place.part] if place.own == at else 0)
                 for size, place in zip(live, self._bases, strict=True)
             ]
             if max(after) <= allowed:
@@ -413,7 +419,7 @@ class Prediction:
         raises = [
             (rate, at, option)
             for at, kind in enumerate(self.kinds if choice == self.full else ())
-            for rate, option in _hull(self._held[kind], self.seconds[at])
+            for rate, option in _hull(self._more[BETWEEN, kind], self.seconds[at])
         ]
         for _, at, option in sorted(raises, key=lambda one: (-one[0], -one[1])):
             take(at, option)
@@ -477,15 +483,22 @@ def _hull(more: Sequence[int], times: Sequence[float]) -> Iterator[tuple[float, 
         yield rate, now
 
 
-def _forward_bytes(profile: RegionProfile, option: Option) -> int:
-    """Return the most bytes by which a forward under ``option`` may exceed one under full recomputation.
+def _forward_bytes(profile: RegionProfile, option: Option) -> list[int]:
+    """Return the most bytes by which a forward under ``option`` may exceed one under full recomputation, op by op.
 
-    All that a policy saves is held until the end, needed or not.
+    The last number is for the time after all ops. All that a policy saves is held until then, needed or not, and what
+    is written to later once more.
     """
-    held = profile.needed
+    held, copied = profile.needed, set[int]()
     if option.saved is not None:
-        held = option.held.union(*map(profile.roots_of, option.saved))
-    return profile.bytes_of(held - profile.routed)
+        held = {*option.held}.union(*map(profile.roots_of, option.saved))
+        copied = {root for entry in profile.entries for root in entry.writes}
+    ops = [entry for entry in profile.entries if entry.op]
+    used = {root: number for number, entry in enumerate(ops) for root in profile.used_by(entry)}  # at last
+    more = [0] * (len(ops) + 1)
+    for root in held - profile.routed:
+        more[0 if root in copied else used.get(root, -1) + 1] += profile.bytes[root]
+    return [*accumulate(more)]
 
 
 def _replay_bytes(profile: RegionProfile, option: Option, inputs: int) -> int:
@@ -520,15 +533,14 @@ def _replay_bytes(profile: RegionProfile, option: Option, inputs: int) -> int:
 # -- What may be saved in a region
 
 
-def options_of(
-    profile: RegionProfile, times: Sequence[float], device: Device, by_hand: frozenset[int]
-) -> tuple[Option, ...]:
+def options_of(profile: RegionProfile, device: Device, shipped: frozenset[int]) -> tuple[Option, ...]:
     """Return the options of a region: full recomputation, then those that save more, then no checkpointing.
 
-    Bytes ascend and seconds descend. ``times``: seconds per entry. ``by_hand``: entries that are an option in any case.
+    Bytes ascend and seconds descend. ``shipped``: entries that are an option in any case.
     See Note [The search for save options].
     """
     entries, is_gpu = profile.entries, device.name != "cpu"
+    times = [seconds(entry, device) for entry in entries]
 
     @cache
     def priced(saved: frozenset[int]) -> Option:
@@ -543,7 +555,11 @@ def options_of(
 
     known: list[Option] = []
     candidates = frozenset(entry.number for entry in profile.candidates)
-    full, saved = priced(frozenset()), candidates
+    full = priced(frozenset())
+    saved = frozenset[int]()
+    while saved != candidates:
+        rates = {n: _rate(priced(saved | {n}), priced(saved)) for n in sorted(candidates - saved)}
+        saved |= {max(rates, key=rates.__getitem__)}
     while saved:
         rates = {n: _rate(priced(saved), priced(saved - {n})) for n in sorted(saved, reverse=True)}
         saved -= {min(rates, key=rates.__getitem__)}
@@ -553,7 +569,7 @@ def options_of(
             made = {n: {profile.roots[value] for value in profile.entries[n].makes} for n in option.saved or ()}
             best.append(priced(frozenset(n for n, roots in made.items() if roots & option.held)))  # others hold nothing
     step = -(-len(best) // MOST_OPTIONS) or 1
-    chosen = dict.fromkeys([full, *best[::step], *best[-1:], priced(by_hand)])
+    chosen = dict.fromkeys([full, *best[::step], *best[-1:], priced(shipped)])
     found = sorted(chosen, key=lambda one: (one is not full, one.bytes, -one.seconds))
     if not profile.reason:
         found.append(Option(None, profile.bytes_of(profile.needed | profile.routed)))
@@ -562,7 +578,5 @@ def options_of(
 
 def _rate(more: Option, less: Option) -> float:
     """Return the seconds per byte that an option spares that saves more; less than zero if nothing changes."""
-    seconds, size = less.ops_s - more.ops_s, more.bytes - less.bytes
-    if size > 0:
-        return seconds / size
-    return math.inf if seconds > 0 else -1.0
+    spared, size = less.ops_s - more.ops_s, more.bytes - less.bytes
+    return spared / size if size > 0 else math.inf if spared > 0 else -1.0

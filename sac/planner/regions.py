@@ -56,9 +56,9 @@ class _SizedTape(Tape):
 class _ProfileTrace(OpTraceRecorder):
     """Records the sizes of each entry of a tape, in addition to its row of the op trace."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, observation: Observation) -> None:
         super().__init__()
-        self._tape = tape
+        self._tape, self._observation = tape, observation
         self.entries: dict[int, Entry] = {}  # with what is known while an op runs
 
     def add(self, site: CallSite, rule: Any, decision: Decision, args: Any, kwargs: Any, out: Any) -> None:
@@ -70,6 +70,7 @@ class _ProfileTrace(OpTraceRecorder):
         call = entry_of_call(site.op, args, kwargs, out)
         savable = site.savable and (site.savable_if is None or site.savable_if(args, kwargs, out))
         self.entries[entry] = replace(call, module=site.path, call=self.rows[-1].call, savable=savable)
+        self._observation.after_op()
 
     def add_unit(self, site: Any, rule: Any, decision: Decision, arguments: Any, returned: Any, first: int) -> None:
         """Append a unit, the last entry of the tape; it runs the ops inside again."""
@@ -86,6 +87,7 @@ class _ProfileTrace(OpTraceRecorder):
             shape=row.shape,
             dtype=row.dtype,
         )
+        self._observation.after_op()
 
 
 class _ProfilingFrame(TapedFrame):
@@ -103,7 +105,8 @@ class _ProfilingFrame(TapedFrame):
         return _SizedTape(self.group.table, self.owners)
 
     def _new_mode(self) -> TapeMode:
-        self._ops = _ProfileTrace(self.tape)
+        assert self._region.observation is not None
+        self._ops = _ProfileTrace(self.tape, self._region.observation)
         return TapeMode(self.group.table, self.tape, self._ops)
 
     def _schedule_replay(self) -> None:
@@ -140,13 +143,13 @@ class _ProfilingFrame(TapedFrame):
 class FullRegion(Region):
     """A region that is recomputed in full, and also finds out what a policy may save, or why none may.
 
-    It does so while it ``is_profiled``. ``profile`` is of the call with the most bytes.
+    It does so in an ``observation``. ``profile`` is of the call with the most bytes.
     """
 
     def __init__(self, block: Block, group: RegionGroup) -> None:
         super().__init__(group, block.path)
         self.block = block
-        self.is_profiled = False
+        self.observation: Observation | None = None
         self.profile: RegionProfile | None = None
         self.made: RegionProfile | None = None  # by the last call
 
@@ -154,7 +157,7 @@ class FullRegion(Region):
         """See ``Region.run``."""
         self.made = None
         output = super().run(*args, **kwargs)
-        if self.is_profiled:
+        if self.observation is not None:
             reason = self.group.not_replayable or "it does not run under the replay engine"
             made = self.made or RegionProfile((self.path,), (self.block.layer,), reason=reason)
             self.profile = max(self.profile or made, made, key=size_of)
@@ -162,7 +165,7 @@ class FullRegion(Region):
 
     def frame(self, function: Any, owners: Any, settings: Settings, outer: PackHooks | None) -> Frame:
         """See ``Region.frame``."""
-        if not self.is_profiled or (outer is not None and settings.engine != REPLAY) or keeps_fp8_state(owners):
+        if self.observation is None or (outer is not None and settings.engine != REPLAY) or keeps_fp8_state(owners):
             return super().frame(function, owners, settings, outer)
         return _ProfilingFrame(function, owners, settings, self.path or self.group.name, self.group, region=self)
 
@@ -259,7 +262,7 @@ class BudgetRegions:
         if which != self.used:
             self.used = which
             for one in self.forwards:
-                one.full.is_profiled = which == PROFILED
+                one.full.observation = self.observation if which == PROFILED else None
                 one.region = one.planned if which == PLANNED and one.planned is not None else one.full
                 one.regions = (one.region,)
 
