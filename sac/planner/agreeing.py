@@ -53,7 +53,7 @@ def meshes_of(model: nn.Module) -> set[Any]:
 
 def largest(several: Sequence[Grounds]) -> Grounds:
     """Return the grounds of a plan for several ranks; raises ``PlanError`` if these run different regions."""
-    if len({(one.record.paths, *(profile.paths for profile in one.profiles)) for one in several}) > 1:
+    if len({one.record.paths for one in several}) > 1:
         found = "the ranks that share its parameters run different regions, so that no plan is right for all"
         raise PlanError(Problem("activation_checkpointing.budget", found, fix="use mode: full, or a policy by hand"))
     profiles = (max(each, key=size_of) for each in zip(*(one.profiles for one in several), strict=True))

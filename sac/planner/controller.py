@@ -24,7 +24,7 @@ from sac.planner.agreeing import Grounds, agreed, meshes_of
 from sac.planner.cost import DEVICES, figures_of
 from sac.planner.observing import Meter, Observation, Shapes, StepRecord, meter_of
 from sac.planner.predict import Choice, Plan, Prediction
-from sac.planner.regions import FULL, PLANNED, PROFILED, BudgetRegions, merged
+from sac.planner.regions import FULL, PLANNED, PROFILED, BudgetRegions
 from sac.reporting import note_memory
 from sac.tables import bytes_text
 from sac.tensors import tensor_parts
@@ -259,17 +259,17 @@ class Controller(BudgetRegions):
 
     def _make_plan(self, record: StepRecord, inputs: Any) -> None:
         """Make the plan at the begin of a step, and have the regions carry it out."""
-        observed, self._record = self.profiles(), None
+        observed, self._record = self.profiles(self._meter.block_bytes), None
         what = "one step" if self.fitted is None else "a step with larger inputs"
         _say(f"sac: {what} observed, planning {len(observed)} regions for a budget of {self.budget} …")
         record = record.rebased(self._live(inputs), self._gradients())
-        mine = Grounds(observed, record, self._unseen_state(), self._meter.memory_bytes)
+        mine = Grounds(tuple(observed.values()), record, self._unseen_state(), self._meter.memory_bytes)
         grounds = agreed(mine, self.model)
-        if unplanned := [one for one in grounds.profiles if one.reason]:
+        profiles = dict(zip(observed, grounds.profiles, strict=True))
+        if unplanned := [(block, one) for block, one in profiles.items() if one.reason]:
             more = f" and {len(unplanned) - 1} more blocks are" if len(unplanned) > 1 else " is"
-            found = f"it{more} recomputed in full, and not planned op by op: {unplanned[0].reason}"
-            warn(Problem(unplanned[0].paths[0], found))
-        profiles = merged(grounds.profiles, self._meter.block_bytes)
+            found = f"it{more} recomputed in full, and not planned op by op: {unplanned[0][1].reason}"
+            warn(Problem(unplanned[0][0].path, found))
         figures = DEVICES["h100"]  # of a GPU that is unknown too, since only their ratios matter here
         with contextlib.suppress(PlanError):
             figures = figures_of(self._meter.device)

@@ -29,7 +29,7 @@ from sac.planner.gpu_ops import lowered_to
 from sac.planner.ledger import Ledger
 from sac.planner.observing import Meter, Observation, StepRecord
 from sac.planner.predict import Choice, Plan, Prediction, TooSmallError
-from sac.planner.regions import PLANNED, PROFILED, BudgetRegions, merged
+from sac.planner.regions import PLANNED, PROFILED, BudgetRegions
 from sac.planner.rules import policy_of
 from sac.policy.model import Policy
 from sac.policy.syntax import all_problems, node_of
@@ -108,7 +108,7 @@ class Rehearsal(BudgetRegions):
         shipped = family_policy(self.model, (block.module for block in find_blocks(self.model)))
         self.put_on()
         record = self._step(ledger := Ledger(device, self.gathers), PROFILED)
-        profiles = merged(self.profiles(), ledger.block_bytes)
+        profiles = self.profiles(ledger.block_bytes)
         self.prediction = Prediction(profiles, record, device, extra=self.extra, shipped=shipped)
         again_s = sum(self.prediction.options[kind][0].ops_s for kind in self.prediction.kinds)
         self.step_s = ledger.seconds - again_s  # without what is recomputed
@@ -243,7 +243,7 @@ def _planned(steps: Rehearsal, budget: StepBudget, host: int, *, explains: bool)
     prediction, device = steps.prediction, steps.device
     allowed = budget.within(prediction.least(), prediction.peak_of(prediction.fastest), device.memory_bytes)
     sending, chosen, peak = steps.choose(allowed, host)
-    unplanned = [(path, profile.reason) for profile in prediction.profiles for path in profile.paths if profile.reason]
+    unplanned = ((one.block.path, one.profile.reason) for one in prediction.regions(chosen) if one.profile.reason)
     notes = [f"{path} is recomputed in full: {reason}" for path, reason in unplanned]
     if chosen == prediction.fastest:
         notes.append("no checkpointing is needed")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from sac.blocks.find import Block
 from sac.errors import PlanError, Problem
 from sac.planner.cost import FREE, Device, op_class, seconds
 from sac.planner.explain import Explanation
@@ -202,25 +203,26 @@ class _Place:
 class Prediction:
     """Predicts steps on the grounds of one that was observed; see Note [From an observed step to every other].
 
-    ``profiles``: those of the regions, one per kind. ``record``: a step that begins with the bytes of steps to come.
+    ``profiles``: regions of equal ones are of one kind. ``record``: a step that begins with the bytes of steps to come.
     ``extra``: bytes that will be there and are not in the record. ``shipped``: a policy that is an option in any case.
     """
 
     def __init__(
         self,
-        profiles: Sequence[RegionProfile],
+        profiles: Mapping[Block, RegionProfile],
         record: StepRecord,
         device: Device,
         *,
         extra: int = 0,
         shipped: Policy | None = None,
     ) -> None:
-        self.profiles, self.record, self.device, self.extra = tuple(profiles), record, device, extra
-        self.paths = tuple(dict.fromkeys(record.paths))
-        of_path = {path: kind for kind, profile in enumerate(profiles) for path in profile.paths}
-        self.kinds = tuple(of_path[path] for path in self.paths)
-        self._shipped = [frozenset[int]() if shipped is None else saved_by(shipped, one) for one in profiles]
-        pairs = zip(profiles, self._shipped, strict=True)
+        self.record, self.device, self.extra = record, device, extra
+        of_path = {block.path: block for block in profiles}
+        self.blocks = tuple(of_path[path] for path in dict.fromkeys(record.paths))
+        numbers = {profile: kind for kind, profile in enumerate(dict.fromkeys(profiles.values()))}
+        self.profiles, self.kinds = tuple(numbers), tuple(numbers[profiles[block]] for block in self.blocks)
+        self._shipped = [frozenset[int]() if shipped is None else saved_by(shipped, one) for one in self.profiles]
+        pairs = zip(self.profiles, self._shipped, strict=True)
         self.options = [options_of(profile, device, saved) for profile, saved in pairs]
         self.seconds = [tuple(option.seconds for option in self.options[kind]) for kind in self.kinds]
         self.forward_s = sum(map(self._forward_s, self.kinds))
@@ -258,7 +260,7 @@ class Prediction:
     def _placed(self, record: StepRecord) -> Iterator[tuple[_Place, StepPhase]]:
         """Yield the phases of a step with their places."""
         with_backward = {phase.position for phase in record.phases if phase.part == BACKWARD}
-        numbers, alive = {path: number for number, path in enumerate(self.paths)}, [0] * len(self.paths)
+        numbers, alive = {one.path: number for number, one in enumerate(self.blocks)}, [0] * len(self.blocks)
         for phase in record.phases:
             own = -1 if phase.part == BETWEEN else numbers[record.paths[phase.position]]
             if phase.part == BACKWARD and not record.is_retained:
@@ -344,7 +346,7 @@ class Prediction:
     @property
     def full(self) -> Choice:
         """The choice of full recomputation, which has the least peak."""
-        return (0,) * len(self.paths)
+        return (0,) * len(self.blocks)
 
     @property
     def fastest(self) -> Choice:
@@ -367,8 +369,8 @@ class Prediction:
 
     def regions(self, choice: Choice) -> tuple[PlannedRegion, ...]:
         """Return what each region is to do for a choice."""
-        rows = zip(self.paths, self.kinds, choice, strict=True)
-        return tuple(PlannedRegion(path, self.profiles[kind], self.options[kind][one]) for path, kind, one in rows)
+        rows = zip(self.blocks, self.kinds, choice, strict=True)
+        return tuple(PlannedRegion(block, self.profiles[kind], self.options[kind][one]) for block, kind, one in rows)
 
     def plan(self, choice: Choice, budget: int) -> Plan:
         """Return a choice as a plan."""
@@ -436,7 +438,7 @@ class Prediction:
         """Return the least peak of a choice in which one more region gets a faster option, and the region's path."""
         alike = {(kind, option): at for at, (kind, option) in enumerate(zip(self.kinds, choice, strict=True))}
         peaks = (
-            (self.peak_of((*choice[:at], option, *choice[at + 1 :])), self.paths[at])
+            (self.peak_of((*choice[:at], option, *choice[at + 1 :])), self.blocks[at].path)
             for at in alike.values()
             for option, time in enumerate(self.seconds[at])
             if time < self.seconds[at][choice[at]]

@@ -90,18 +90,13 @@ class RegionProfile:
     """The profile of a region, see Note [Profiles]. ``roots`` and ``bytes`` (of the storage) are per value.
     ``needs``: the values that backward reads, each as it is before the entry of a number.
 
-    ``paths`` are the regions that it is true of, in forward order, and ``layers`` their positions in ``stack``.
     ``reason``: why the region cannot be planned op by op; it has no entries then.
     """
 
-    paths: tuple[str, ...]
-    layers: tuple[int, ...]
     entries: tuple[Entry, ...] = ()
     roots: tuple[int, ...] = ()
     bytes: tuple[int, ...] = ()
     needs: tuple[tuple[int, int], ...] = ()
-    stack: str = ""
-    stack_size: int = 0
     reason: str = ""
     maker: dict[int, int] = field(init=False, compare=False, repr=False)
     tape: Tape = field(init=False, compare=False, repr=False)

@@ -27,7 +27,7 @@ from sac.planner.agreeing import size_of
 from sac.planner.cost import attention_flops, entry_of_call, moved_bytes
 from sac.planner.observing import Observation
 from sac.planner.profile import Entry, RegionProfile
-from sac.planner.rules import PlannedRegion, policy_of, stack_pattern
+from sac.planner.rules import PlannedRegion, policy_of
 from sac.policy.model import Decision, Policy
 from sac.tensors import storage_bytes
 
@@ -112,16 +112,11 @@ class _ProfilingFrame(TapedFrame):
     def _schedule_replay(self) -> None:
         handles = [handle for reference in self._handles if (handle := reference()) is not None]
         needs = dict.fromkeys(handle.position for handle in handles if handle.state != EXTERNAL)
-        block = self._region.block
         profile = RegionProfile(
-            paths=(block.path,),
-            layers=(block.layer,),
             entries=tuple(map(self._entry, range(len(self.tape.sites)))),
             roots=tuple(self.tape.roots),
             bytes=tuple(self.tape.value_bytes),
             needs=tuple(needs),
-            stack=block.stack,
-            stack_size=block.stack_size,
         )
         super()._schedule_replay()
         self._region.made = profile if self._replays else None
@@ -146,9 +141,8 @@ class FullRegion(Region):
     It does so in an ``observation``. ``profile`` is of the call with the most bytes.
     """
 
-    def __init__(self, block: Block, group: RegionGroup) -> None:
-        super().__init__(group, block.path)
-        self.block = block
+    def __init__(self, group: RegionGroup, path: str) -> None:
+        super().__init__(group, path)
         self.observation: Observation | None = None
         self.profile: RegionProfile | None = None
         self.made: RegionProfile | None = None  # by the last call
@@ -159,7 +153,7 @@ class FullRegion(Region):
         output = super().run(*args, **kwargs)
         if self.observation is not None:
             reason = self.group.not_replayable or "it does not run under the replay engine"
-            made = self.made or RegionProfile((self.path,), (self.block.layer,), reason=reason)
+            made = self.made or RegionProfile(reason=reason)
             self.profile = max(self.profile or made, made, key=size_of)
         return output
 
@@ -170,33 +164,13 @@ class FullRegion(Region):
         return _ProfilingFrame(function, owners, settings, self.path or self.group.name, self.group, region=self)
 
 
-def merged(profiles: Sequence[RegionProfile], block_bytes: int) -> tuple[RegionProfile, ...]:
-    """Return one profile for all regions of a stack that run the same ops on the same sizes.
-
-    The sizes are those that an allocator counts that rounds up to ``block_bytes``.
-    """
-    kinds: dict[Any, list[RegionProfile]] = {}
-    for one in profiles:
-        own = one.paths if one.reason else ()
-        kinds.setdefault((stack_pattern(one), one.entries, one.roots, one.bytes, one.needs, own), []).append(one)
-    return tuple(
-        replace(
-            alike[0],
-            paths=tuple(path for one in alike for path in one.paths),
-            layers=tuple(layer for one in alike for layer in one.layers),
-            bytes=tuple(-(-size // block_bytes) * block_bytes for size in alike[0].bytes),
-        )
-        for alike in kinds.values()
-    )
-
-
 class BudgetForward(RegionForward):
     """Runs its module as the region that its ``BudgetRegions`` have chosen for the pass."""
 
     def __init__(self, block: Block, group: RegionGroup, applied: Applied) -> None:
         super().__init__(block, group, applied)
         self.block = block
-        self.region = self.full = FullRegion(block, group)
+        self.region = self.full = FullRegion(group, block.path)
         self.regions = (self.full,)
         self.planned: Region | None = None
 
@@ -250,10 +224,13 @@ class BudgetRegions:
         found = (ours_on(module) for module in self.model.modules())
         return [one for one in found if isinstance(one, BudgetForward)]
 
-    def profiles(self) -> tuple[RegionProfile, ...]:
-        """Take the profiles that the calls have made."""
-        profiles = tuple(one.full.profile for one in self.forwards if one.full.profile is not None)
+    def profiles(self, block_bytes: int) -> dict[Block, RegionProfile]:
+        """Take the profiles that the calls have made, with sizes rounded up to multiples of ``block_bytes``."""
+        profiles = {}
         for one in self.forwards:
+            if one.full.profile is not None:
+                sizes = (-(-size // block_bytes) * block_bytes for size in one.full.profile.bytes)
+                profiles[one.block] = replace(one.full.profile, bytes=tuple(sizes))
             one.full.profile = None
         return profiles
 
@@ -268,7 +245,7 @@ class BudgetRegions:
 
     def plan(self, planned: Sequence[PlannedRegion]) -> None:
         """Have calls run as ``planned`` from the next ``use(PLANNED)`` on."""
-        forwards, of_path = {one.block.path: one for one in self.forwards}, {one.path: one for one in planned}
+        forwards, of_path = {one.block.path: one for one in self.forwards}, {one.block.path: one for one in planned}
         policy = resolve_policy(policy_of(planned))
         for block, group in groups_of(policy, [one.block for one in forwards.values()], "selective"):
             forward, path, mine = forwards[block.path], block.path, of_path.get(block.path)

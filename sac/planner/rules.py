@@ -9,6 +9,7 @@ from functools import cache
 from itertools import combinations
 from typing import Any
 
+from sac.blocks.find import Block
 from sac.ops.names import resolve_ops
 from sac.ops.registry import find_op
 from sac.ops.save_sets import SAVE_SETS
@@ -29,23 +30,17 @@ _SETS = tuple(name for name, one in SAVE_SETS.items() if not any(entry.condition
 
 @dataclass(frozen=True, slots=True)
 class PlannedRegion:
-    """What a plan says of the region at ``path``, a layer of a stack: its option; see ``RegionProfile`` for its ops."""
+    """What a plan says of a block: its option; see ``RegionProfile`` for its ops."""
 
-    path: str
+    block: Block
     profile: RegionProfile
     option: Option
-
-    @property
-    def layer(self) -> int:
-        """Its number in the stack."""
-        return self.profile.layers[self.profile.paths.index(self.path)]
 
     def rule_of(self, policy: Policy, op: str) -> str:
         """Return what the policy of the plan says of an op in the region, if it names the op."""
         if self.option.saved is None:
             return "no checkpointing"
-        place = self.path, self.layer, self.profile.stack_size
-        rules = (one for one in policy.rules if one.ops and one.matches_region(*place))
+        rules = (one for one in policy.rules if one.ops and self.block.is_meant_by(one))
         return next((f"rule {one.id}" for one in rules if is_named(one.ops, op)), "")
 
 
@@ -84,19 +79,18 @@ def policy_of(regions: Sequence[PlannedRegion]) -> Policy:
     stacks: dict[PathPattern, list[PlannedRegion]] = {}
     for region in regions:
         if not region.profile.reason:
-            stacks.setdefault(stack_pattern(region.profile), []).append(region)
+            stacks.setdefault(stack_pattern(region.block), []).append(region)
     rules: list[Rule] = []
     for number, (pattern, layers) in enumerate(stacks.items(), 1):
         rules += rules_of(layers, (pattern,), f"{number}-") if len(stacks) > 1 else rules_of(layers, (), "")
     return Policy("planned", tuple(rules))
 
 
-def stack_pattern(profile: RegionProfile) -> PathPattern:
-    """Return the pattern that matches the regions of a profile at its place in its stack, and none of other stacks."""
-    path = profile.paths[0]
-    rest = path.removeprefix(profile.stack).lstrip(".").partition(".")[2]
-    number = "*" if path != profile.stack else ""
-    return PathPattern.parse(".".join(part for part in (profile.stack, number, rest) if part))
+def stack_pattern(block: Block) -> PathPattern:
+    """Return the pattern that matches the blocks at the same place in the stack, and none of other stacks."""
+    rest = block.path.removeprefix(block.stack).lstrip(".").partition(".")[2]
+    number = "*" if block.path != block.stack else ""
+    return PathPattern.parse(".".join(part for part in (block.stack, number, rest) if part))
 
 
 def saved_by(policy: Policy, profile: RegionProfile) -> frozenset[int]:
@@ -121,10 +115,10 @@ def rules_of(layers: Sequence[PlannedRegion], blocks: tuple[PathPattern, ...], p
 
     ``blocks`` matches the regions of the stack, if there are others. ``prefix`` begins the names of the rules.
     """
-    size = layers[0].profile.stack_size
+    size = layers[0].block.stack_size
     limits: dict[str, Any] = {"do": Decision.SAVE.value, "blocks": blocks}
     found = []
-    if plain := [one.layer for one in layers if one.option.saved is None]:
+    if plain := [one.block.layer for one in layers if one.option.saved is None]:
         found.append(Rule(f"{prefix}none", layers=_layers(plain, size), module=PathPattern.parse(""), **limits))
     taken: Counter[str] = Counter()
     both = [(one, _sites(layers, one)) for one in (Decision.SAVE, Decision.OFFLOAD)]
@@ -162,7 +156,7 @@ def _sites(layers: Iterable[PlannedRegion], do: Decision) -> tuple[_Site, ...]:
         for entry in one.profile.candidates if one.option.saved is not None else ():
             sent, kept = one.option.sent, (one.option.saved or frozenset()) - one.option.sent
             into = saved if entry.number in (kept if do is Decision.SAVE else sent) else recomputed
-            into.setdefault((entry.op, entry.module, entry.call), set()).add(one.layer)
+            into.setdefault((entry.op, entry.module, entry.call), set()).add(one.block.layer)
     keys = dict.fromkeys((*saved, *recomputed))
     return tuple(_Site(*key, frozenset(saved.get(key, ())), frozenset(recomputed.get(key, ()))) for key in keys)
 

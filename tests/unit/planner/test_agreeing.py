@@ -49,7 +49,7 @@ def test_the_plan_is_for_the_largest_batch_among_the_ranks() -> None:
 
 def profile(size: int) -> RegionProfile:
     entry = Entry(0, "up", "aten.mm.default", 0, (0,), (1,), savable=True, flops=size * 2, moved_bytes=size * 3)
-    return RegionProfile(("layers.0",), (0,), (entry,), (0, 1), (0, size), ((1, 1),))
+    return RegionProfile((entry,), (0, 1), (0, size), ((1, 1),))
 
 
 def grounds(size: int, path: str = "layers.0") -> Grounds:
@@ -61,7 +61,7 @@ def test_largest_numbers() -> None:
     found = largest([grounds(8), grounds(16), grounds(4)])
     assert found == grounds(16)
     assert largest([replace(grounds(8), extra=99), grounds(16)]) == replace(grounds(16), extra=99)
-    without = replace(grounds(8), profiles=(RegionProfile(("layers.0",), (0,), reason="odd"),))
+    without = replace(grounds(8), profiles=(RegionProfile(reason="odd"),))
     assert largest([without, grounds(16)]) == replace(grounds(16), profiles=without.profiles)
 
 
