@@ -109,8 +109,7 @@ class Controller(BudgetRegions):
             self._hook = None
 
     def __del__(self) -> None:
-        if vars(self).get("_hook"):
-            self.close()
+        self.close()
 
     # -- The begin of a pass
 
@@ -166,9 +165,8 @@ class Controller(BudgetRegions):
         """Return whether the pass that begins is one more of the observed step; otherwise the observation ends."""
         is_check = self.used == PLANNED
         if not observation.waits:
-            has_changed = observation.has_gradients or self._versions_now() != self._versions
-            if not is_check and not (observation.is_whole and has_changed):
-                observation.begin_again(self._live(inputs), shapes)  # it was a pass to learn the shapes of results
+            if not is_check and not observation.is_whole(self._versions_now() != self._versions):
+                observation.begin_again(self._live(inputs), shapes)
                 return True
             if self._step_is_over():
                 self._end_pass()

@@ -196,7 +196,6 @@ def entry_of_call(op: Any, args: Any, kwargs: Any, out: Any) -> Entry:
         is_causal=is_causal(op, args, kwargs),
         flops=flops_of(op, args, kwargs, out),
         moved_bytes=0 if traits.is_view else moved_bytes(args, kwargs, out),
-        shape=tuple(made[0].shape) if made else (),
         dtype=str(made[0].dtype).removeprefix("torch.") if made else "",
     )
 

@@ -39,11 +39,6 @@ def arguments_of(inputs: Any, error: type[SacError]) -> Inputs:
     return dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)  # pytrees look into dicts only
 
 
-def fake_mode() -> FakeTensorMode:
-    """Return the fake mode that the fake tensors of one step share."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 def build_on_meta(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
     """Return the model that ``make`` builds, on the meta device; one whose class reads data on the CPU, with data.
 

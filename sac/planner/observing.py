@@ -210,15 +210,13 @@ class Observation:
             return current_graph_task_id() != NO_TASK
         return bool(self._waiting) and self._token is not None and self._token() is not None
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all forwards have had their backward."""
-        return self._ended and not self._waiting
+    def is_whole(self, has_changed: bool) -> bool:
+        """Return whether all forwards have had their backward, and parameters gradients, or a change since then.
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether parameters have had gradients: trainers also run a model to learn the shapes of its results."""
-        return any(cut.gradients for cut in self._cuts[self._first :])
+        Trainers also run a model to learn the shapes of its results.
+        """
+        has_gradients = any(cut.gradients for cut in self._cuts[self._first :])
+        return self._ended and not self._waiting and (has_changed or has_gradients)
 
     @property
     def is_here(self) -> bool:

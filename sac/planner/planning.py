@@ -35,7 +35,7 @@ from sac.policy.model import Policy
 from sac.policy.syntax import all_problems, node_of
 from sac.tables import LEGAL_BYTES, bytes_text
 from sac.tensors import tensor_parts
-from sac.torch_private import tree_leaves
+from sac.torch_private import FakeTensorMode, tree_leaves
 
 _CHECKS = 5  # steps with a choice, the first one included
 
@@ -94,7 +94,7 @@ class Rehearsal(BudgetRegions):
     ) -> None:
         if loss_fn is not None and not callable(loss_fn):
             raise PlanError(Problem("loss_fn", f"a {type(loss_fn).__name__} cannot be called", "a function"))
-        mode = fakes.fake_mode()
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
         super().__init__(fakes.fake_copy(model, mode), Config(mode="selective", verify=NEVER))
         self.inputs = fakes.fake_inputs(inputs, mode)
         self.device, self._loss_fn = device, loss_fn

@@ -221,9 +221,13 @@ class Prediction:
         self.blocks = tuple(of_path[path] for path in dict.fromkeys(record.paths))
         numbers = {profile: kind for kind, profile in enumerate(dict.fromkeys(profiles.values()))}
         self.profiles, self.kinds = tuple(numbers), tuple(numbers[profiles[block]] for block in self.blocks)
-        self._shipped = [frozenset[int]() if shipped is None else saved_by(shipped, one) for one in self.profiles]
-        pairs = zip(self.profiles, self._shipped, strict=True)
-        self.options = [options_of(profile, device, saved) for profile, saved in pairs]
+        saved = [frozenset[int]() if shipped is None else saved_by(shipped, one) for one in self.profiles]
+        self.options = [options_of(*pair, device) for pair in zip(self.profiles, saved, strict=True)]
+        ways = [[option.saved for option in options] for options in self.options]
+        # The usual choices. Full recomputation has the least peak; the last option is no checkpointing, if that is one.
+        self.full: Choice = (0,) * len(self.blocks)
+        self.fastest: Choice = tuple(len(ways[kind]) - 1 for kind in self.kinds)
+        self.shipped: Choice = tuple(ways[kind].index(saved[kind]) for kind in self.kinds)
         self.seconds = [tuple(option.seconds for option in self.options[kind]) for kind in self.kinds]
         self.forward_s = sum(map(self._forward_s, self.kinds))
         self._bases: dict[_Place, int] = {}
@@ -343,22 +347,6 @@ class Prediction:
         """Return the predicted peak of a choice, in bytes."""
         return max(self.live(choice))
 
-    @property
-    def full(self) -> Choice:
-        """The choice of full recomputation, which has the least peak."""
-        return (0,) * len(self.blocks)
-
-    @property
-    def fastest(self) -> Choice:
-        """The choice of the last option of each region: no checkpointing, if that is one."""
-        return tuple(len(self.options[kind]) - 1 for kind in self.kinds)
-
-    @property
-    def shipped(self) -> Choice:
-        """The choice of the shipped policy, as far as ops and modules tell."""
-        saved = [[option.saved for option in options] for options in self.options]
-        return tuple(saved[kind].index(self._shipped[kind]) for kind in self.kinds)
-
     def least(self) -> int:
         """Return the least peak, in bytes: that of full recomputation."""
         return self.peak_of(self.full)
@@ -448,11 +436,9 @@ class Prediction:
     def refuse(self, where: str, written: str, allowed: int) -> TooSmallError:
         """Return the error for a budget below the least peak: the peak, and its parts, the largest first."""
         phase, least = max(self.record.phases, key=lambda one: one.peak), self.least()
-        place = "in the head and the loss, after the last block"
+        place = "outside of blocks, as in the head and the loss"
         if phase.part != BETWEEN:
             place = f"in the {phase.part} of {self.record.paths[phase.position]}"
-        elif phase.position < len(self.record.paths):
-            place = "between two blocks"
         parts = {
             "there when the step begins (parameters, gradients, optimizer state, inputs)": self.record.static,
             "state that the optimizer is going to make": self.extra,
@@ -493,7 +479,7 @@ def _forward_bytes(profile: RegionProfile, option: Option) -> list[int]:
     """
     held, copied = profile.needed, set[int]()
     if option.saved is not None:
-        held = {*option.held}.union(*map(profile.roots_of, option.saved))
+        held = option.held.union(*map(profile.roots_of, option.saved))
         copied = {root for entry in profile.entries for root in entry.writes}
     ops = [entry for entry in profile.entries if entry.op]
     used = {root: number for number, entry in enumerate(ops) for root in profile.used_by(entry)}  # at last
@@ -535,7 +521,7 @@ def _replay_bytes(profile: RegionProfile, option: Option, inputs: int) -> int:
 # -- What may be saved in a region
 
 
-def options_of(profile: RegionProfile, device: Device, shipped: frozenset[int]) -> tuple[Option, ...]:
+def options_of(profile: RegionProfile, shipped: frozenset[int], device: Device) -> tuple[Option, ...]:
     """Return the options of a region: full recomputation, then those that save more, then no checkpointing.
 
     Bytes ascend and seconds descend. ``shipped``: entries that are an option in any case.

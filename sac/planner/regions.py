@@ -67,26 +67,21 @@ class _ProfileTrace(OpTraceRecorder):
         entry = len(self._tape.sites) - 1
         if entry < 0 or entry in self.entries or self._tape.sites[entry] is not site:
             return
-        call = entry_of_call(site.op, args, kwargs, out)
         savable = site.savable and (site.savable_if is None or site.savable_if(args, kwargs, out))
-        self.entries[entry] = replace(call, module=site.path, call=self.rows[-1].call, savable=savable)
-        self._observation.after_op()
+        self._add(entry, replace(entry_of_call(site.op, args, kwargs, out), savable=savable))
 
     def add_unit(self, site: Any, rule: Any, decision: Decision, arguments: Any, returned: Any, first: int) -> None:
         """Append a unit, the last entry of the tape; it runs the ops inside again."""
         super().add_unit(site, rule, decision, arguments, returned, first)
-        entry, row = len(self._tape.sites) - 1, self.rows[-1]
+        entry = len(self._tape.sites) - 1
         inside = [self.entries[number] for number in range(first, entry) if number in self.entries]
-        self.entries[entry] = Entry(
-            module=site.path,
-            op=site.rule_name,
-            call=row.call,
-            savable=True,
-            flops=sum(one.flops for one in inside) or attention_flops(site.rule_name, arguments),
-            moved_bytes=max(sum(one.moved_bytes for one in inside), moved_bytes(arguments, {}, returned)),
-            shape=row.shape,
-            dtype=row.dtype,
-        )
+        flops = sum(one.flops for one in inside) or attention_flops(site.rule_name, arguments)
+        moved = max(sum(one.moved_bytes for one in inside), moved_bytes(arguments, {}, returned))
+        self._add(entry, Entry(op=site.rule_name, savable=True, flops=flops, moved_bytes=moved))
+
+    def _add(self, entry: int, call: Entry) -> None:
+        row = self.rows[-1]
+        self.entries[entry] = replace(call, module=row.module, call=row.call, shape=row.shape, dtype=row.dtype)
         self._observation.after_op()
 
 
