@@ -34,15 +34,11 @@ class Grounds:
 
 def agreed(mine: Grounds, model: nn.Module) -> Grounds:
     """Return the grounds of all ranks that share parameters of ``model``; raises ``PlanError`` if regions differ."""
-    seen: set[str] = set()
     for mesh in sorted(meshes_of(model), key=lambda mesh: (mesh.ndim, str(mesh.mesh.tolist()))):
         for group in map(mesh.get_group, range(mesh.ndim)):
-            ranks = dist.get_process_group_ranks(group)
-            if len(ranks) > 1 and str(ranks) not in seen:
-                seen.add(str(ranks))
-                gathered: list[Any] = [None] * len(ranks)
-                dist.all_gather_object(gathered, mine, group)
-                mine = largest(gathered)
+            gathered: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(gathered, mine, group)
+            mine = largest(gathered)
     return mine
 
 

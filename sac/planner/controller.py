@@ -322,8 +322,8 @@ def _cover(several: Sequence[Shapes], others: Sequence[Shapes]) -> bool:
     """Return whether each of the ``others`` is no larger than one of ``several`` in any dimension."""
 
     def covers(known: Shapes, other: Shapes) -> bool:
-        pairs = zip(chain.from_iterable(known), chain.from_iterable(other), strict=False)
-        return [*map(len, known)] == [*map(len, other)] and all(most >= size for most, size in pairs)
+        sizes = zip(chain(*known), chain(*other), strict=False)
+        return [*map(len, known)] == [*map(len, other)] and all(most >= size for most, size in sizes)
 
     return all(any(covers(known, one) for known in several) for one in others)
 

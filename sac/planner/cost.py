@@ -162,10 +162,7 @@ def _is_of(op: str, save_set: str) -> bool:
 def is_causal(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether this call of an attention op is causal."""
     names = [argument.name for argument in op._schema.arguments] if hasattr(op, "_schema") else []
-    if "is_causal" not in names:
-        return False
-    index = names.index("is_causal")
-    return (kwargs.get("is_causal", False) if index >= len(args) else args[index]) is True
+    return {**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal") is True
 
 
 def attention_flops(name: str, arguments: Sequence[Tensor]) -> int:

@@ -40,6 +40,7 @@ from sac.torch_private import (
 # goes, and with it the step.
 
 
+@dataclass
 class Meter:
     """Measures a step on ``device``: ``start``, ``mark`` at each instant (in any thread of autograd), ``stop``.
 
@@ -48,14 +49,10 @@ class Meter:
     ``block_bytes``: the allocator rounds sizes up to a multiple of this. ``memory_bytes``: of the device.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        read: Callable[[], tuple[int, int]] | None = None,
-        block_bytes: int = 1,
-        memory_bytes: int = 0,
-    ) -> None:
-        self.device, self._read, self.block_bytes, self.memory_bytes = device, read, block_bytes, memory_bytes
+    device: torch.device
+    read: Callable[[], tuple[int, int]] | None = None
+    block_bytes: int = 1
+    memory_bytes: int = 0
 
     def bytes_of(self, values: Any) -> int:
         """Return the bytes of the storages of tensors in a pytree on the device, each once, as its allocator rounds."""
@@ -65,30 +62,30 @@ class Meter:
 
     def live(self, known: Any) -> int:
         """Return the bytes that are live now; ``known``: what counts where the allocator cannot be asked."""
-        return self.bytes_of(known) if self._read is None else self._read()[1]
+        return self.bytes_of(known) if self.read is None else self.read()[1]
 
     def is_free(self) -> bool:
         """Return whether a step can be measured now: a thread has one profiler at most."""
-        return self._read is not None or not profiler_is_on()
+        return self.read is not None or not profiler_is_on()
 
     def start(self, live: int) -> None:
         """Begin a step, with ``live`` bytes."""
         self._levels: list[tuple[int, int]] = []
-        if self._read is None:
+        if self.read is None:
             self._live, self._memory = live, StepMemory()
         else:
-            self._read()
+            self.read()
 
     def mark(self) -> None:
         """Mark the present instant."""
-        if self._read is None:
+        if self.read is None:
             self._memory.mark()
         else:
-            self._levels.append(self._read())
+            self._levels.append(self.read())
 
     def stop(self) -> list[tuple[int, int]]:
         """End the step, outside of backward; return for each mark the peak since the one before it, and live bytes."""
-        above = self._memory.stop() if self._read is None else ()
+        above = self._memory.stop() if self.read is None else ()
         return [*self._levels, *((self._live + peak, self._live + live) for peak, live in above)]
 
 
@@ -113,16 +110,16 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class StepPhase:
-    """A phase of a step: the forward or backward of the region at ``position``, or the time between two regions.
+    """A phase of a step: the forward or backward of the region at ``path``, or the time between two (no path).
 
-    Positions count the calls of regions in forward order. Between regions, ``position`` is the number of regions whose
-    forward is over and whose backward has not ended. ``before``, ``peak`` and ``after`` are live bytes, ``gradients``
-    the bytes of gradients of parameters at its start. ``rises``: the peaks after each op of a forward that is
-    profiled, and after all, above ``before``.
+    ``alive``: the paths of the calls whose forward is over and whose backward has not begun, or has not released them.
+    ``before``, ``peak`` and ``after`` are live bytes, ``gradients`` the bytes of gradients of parameters at its start.
+    ``rises``: the peaks after each op of a forward that is profiled, and after all, above ``before``.
     """
 
     part: str
-    position: int
+    path: str
+    alive: tuple[str, ...]
     gradients: int
     before: int = 0
     peak: int = 0
@@ -132,15 +129,14 @@ class StepPhase:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The memory of one step in bytes; ``static``: when it begins. ``paths``: the region at each position.
+    """The memory of one step in bytes; ``static``: when it begins. ``paths``: of the regions in the order of calls.
 
-    ``is_retained``: a backward has retained its graph. ``shapes``: those of the inputs of each forward.
+    ``shapes``: those of the inputs of each forward.
     """
 
     paths: tuple[str, ...]
     phases: tuple[StepPhase, ...]
     static: int
-    is_retained: bool = False
     shapes: tuple[Shapes, ...] = ()
 
     @property
@@ -183,7 +179,7 @@ class Observation:
     ) -> None:
         self._meter, self._gradients, self._on_lost = meter, gradients, lost
         self._thread = threading.get_ident()
-        self._cuts = [StepPhase(BETWEEN, 0, gradients())]  # begun
+        self._cuts = [StepPhase(BETWEEN, "", (), gradients())]  # begun
         self._begin(live, shapes)
         meter.start(live)
 
@@ -193,14 +189,16 @@ class Observation:
         self.shapes = [shapes]  # of each forward
         self._paths: list[str] = []
         self._token: Any = None
-        self._waiting: list[int] = []  # positions whose backward has not begun
+        self._alive: list[str] = []
+        self._waiting: list[int] = []  # calls whose backward has not begun
         self._tasks: set[int] = set()  # backwards that are running, or have failed
         self._is_retained = False
         self._ended = False
 
     def begin_again(self, live: int, shapes: Shapes) -> None:
         """A step begins now, not before: measure on, since a profiler is not to be stopped and started at once."""
-        self._cut(BETWEEN, 0)
+        self._alive = []
+        self._cut(BETWEEN)
         self._begin(live, shapes)
 
     @property
@@ -225,7 +223,6 @@ class Observation:
 
     def enter(self, path: str, args: Any, kwargs: Any) -> None:
         """The forward of a region begins."""
-        position = len(self._paths)
         self._paths.append(path)
         self._ended = False
         token = self._token() if self._token is not None else None
@@ -235,9 +232,9 @@ class Observation:
         self._new = token  # until the hooks on the result hold it
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                tensor.register_hook(partial(self._end_backward, token, position))
+                tensor.register_hook(partial(self._end_backward, token, path))
                 break
-        self._cut(FORWARD, position, self._cuts[-1].gradients)
+        self._cut(FORWARD, path)
 
     def after_op(self) -> None:
         """An op has run in the region that was entered last."""
@@ -253,20 +250,20 @@ class Observation:
             tensor.register_hook(partial(self._begin_backward, token, position))
         if tensors:
             self._waiting.append(position)
-        self._cut(BETWEEN, position + 1, self._cuts[-1].gradients)
+            self._alive.append(self._paths[position])
+        self._cut(BETWEEN)
 
     def place(self) -> tuple[str, str]:
         """Return the part of the step that runs, and the path of its region; empty between two."""
-        cut = self._cuts[-1]
-        return cut.part, "" if cut.part == BETWEEN else self._paths[cut.position]
+        return self._cuts[-1].part, self._cuts[-1].path
 
     def _lost(self, token: Any) -> None:
         if token is self._token and not self._ended and current_graph_task_id() == NO_TASK:
             self._on_lost()
 
-    def _cut(self, part: str, position: int, gradients: int | None = None) -> None:
+    def _cut(self, part: str, path: str = "") -> None:
         self._meter.mark()
-        self._cuts.append(StepPhase(part, position, self._gradients() if gradients is None else gradients))
+        self._cuts.append(StepPhase(part, path, tuple(self._alive), self._gradients()))
 
     def _begin_backward(self, token: _Token, position: int, gradient: Tensor) -> None:
         is_current = self._token is not None and self._token() is token
@@ -278,17 +275,19 @@ class Observation:
             self._tasks.add(task)
             when_backward_ends(partial(self._end_task, task))
         self._is_retained = self._is_retained or (task != NO_TASK and graph_is_retained())
-        self._cut(BACKWARD, position)
+        if not self._is_retained:
+            self._alive.remove(self._paths[position])
+        self._cut(BACKWARD, self._paths[position])
 
-    def _end_backward(self, token: _Token, position: int, gradient: Tensor) -> None:
-        if (self._cuts[-1].part, self._cuts[-1].position) == (BACKWARD, position):
-            self._cut(BETWEEN, position)
+    def _end_backward(self, token: _Token, path: str, gradient: Tensor) -> None:
+        if (self._cuts[-1].part, self._cuts[-1].path) == (BACKWARD, path):
+            self._cut(BETWEEN)
 
     def _end_task(self, task: int) -> None:
         self._tasks.discard(task)
         if not self._tasks and not self._ended:
             self._ended = not self._waiting
-            self._cut(BETWEEN, len(self._waiting))
+            self._cut(BETWEEN)
 
     def end(self) -> StepRecord | None:
         """Stop measuring; return what was observed, or None if no backward has run through all regions."""
@@ -309,4 +308,4 @@ class Observation:
             before = found[-1][1]
         if not self._is_retained:
             del phases[-1]  # what came after backward
-        return StepRecord(tuple(self._paths), tuple(phases), self._live, self._is_retained, tuple(self.shapes))
+        return StepRecord(tuple(self._paths), tuple(phases), self._live, tuple(self.shapes))

@@ -48,11 +48,11 @@ def scalar_loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
     loss = loss_fn(output) if loss_fn is not None else output if loss is None else loss
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss
-    what = f"a {type(loss).__name__}"
+    found = f"it is a {type(loss).__name__}"
     if isinstance(loss, Tensor):
-        what = "a scalar that needs no gradient" if loss.numel() == 1 else f"a tensor of shape {[*loss.shape]}"
+        found += f" of shape {[*loss.shape]}" + ("" if loss.requires_grad else " that needs no gradient")
     fix = "pass loss_fn=, which takes what the model returns, and returns the loss"
-    raise PlanError(Problem("loss", f"it is {what}", "a scalar tensor that needs a gradient", fix=fix))
+    raise PlanError(Problem("loss", found, "a scalar tensor that needs a gradient", fix=fix))
 
 
 def optimizer_bytes(optimizer: Any, parameters: Iterable[nn.Parameter]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -69,7 +70,6 @@ from sac.tables import Table, bytes_text, flops_text, seconds_text
 # has sent. A step without data copies nothing: it is run with all values saved, and the rest is this arithmetic.
 
 _PARTS = BETWEEN, FORWARD, BACKWARD
-MOST_OPTIONS = 60  # of a region; of more, every n-th
 _RECORD_S = 3.5e-6  # per op of a forward; measured with torch 2.13.0+cpu on a core of an AMD EPYC
 _CALL_S = 150e-6  # per call of a region
 
@@ -263,15 +263,10 @@ class Prediction:
 
     def _placed(self, record: StepRecord) -> Iterator[tuple[_Place, StepPhase]]:
         """Yield the phases of a step with their places."""
-        with_backward = {phase.position for phase in record.phases if phase.part == BACKWARD}
-        numbers, alive = {one.path: number for number, one in enumerate(self.blocks)}, [0] * len(self.blocks)
+        numbers = {block.path: number for number, block in enumerate(self.blocks)}
         for phase in record.phases:
-            own = -1 if phase.part == BETWEEN else numbers[record.paths[phase.position]]
-            if phase.part == BACKWARD and not record.is_retained:
-                alive[own] -= 1
-            yield _Place(tuple(alive), own, phase.part), phase
-            if phase.part == FORWARD and phase.position in with_backward:
-                alive[own] += 1
+            counts, own = Counter(phase.alive), -1 if phase.part == BETWEEN else numbers[phase.path]
+            yield _Place(tuple(counts[path] for path in numbers), own, phase.part), phase
 
     def sending(self, host: int) -> Prediction:
         """Return the prediction if options keep values in ``host`` bytes; see Note [Values on the host]."""
@@ -297,7 +292,7 @@ class Prediction:
         """Take over what a step that was run with ``choice`` shows of the options in it."""
         if record.paths != self.record.paths:
             return
-        full = {phase.position: phase.after - phase.before for phase in self.record.phases if phase.part == FORWARD}
+        full = iter([phase.after - phase.before for phase in self.record.phases if phase.part == FORWARD])
         above = self.extra + max(0, self.record.static - record.static)  # this step may have begun with fewer bytes
         peaks: dict[_Place, int] = {}
         held: dict[int, int] = {}  # by region
@@ -305,7 +300,7 @@ class Prediction:
             if place in self._bases:
                 peaks[place] = max(peaks.get(place, 0), phase.peak + above)
             if place.part == FORWARD:
-                size = phase.after - phase.before - full[phase.position]
+                size = phase.after - phase.before - next(full)
                 held[place.own] = max(held.get(place.own, 0), size)
         self._take_over(choice, ((BETWEEN, own, size) for own, size in held.items()))
         rises = [
@@ -438,7 +433,7 @@ class Prediction:
         phase, least = max(self.record.phases, key=lambda one: one.peak), self.least()
         place = "outside of blocks, as in the head and the loss"
         if phase.part != BETWEEN:
-            place = f"in the {phase.part} of {self.record.paths[phase.position]}"
+            place = f"in the {phase.part} of {phase.path}"
         parts = {
             "there when the step begins (parameters, gradients, optimizer state, inputs)": self.record.static,
             "state that the optimizer is going to make": self.extra,
@@ -554,10 +549,9 @@ def options_of(profile: RegionProfile, shipped: frozenset[int], device: Device) 
     best: list[Option] = []
     for option in sorted(known, key=lambda one: (one.bytes, one.seconds, len(one.saved or ()))):
         if option.seconds < (best[-1].seconds if best else full.seconds):
-            made = {n: {profile.roots[value] for value in profile.entries[n].makes} for n in option.saved or ()}
-            best.append(priced(frozenset(n for n, roots in made.items() if roots & option.held)))  # others hold nothing
-    step = -(-len(best) // MOST_OPTIONS) or 1
-    chosen = dict.fromkeys([full, *best[::step], *best[-1:], priced(shipped)])
+            holding = (number for number in option.saved or () if profile.roots_of(number) & option.held)
+            best.append(priced(frozenset(holding)))
+    chosen = dict.fromkeys([full, *best, priced(shipped)])
     found = sorted(chosen, key=lambda one: (one is not full, one.bytes, -one.seconds))
     if not profile.reason:
         found.append(Option(None, profile.bytes_of(profile.needed | profile.routed)))

@@ -56,9 +56,9 @@ class _SizedTape(Tape):
 class _ProfileTrace(OpTraceRecorder):
     """Records the sizes of each entry of a tape, in addition to its row of the op trace."""
 
-    def __init__(self, tape: Tape, observation: Observation) -> None:
+    def __init__(self, tape: Tape, regions: BudgetRegions) -> None:
         super().__init__()
-        self._tape, self._observation = tape, observation
+        self._tape, self._regions = tape, regions
         self.entries: dict[int, Entry] = {}  # with what is known while an op runs
 
     def add(self, site: CallSite, rule: Any, decision: Decision, args: Any, kwargs: Any, out: Any) -> None:
@@ -82,7 +82,8 @@ class _ProfileTrace(OpTraceRecorder):
     def _add(self, entry: int, call: Entry) -> None:
         row = self.rows[-1]
         self.entries[entry] = replace(call, module=row.module, call=row.call, shape=row.shape, dtype=row.dtype)
-        self._observation.after_op()
+        if self._regions.observation is not None:
+            self._regions.observation.after_op()
 
 
 class _ProfilingFrame(TapedFrame):
@@ -100,8 +101,8 @@ class _ProfilingFrame(TapedFrame):
         return _SizedTape(self.group.table, self.owners)
 
     def _new_mode(self) -> TapeMode:
-        assert self._region.observation is not None
-        self._ops = _ProfileTrace(self.tape, self._region.observation)
+        assert self._region.profiled_for is not None
+        self._ops = _ProfileTrace(self.tape, self._region.profiled_for)
         return TapeMode(self.group.table, self.tape, self._ops)
 
     def _schedule_replay(self) -> None:
@@ -133,12 +134,12 @@ class _ProfilingFrame(TapedFrame):
 class FullRegion(Region):
     """A region that is recomputed in full, and also finds out what a policy may save, or why none may.
 
-    It does so in an ``observation``. ``profile`` is of the call with the most bytes.
+    It does so while it is ``profiled_for`` a step. ``profile`` is of the call with the most bytes.
     """
 
     def __init__(self, group: RegionGroup, path: str) -> None:
         super().__init__(group, path)
-        self.observation: Observation | None = None
+        self.profiled_for: BudgetRegions | None = None
         self.profile: RegionProfile | None = None
         self.made: RegionProfile | None = None  # by the last call
 
@@ -146,7 +147,7 @@ class FullRegion(Region):
         """See ``Region.run``."""
         self.made = None
         output = super().run(*args, **kwargs)
-        if self.observation is not None:
+        if self.profiled_for is not None:
             reason = self.group.not_replayable or "it does not run under the replay engine"
             made = self.made or RegionProfile(reason=reason)
             self.profile = max(self.profile or made, made, key=size_of)
@@ -154,7 +155,7 @@ class FullRegion(Region):
 
     def frame(self, function: Any, owners: Any, settings: Settings, outer: PackHooks | None) -> Frame:
         """See ``Region.frame``."""
-        if self.observation is None or (outer is not None and settings.engine != REPLAY) or keeps_fp8_state(owners):
+        if self.profiled_for is None or (outer is not None and settings.engine != REPLAY) or keeps_fp8_state(owners):
             return super().frame(function, owners, settings, outer)
         return _ProfilingFrame(function, owners, settings, self.path or self.group.name, self.group, region=self)
 
@@ -234,7 +235,7 @@ class BudgetRegions:
         if which != self.used:
             self.used = which
             for one in self.forwards:
-                one.full.observation = self.observation if which == PROFILED else None
+                one.full.profiled_for = self if which == PROFILED else None
                 one.region = one.planned if which == PLANNED and one.planned is not None else one.full
                 one.regions = (one.region,)
 

@@ -104,10 +104,8 @@ def saved_by(policy: Policy, profile: RegionProfile) -> frozenset[int]:
         kind, _, name = entry.op.partition(" ")
         return is_named(rule.ops, entry.op) or (bool(name) and rule.matches_unit(name, name if kind == "unit" else ""))
 
-    first = {
-        entry.number: next((one for one in policy.rules if matches(one, entry)), None) for entry in profile.candidates
-    }
-    return frozenset(number for number, rule in first.items() if rule is not None and rule.do == Decision.SAVE.value)
+    found = ((one, next((rule.do for rule in policy.rules if matches(rule, one)), "")) for one in profile.candidates)
+    return frozenset(one.number for one, do in found if do == Decision.SAVE.value)
 
 
 def rules_of(layers: Sequence[PlannedRegion], blocks: tuple[PathPattern, ...], prefix: str) -> list[Rule]:
