@@ -166,9 +166,8 @@ class Controller(BudgetRegions):
         is_check = self.used == PLANNED
         if not observation.waits:
             if not is_check and not observation.is_whole(self._versions_now() != self._versions):
-                observation.begin_again(self._live(inputs), shapes)
-                return True
-            if self._step_is_over():
+                observation.begin_again(self._live(inputs))
+            elif self._step_is_over():
                 self._end_pass()
         if self.observation is not None and is_check and not _cover(self.shapes, [shapes]):
             self.stop()
@@ -192,7 +191,8 @@ class Controller(BudgetRegions):
             steps = lambda optimizer, *_: method(optimizer) if (method := mine()) else None  # noqa: E731
             self._hook = register_optimizer_step_pre_hook(steps)
         self._meter = meter
-        self.observation = Observation(meter, self._live(inputs), self._gradients, shapes, self._lost)
+        self.observation = Observation(meter, self._live(inputs), self._gradients, self._lost)
+        self.observation.shapes.append(shapes)
         return True
 
     def _lost(self) -> None:

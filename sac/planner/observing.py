@@ -169,24 +169,17 @@ class Observation:
     ``gradients``: returns the bytes of gradients. ``lost``: called when the graph is freed before its backward is over.
     """
 
-    def __init__(
-        self,
-        meter: Meter,
-        live: int,
-        gradients: Callable[[], int],
-        shapes: Shapes,
-        lost: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, meter: Meter, live: int, gradients: Callable[[], int], lost: Callable[[], None]) -> None:
         self._meter, self._gradients, self._on_lost = meter, gradients, lost
         self._thread = threading.get_ident()
         self._cuts = [StepPhase(BETWEEN, "", (), gradients())]  # begun
-        self._begin(live, shapes)
+        self._begin(live)
         meter.start(live)
 
-    def _begin(self, live: int, shapes: Shapes) -> None:
+    def _begin(self, live: int) -> None:
         """The step begins with the last cut."""
         self._first, self._live = len(self._cuts) - 1, live
-        self.shapes = [shapes]  # of each forward
+        self.shapes: list[Shapes] = []  # of each forward
         self._paths: list[str] = []
         self._token: Any = None
         self._alive: list[str] = []
@@ -195,11 +188,11 @@ class Observation:
         self._is_retained = False
         self._ended = False
 
-    def begin_again(self, live: int, shapes: Shapes) -> None:
+    def begin_again(self, live: int) -> None:
         """A step begins now, not before: measure on, since a profiler is not to be stopped and started at once."""
         self._alive = []
         self._cut(BETWEEN)
-        self._begin(live, shapes)
+        self._begin(live)
 
     @property
     def waits(self) -> bool:

@@ -127,7 +127,7 @@ class Rehearsal(BudgetRegions):
             try:
                 ledger.note([*model.parameters(), *model.buffers(), *leaves])
                 meter = Meter(next(model.parameters()).device, ledger.read, ledger.block_bytes)
-                self.observation = Observation(meter, ledger.live, lambda: 0, ())  # it begins as all steps do
+                self.observation = Observation(meter, ledger.live, lambda: 0, lambda: None)  # it begins as all steps do
                 self.use(which)
                 with torch.enable_grad(), fakes.without_data(model):
                     out_of = partial(model, **inputs) if isinstance(inputs, Mapping) else partial(model, *inputs)

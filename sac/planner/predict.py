@@ -17,7 +17,7 @@ import torch
 
 from sac.blocks.find import Block
 from sac.errors import PlanError, Problem
-from sac.planner.cost import FREE, Device, op_class, seconds
+from sac.planner.cost import Device, seconds
 from sac.planner.explain import Explanation
 from sac.planner.observing import BACKWARD, BETWEEN, FORWARD, StepPhase, StepRecord
 from sac.planner.profile import Option, RegionProfile
@@ -295,14 +295,13 @@ class Prediction:
         full = iter([phase.after - phase.before for phase in self.record.phases if phase.part == FORWARD])
         above = self.extra + max(0, self.record.static - record.static)  # this step may have begun with fewer bytes
         peaks: dict[_Place, int] = {}
-        held: dict[int, int] = {}  # by region
+        held = []
         for place, phase in self._placed(record):
             if place in self._bases:
                 peaks[place] = max(peaks.get(place, 0), phase.peak + above)
             if place.part == FORWARD:
-                size = phase.after - phase.before - next(full)
-                held[place.own] = max(held.get(place.own, 0), size)
-        self._take_over(choice, ((BETWEEN, own, size) for own, size in held.items()))
+                held.append((BETWEEN, place.own, max(0, phase.after - phase.before - next(full))))
+        self._take_over(choice, held)
         rises = [
             (place.part, place.own, peak - self._bases[place] - self._held_at(place, choice))
             for place, peak in peaks.items()
@@ -522,15 +521,14 @@ def options_of(profile: RegionProfile, shipped: frozenset[int], device: Device) 
     Bytes ascend and seconds descend. ``shipped``: entries that are an option in any case.
     See Note [The search for save options].
     """
-    entries, is_gpu = profile.entries, device.name != "cpu"
+    entries = profile.entries
     times = [seconds(entry, device) for entry in entries]
 
     @cache
     def priced(saved: frozenset[int]) -> Option:
         again, held = profile.recomputed(saved)
-        kernels = [number for number in (*range(len(times)), *again) if op_class(entries[number]) != FREE]
-        behind_s = math.fsum(max(0.0, times[number] - device.launch_s) for number in kernels) if is_gpu else 0.0
-        host_s = max(0.0, _CALL_S + _RECORD_S * len(entries) - behind_s)
+        behind_s = math.fsum(max(0.0, times[number] - device.launch_s) for number in (*range(len(times)), *again))
+        host_s = max(0.0, _CALL_S + _RECORD_S * len(entries) - (0.0 if device.name == "cpu" else behind_s))
         ops_s, flops = math.fsum(times[number] for number in again), sum(entries[number].flops for number in again)
         option = Option(saved, profile.bytes_of(held), again, held, ops_s + host_s, ops_s, flops)
         known.append(option)

@@ -197,8 +197,7 @@ class BudgetRegions:
 
     def put_on(self, **arguments: Any) -> Applied | None:
         """Put regions on the model that are recomputed in full; returns their record, None if there are none."""
-        nothing = Policy("full recomputation")
-        observed = replace(self.config, policy=nothing, engine=REPLAY, budget=None)
+        observed = replace(self.config, policy=Policy("full recomputation"), engine=REPLAY, budget=None)
         apply(self.model, observed, **arguments, forward=BudgetForward)
         applied = next((one.applied for one in regions_of(self.model)), None)
         if applied is not None:
