@@ -55,7 +55,6 @@ from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 # forward. So when a step ends at the begin of a pass, the next one is measured from the next pass on; and passes that
 # turn out not to be of the step are measured, too, and left out.
 
-_UNSEEN_STATES = 2  # per trained parameter
 _MOST_CHECKS = 3  # steps of plans that are measured
 _MOST_PLANS = 8  # of one training
 
@@ -250,7 +249,7 @@ class Controller(BudgetRegions):
         """Return the bytes of optimizer state to reserve: none if a step of an optimizer has been seen."""
         if self._versions_now() != self._versions:
             return 0
-        states = _UNSEEN_STATES if self.config.optimizer is None else STATES[self.config.optimizer]
+        states = STATES[self.config.optimizer or "adamw"]
         return max(0, states * self._meter.bytes_of(self._trained()) - self._meter.bytes_of(self._states()))
 
     # -- The plan
@@ -305,7 +304,7 @@ class Controller(BudgetRegions):
         text = f"a step with the plan took {bytes_text(record.peak)}"
         if over > 0:
             more = f"{over} bytes ({bytes_text(over)}) more than the budget of {self.budget}"
-            fix = f"{_TOO_MUCH}; or give a budget that is smaller by that much"
+            fix = "find what takes memory that the first step did not; or give a budget that is smaller by that much"
             found = f"{text}, {more}; {bytes_text(fitted.peak)} were predicted"
             warn(Problem("activation_checkpointing.budget", found, fix=fix))
         if record.shapes == self.shapes:
@@ -335,7 +334,6 @@ def _say(text: str) -> None:
 
 
 _LARGER = "inputs larger than it was made for run under full recomputation"
-_TOO_MUCH = "find what takes memory that the observed step, the first one, did not take"
 
 
 # -- `sac.apply`

@@ -407,11 +407,10 @@ class Prediction:
         ]
         for _, at, option in sorted(raises, key=lambda one: (-one[0], -one[1])):
             take(at, option)
-        fast = [sorted(range(len(times)), key=times.__getitem__) for times in self.seconds]
         while True:
             before = [*chosen]
             for at in reversed(range(len(chosen))):
-                for option in fast[at]:
+                for option in reversed(range(len(self.seconds[at]))):
                     take(at, option)
             if chosen == before:
                 return tuple(chosen)
