@@ -46,7 +46,7 @@ from sac.tables import Table, bytes_text, flops_text, seconds_text
 
 # Note [The search over layers]
 #
-# From full recomputation in each region, options are raised along their lower convex hull, the raise with most seconds
+# From full recomputation in each region, options are taken that are faster than the last, those that spare most seconds
 # per byte first, later layers first, as long as the predicted peak fits. Then single regions get faster options, until
 # none fits any more.
 
@@ -401,9 +401,9 @@ class Prediction:
                 chosen[at], live = option, after
 
         raises = [
-            (rate, at, option)
+            ((self.seconds[at][0] - time) / max(1, held), at, option)
             for at, kind in enumerate(self.kinds if choice == self.full else ())
-            for rate, option in _hull(self._more[BETWEEN, kind], self.seconds[at])
+            for option, (time, held) in enumerate(zip(self.seconds[at], self._more[BETWEEN, kind], strict=True))
         ]
         for _, at, option in sorted(raises, key=lambda one: (-one[0], -one[1])):
             take(at, option)
@@ -441,7 +441,8 @@ class Prediction:
         shown = sorted(((size, text) for text, size in parts.items() if size > 0), reverse=True)
         found = f"{written} ({allowed} bytes) is below the least peak of a step of this model on these inputs: "
         found += "; ".join(f"{bytes_text(size)} {text}" for size, text in shown)
-        error = TooSmallError(Problem(where, found, f"{least} bytes ({bytes_text(least)}) or more", fix=_FIX))
+        fix = "give more, or make smaller what checkpointing cannot: shard parameters, chunk the loss, shrink the batch"
+        error = TooSmallError(Problem(where, found, f"{least} bytes ({bytes_text(least)}) or more", fix=fix))
         error.least = least
         return error
 
@@ -450,18 +451,6 @@ class TooSmallError(PlanError):
     """The budget is below the least peak, ``least`` bytes."""
 
     least = 0
-
-
-_FIX = "give more, or shrink the batch, the sequence, or what checkpointing cannot: shard parameters, chunk the loss"
-
-
-def _hull(more: Sequence[int], times: Sequence[float]) -> Iterator[tuple[float, int]]:
-    """Yield the options on the lower convex hull of bytes and seconds, after the first, with seconds per byte."""
-    now = 0
-    while faster := [option for option, time in enumerate(times) if time < times[now]]:
-        rates = {one: (times[now] - times[one]) / max(1, more[one] - more[now]) for one in faster}
-        rate, now = max(((rate, one) for one, rate in rates.items()), key=lambda one: (one[0], more[one[1]], -one[1]))
-        yield rate, now
 
 
 def _forward_bytes(profile: RegionProfile, option: Option) -> list[int]:
@@ -491,10 +480,8 @@ def _replay_bytes(profile: RegionProfile, option: Option, inputs: int) -> int:
         return 0
     held, needed = option.held, profile.needed
     # Until the replay begins, everything that it starts from is there, also what backward has read already.
-    first_read: dict[int, int] = {}
-    for value, time in profile.needs:
-        if value in profile.maker:
-            first_read[profile.roots[value]] = max(time, first_read.get(profile.roots[value], 0))
+    times = sorted((time, profile.roots[value]) for value, time in profile.needs if value in profile.maker)
+    first_read = {root: time for time, root in times}
     begins, starts = profile.late_replay(option.saved)
     waits = {root for root in starts if first_read.get(root, -1) > begins}
     # While entries run again, results count until the last entry that reads them; what autograd saves, until the end.
