@@ -271,7 +271,7 @@ class Controller(BudgetRegions):
         with contextlib.suppress(PlanError):
             figures = figures_of(self._meter.device)
         prediction = Prediction(profiles, grounds.record, figures, extra=grounds.extra)
-        least, most = prediction.least(), prediction.peak_of(prediction.fastest)
+        least, most = prediction.peak_of(prediction.full), prediction.peak_of(prediction.fastest)
         allowed = self.budget.within(least, most, grounds.memory_bytes)
         self._plans += 1
         if least > allowed:

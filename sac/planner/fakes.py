@@ -21,8 +21,8 @@ from sac.torch_private import FakeCopyMode, FakeTensor, FakeTensorMode, silent_s
 # Parameters, buffers and floating-point inputs of the copy are fake: they have a shape, a dtype and a device, and ops
 # on them return more fake tensors. Integer and boolean inputs stay real. Values that a model computes from these alone
 # (positions, whether a mask masks anything) are computed, and the model may read them, so it runs the same ops as in
-# training. For this reason no fake mode is active. Only an op with a fake argument is fake; the mode comes with the
-# argument. (Under an active mode, Hugging Face models detect tracing and build masks that they do not build otherwise.)
+# training. For this reason no fake mode is active: the mode comes with a fake argument of an op. (Under an active mode,
+# Hugging Face models detect tracing and build masks that they do not build otherwise.)
 #
 # No device that trains runs the ops of the meta device: attention decomposes into products, and the replacements for a
 # GPU's ops (gpu_ops.py) are not called. So tensors on it are replaced by fake tensors of the CPU.

@@ -154,9 +154,9 @@ class Rehearsal(BudgetRegions):
         see Note [Values on the host]. Raises ``TooSmallError`` for less than the least peak.
         """
         plain = self.prediction
-        if plain.least() > allowed:
+        if plain.peak_of(plain.full) > allowed:
             raise plain.refuse("budget", bytes_text(allowed), allowed)
-        best, tried = (plain, plain.full, plain.least()), set[Choice]()
+        best, tried = (plain, plain.full, plain.peak_of(plain.full)), set[Choice]()
         while len(tried) < _CHECKS:
             ways = [plain] if not host else [plain, plain.sending(host)]
             found = [(one, one.search(allowed)) for one in ways]
@@ -241,7 +241,8 @@ def make_plan(
 
 def _planned(steps: Rehearsal, budget: StepBudget, host: int, *, explains: bool) -> Plan:
     prediction, device = steps.prediction, steps.device
-    allowed = budget.within(prediction.least(), prediction.peak_of(prediction.fastest), device.memory_bytes)
+    least, most = map(prediction.peak_of, (prediction.full, prediction.fastest))
+    allowed = budget.within(least, most, device.memory_bytes)
     sending, chosen, peak = steps.choose(allowed, host)
     unplanned = ((one.block.path, one.profile.reason) for one in prediction.regions(chosen) if one.profile.reason)
     notes = [f"{path} is recomputed in full: {reason}" for path, reason in unplanned]

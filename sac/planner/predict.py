@@ -341,10 +341,6 @@ class Prediction:
         """Return the predicted peak of a choice, in bytes."""
         return max(self.live(choice))
 
-    def least(self) -> int:
-        """Return the least peak, in bytes: that of full recomputation."""
-        return self.peak_of(self.full)
-
     def time_of(self, choice: Choice) -> float:
         """Return the seconds that a choice recomputes, and checkpointing itself takes."""
         return math.fsum(times[option] for times, option in zip(self.seconds, choice, strict=True))
@@ -363,7 +359,7 @@ class Prediction:
             tuple(Row(label, self.peak_of(one), flops[label], self.time_of(one)) for label, one in usual.items()),
             self.device,
             budget,
-            self.least(),
+            self.peak_of(self.full),
             self.peak_of(self.fastest),
             self.record.static,
             self.extra,
@@ -428,7 +424,7 @@ class Prediction:
 
     def refuse(self, where: str, written: str, allowed: int) -> TooSmallError:
         """Return the error for a budget below the least peak: the peak, and its parts, the largest first."""
-        phase, least = max(self.record.phases, key=lambda one: one.peak), self.least()
+        phase, least = max(self.record.phases, key=lambda one: one.peak), self.peak_of(self.full)
         place = "outside of blocks, as in the head and the loss"
         if phase.part != BETWEEN:
             place = f"in the {phase.part} of {phase.path}"
@@ -507,15 +503,15 @@ def options_of(profile: RegionProfile, shipped: frozenset[int], device: Device) 
     Bytes ascend and seconds descend. ``shipped``: entries that are an option in any case.
     See Note [The search for save options].
     """
-    entries = profile.entries
-    times = [seconds(entry, device) for entry in entries]
+    times = [seconds(entry, device) for entry in profile.entries]
 
     @cache
     def priced(saved: frozenset[int]) -> Option:
         again, held = profile.recomputed(saved)
         behind_s = math.fsum(max(0.0, times[number] - device.launch_s) for number in (*range(len(times)), *again))
-        host_s = max(0.0, _CALL_S + _RECORD_S * len(entries) - (0.0 if device.name == "cpu" else behind_s))
-        ops_s, flops = math.fsum(times[number] for number in again), sum(entries[number].flops for number in again)
+        host_s = max(0.0, _CALL_S + _RECORD_S * len(times) - (0.0 if device.name == "cpu" else behind_s))
+        ops_s = math.fsum(times[number] for number in again)
+        flops = sum(profile.entries[number].flops for number in again)
         option = Option(saved, profile.bytes_of(held), again, held, ops_s + host_s, ops_s, flops)
         known.append(option)
         return option

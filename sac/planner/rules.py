@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from sac.blocks.find import Block
 from sac.ops.names import resolve_ops
@@ -44,8 +44,7 @@ class PlannedRegion:
         return next((f"rule {one.id}" for one in rules if is_named(one.ops, op)), "")
 
 
-@dataclass(frozen=True, slots=True)
-class _Site:
+class _Site(NamedTuple):
     """A call of an op in a module, with the layers that save it and those that recompute it."""
 
     op: str
@@ -55,8 +54,7 @@ class _Site:
     recomputed: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Product:
+class _Product(NamedTuple):
     """A rule to be: on these ops, Functions or units in these modules, and these numbers of their calls."""
 
     names: frozenset[str]
@@ -70,8 +68,7 @@ class _Product:
 
     def with_all_of(self, other: _Product) -> _Product:
         """Return the rule on all that the two name."""
-        parts = (self.names | other.names, self.modules | other.modules, self.calls | other.calls)
-        return _Product(*parts, self.layers | other.layers)
+        return _Product._make(mine | others for mine, others in zip(self, other, strict=True))
 
 
 def policy_of(regions: Sequence[PlannedRegion]) -> Policy:
@@ -178,7 +175,7 @@ def _products(sites: Sequence[_Site]) -> list[_Product]:
         names = [name for name in (site.op.rpartition(".")[0], *_SETS) if is_named((name,), site.op)]
         wider: list[dict[str, Any]] = [{"calls": _all(sites, "call")}, {"modules": _all(sites, "module")}]
         for change in wider + [{"names": frozenset([name])} for name in names]:
-            product = next(filter(is_allowed, [replace(product, **change)]), product)
+            product = next(filter(is_allowed, [product._replace(**change)]), product)
         found.append(product)
     while True:
         pairs = ((first, second, first.with_all_of(second)) for first, second in combinations(found, 2))
