@@ -38,6 +38,7 @@ from sac.tensors import tensor_parts
 from sac.torch_private import FakeTensorMode, tree_leaves
 
 _CHECKS = 5  # steps with a choice, the first one included
+_WORTH_A_STEP = 0.01  # of the room between the least peak and the budget
 
 # -- What a step needs besides the model
 
@@ -153,10 +154,10 @@ class Rehearsal(BudgetRegions):
         Values may wait in ``host`` bytes of host memory: all stay on the device in the step, and the peak is predicted;
         see Note [Values on the host]. Raises ``TooSmallError`` for less than the least peak.
         """
-        plain = self.prediction
-        if plain.peak_of(plain.full) > allowed:
+        plain, tried = self.prediction, set[Choice]()
+        best, room = (plain, plain.full, plain.peak_of(plain.full)), allowed - plain.peak_of(plain.full)
+        if room < 0:
             raise plain.refuse("budget", bytes_text(allowed), allowed)
-        best, tried = (plain, plain.full, plain.peak_of(plain.full)), set[Choice]()
         while len(tried) < _CHECKS:
             ways = [plain] if not host else [plain, plain.sending(host)]
             found = [(one, one.search(allowed)) for one in ways]
@@ -170,6 +171,8 @@ class Rehearsal(BudgetRegions):
             peak = record.peak + self.extra if way is plain else way.peak_of(choice)
             if peak <= allowed and plain.time_of(choice) < plain.time_of(best[1]):
                 best = way, choice, peak
+            if 0 <= allowed - peak <= _WORTH_A_STEP * room:
+                break
         return best
 
     def explain(self, choice: Choice, peak: int) -> Explanation:
