@@ -115,6 +115,7 @@ class Controller(BudgetRegions):
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Begin a pass; a hook of the model."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._first, self._is_in_forward = "", True
             self.begin((args, kwargs))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -126,9 +127,7 @@ class Controller(BudgetRegions):
 
     def begin(self, inputs: Any, path: str = "") -> None:
         """See ``BudgetRegions.begin``."""
-        if not path:
-            self._first, self._is_in_forward = "", True
-        elif self._first is None:
+        if self._first is None:
             self._first = path
         if path != self._first:
             return
@@ -225,8 +224,6 @@ class Controller(BudgetRegions):
     def _step_is_over(self) -> bool:
         """Return whether the pass that begins is not one more of the step that was observed."""
         return self._versions_now() != self._versions or not self._gradients()
-
-    # -- What is there
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]

@@ -223,10 +223,9 @@ class Observation:
             token = _Token()
             self._token = weakref.ref(token, self._lost)
         self._new = token  # until the hooks on the result hold it
-        for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                tensor.register_hook(partial(self._end_backward, token, path))
-                break
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.grad_fn is not None]
+        for tensor in tensors[:1]:
+            tensor.register_hook(partial(self._end_backward, token, path))
         self._cut(FORWARD, path)
 
     def after_op(self) -> None:

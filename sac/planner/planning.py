@@ -38,7 +38,6 @@ from sac.tensors import tensor_parts
 from sac.torch_private import FakeTensorMode, tree_leaves
 
 _CHECKS = 5  # steps with a choice, the first one included
-_WORTH_A_STEP = 0.01  # of the room between the least peak and the budget
 
 # -- What a step needs besides the model
 
@@ -154,25 +153,25 @@ class Rehearsal(BudgetRegions):
         Values may wait in ``host`` bytes of host memory: all stay on the device in the step, and the peak is predicted;
         see Note [Values on the host]. Raises ``TooSmallError`` for less than the least peak.
         """
-        plain, tried = self.prediction, set[Choice]()
+        plain = self.prediction
         best, room = (plain, plain.full, plain.peak_of(plain.full)), allowed - plain.peak_of(plain.full)
         if room < 0:
             raise plain.refuse("budget", bytes_text(allowed), allowed)
-        while len(tried) < _CHECKS:
-            ways = [plain] if not host else [plain, plain.sending(host)]
-            found = [(one, one.search(allowed)) for one in ways]
-            way, choice = min(found, key=lambda one: (one[0].peak_of(one[1]) > allowed, one[0].time_of(one[1])))
-            if choice in tried or choice == plain.full:
-                break
-            tried.add(choice)
-            record = self.run(choice)
-            plain.learn(record, choice)
-            way = way if way is plain else plain.sending(host)
-            peak = record.peak + self.extra if way is plain else way.peak_of(choice)
-            if peak <= allowed and plain.time_of(choice) < plain.time_of(best[1]):
-                best = way, choice, peak
-            if 0 <= allowed - peak <= _WORTH_A_STEP * room:
-                break
+        for memory in dict.fromkeys((0, host)):
+            tried = set[Choice]()
+            while len(tried) < _CHECKS:
+                choice = plain.sending(memory).search(allowed)
+                if choice in tried or choice == plain.full:
+                    break
+                tried.add(choice)
+                record = self.run(choice)
+                plain.learn(record, choice)
+                way = plain.sending(memory)
+                peak = way.peak_of(choice) if memory else record.peak + self.extra
+                if peak <= allowed and plain.time_of(choice) < plain.time_of(best[1]):
+                    best = way, choice, peak
+                if not memory and 0 <= allowed - peak <= 0.01 * room:  # the rest is not worth a step
+                    break
         return best
 
     def explain(self, choice: Choice, peak: int) -> Explanation:

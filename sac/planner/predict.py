@@ -39,14 +39,12 @@ from sac.tables import Table, bytes_text, flops_text, seconds_text
 # Freeing earlier than assumed makes the peak lower, never higher. So a plan can be used without having been tried.
 #
 # What a choice leaves behind counts in every phase as often as calls of its region wait for their backward then: a
-# pipeline stage holds several micro-batches, in whatever order its schedule runs them, and a block may be called more
-# than once.
-#
-# A step that was run with a choice shows by how much the bounds of the options in it were too high (`learn`).
+# pipeline stage holds several micro-batches. A step that was run with a choice shows by how much the bounds of the
+# options in it were too high (`learn`).
 
 # Note [The search over layers]
 #
-# From full recomputation in each region, options are taken that are faster than the last, those that spare most seconds
+# From full recomputation in each region, options are raised along their lower convex hull, the raise with most seconds
 # per byte first, later layers first, as long as the predicted peak fits. Then single regions get faster options, until
 # none fits any more.
 
@@ -270,6 +268,8 @@ class Prediction:
 
     def sending(self, host: int) -> Prediction:
         """Return the prediction if options keep values in ``host`` bytes; see Note [Values on the host]."""
+        if not host:
+            return self
         other, limit = copy(self), transfers.LIMITS.in_flight
         share = host // max(sum(place.alive) for place in self._bases)
         other.options, other._more = [*self.options], {**self._more}
@@ -321,8 +321,6 @@ class Prediction:
         for (part, kind, option), size in largest.items():
             self._more[part, kind][option] = size if option else 0
 
-    # -- The peak of a choice
-
     def live(self, choice: Sequence[int]) -> list[int]:
         """Return the predicted peak at each place of the step."""
         return [
@@ -368,8 +366,6 @@ class Prediction:
             self.next_faster(choice),
         )
 
-    # -- The search
-
     def search(self, allowed: int, *known: Choice) -> Choice:
         """Return a fast choice within ``allowed`` bytes, of which no region can get a faster option.
 
@@ -397,9 +393,9 @@ class Prediction:
                 chosen[at], live = option, after
 
         raises = [
-            ((self.seconds[at][0] - time) / max(1, held), at, option)
+            (rate, at, option)
             for at, kind in enumerate(self.kinds if choice == self.full else ())
-            for option, (time, held) in enumerate(zip(self.seconds[at], self._more[BETWEEN, kind], strict=True))
+            for rate, option in _hull(self._more[BETWEEN, kind], self.seconds[at])
         ]
         for _, at, option in sorted(raises, key=lambda one: (-one[0], -one[1])):
             take(at, option)
@@ -447,6 +443,15 @@ class TooSmallError(PlanError):
     """The budget is below the least peak, ``least`` bytes."""
 
     least = 0
+
+
+def _hull(more: Sequence[int], times: Sequence[float]) -> Iterator[tuple[float, int]]:
+    """Yield the options on the lower convex hull of bytes and seconds, after the first, with seconds per byte."""
+    now = 0
+    while faster := [option for option, time in enumerate(times) if time < times[now]]:
+        rates = {one: (times[now] - times[one]) / max(1, more[one] - more[now]) for one in faster}
+        rate, now = max(((rate, one) for one, rate in rates.items()), key=lambda one: (one[0], more[one[1]], -one[1]))
+        yield rate, now
 
 
 def _forward_bytes(profile: RegionProfile, option: Option) -> list[int]:

@@ -68,7 +68,8 @@ class _Product(NamedTuple):
 
     def with_all_of(self, other: _Product) -> _Product:
         """Return the rule on all that the two name."""
-        return _Product._make(mine | others for mine, others in zip(self, other, strict=True))
+        parts = (self.names | other.names, self.modules | other.modules, self.calls | other.calls)
+        return _Product(*parts, self.layers | other.layers)
 
 
 def policy_of(regions: Sequence[PlannedRegion]) -> Policy:
