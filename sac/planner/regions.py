@@ -35,7 +35,7 @@ from sac.tensors import storage_bytes
 #
 # In the observed step, each block runs under full recomputation and the recorder of the engine. So the engine itself
 # determines what a policy may save, the identity of each value, and what autograd has saved. Sizes and FLOPs come from
-# the arguments as each op runs. Regions with equal tapes get one profile.
+# the arguments as each op runs. Regions with equal profiles are of one kind.
 
 FULL, PROFILED, PLANNED = "full", "profiled", "planned"
 
