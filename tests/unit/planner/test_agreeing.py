@@ -53,7 +53,8 @@ def profile(size: int) -> RegionProfile:
 
 
 def grounds(size: int, path: str = "layers.0") -> Grounds:
-    record = StepRecord((path,), (StepPhase(FORWARD, path, (), 0, size, size + 7, size + 1),), size, shapes=(((4, size),),))
+    phase = StepPhase(FORWARD, path, (), 0, size, size + 7, size + 1)
+    record = StepRecord((path,), (phase,), size, shapes=(((4, size),),))
     return Grounds((profile(size),), record, size, 100 - size)
 
 
