@@ -249,7 +249,6 @@ def report(model: nn.Module) -> Report:
     if not forwards:
         return Report("none", "", (), (), ())
     applied = forwards[0].applied
-    is_final = applied.fitting is None or applied.fitting.used == "planned"  # of a budget
     kinds = tuple(_kind_report(of_group) for _, regions in regions_by_group(model) for of_group in alike(regions))
     hit = {use.rule for group in kinds for use in group.rules if use.hits}
     hit |= {rule for group in kinds if group.traced is not None for rule in group.traced.rules}
@@ -260,8 +259,8 @@ def report(model: nn.Module) -> Report:
         "; ".join(dict.fromkeys(_kept_inputs(keeping) for keeping in storing if keeping is not None)),
         kinds,
         tuple(sorted(rules - hit)) if any(group.calls or group.traced for group in kinds) else (),
-        applied.notes,
-        forwards[0].region.group.table.policy.name if applied.mode == "selective" and is_final else "",
+        applied.notes if applied.fitting is None else (*applied.notes, applied.fitting.told),
+        forwards[0].region.group.table.policy.name if applied.mode == "selective" else "",
     )
 
 

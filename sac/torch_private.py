@@ -20,14 +20,7 @@ from torch import Tensor
 from torch._higher_order_ops.effects import has_effects
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses import fake_tensor as _fake_tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeCopyMode,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import (
     keystr,

@@ -22,10 +22,9 @@ from sac.config_keys import STATES, StepBudget
 from sac.errors import ConfigError, ModelError, PlanError, Problem, warn
 from sac.planner.agreeing import Grounds, agreed, meshes_of
 from sac.planner.cost import DEVICES, figures_of
-from sac.planner.observing import FAILED, WAITS, WHOLE, CpuMeter, Meter, Observation, Shapes, StepRecord, meter_of
+from sac.planner.observing import Meter, Observation, Shapes, StepRecord, meter_of
 from sac.planner.predict import Choice, Plan, Prediction
-from sac.planner.regions import FULL, PLANNED, PROFILED, BudgetRegions, merged
-from sac.planner.rules import PlannedRegion
+from sac.planner.regions import FULL, PLANNED, PROFILED, BudgetRegions
 from sac.reporting import note_memory
 from sac.tables import bytes_text
 from sac.tensors import tensor_parts
@@ -56,7 +55,6 @@ from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 # forward. So when a step ends at the begin of a pass, the next one is measured from the next pass on; and passes that
 # turn out not to be of the step are measured, too, and left out.
 
-_UNSEEN_STATES = 2  # per trained parameter
 _MOST_CHECKS = 3  # steps of plans that are measured
 _MOST_PLANS = 8  # of one training
 
@@ -69,24 +67,9 @@ class Controller(BudgetRegions):
         assert config.budget is not None
         self.budget: StepBudget = config.budget
         self.fitted: Plan | None = None
-        self.told = ""
         self.shapes: tuple[Shapes, ...] = ()  # of the inputs that the plan was made for
-        self.new: tuple[PlannedRegion, ...] = ()  # a plan that begins with the next pass
         self.handles: list[RemovableHandle] = []  # of hooks around the model's forward
-        self._forget()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")} | {"observation": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._forget()
-        self.used = ""  # whatever the copied regions are, the next pass exchanges them
-
-    def _forget(self) -> None:
-        """Have observed nothing."""
-        self.observation = None
-        self._meter: Meter = CpuMeter()  # known when a step is observed: trainers move models after sac.apply
+        self._meter = Meter(torch.device("cpu"))  # known when a step is observed: trainers move models after sac.apply
         self._record: StepRecord | None = None  # of a step that is over
         self._checks = 0  # steps of the plan that are still to be measured
         self._prediction: Prediction | None = None
@@ -98,6 +81,11 @@ class Controller(BudgetRegions):
         self._is_in_forward = False  # of the model
         self._wants = False  # larger inputs came within a step: the next one is observed, from its begin
         self._plans = 0
+        self.told = f"budget {self.budget}: no step has been observed yet"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model observes a step of its own, in which it exchanges whatever regions have been copied.
+        return Controller, (self.model, self.config), {"handles": self.handles, "used": ""}
 
     def attach(self, applied: Applied) -> None:
         """Take charge of the regions of ``applied``."""
@@ -105,7 +93,6 @@ class Controller(BudgetRegions):
         self.handles = [self.model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)]
         self.handles.append(self.model.register_forward_hook(self.after, always_call=True))
         applied.restores = (*applied.restores, self.undo)
-        self._tell(f"budget {self.budget}: no step has been observed yet")
 
     def undo(self) -> None:
         """Take the hooks off the model, and stop observing."""
@@ -121,14 +108,14 @@ class Controller(BudgetRegions):
             self._hook = None
 
     def __del__(self) -> None:
-        if vars(self).get("_hook"):
-            self.close()
+        self.close()
 
     # -- The begin of a pass
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Begin a pass; a hook of the model."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._first, self._is_in_forward = "", True
             self.begin((args, kwargs))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -140,9 +127,7 @@ class Controller(BudgetRegions):
 
     def begin(self, inputs: Any, path: str = "") -> None:
         """See ``BudgetRegions.begin``."""
-        if not path:
-            self._first, self._is_in_forward = "", True
-        elif self._first is None:
+        if self._first is None:
             self._first = path
         if path != self._first:
             return
@@ -156,39 +141,31 @@ class Controller(BudgetRegions):
         starts, self._versions = versions != self._versions, versions
         may_observe = observation is None and self._record is None  # see Note [A profiler in steps]
         if self.fitted is not None and _cover(self.shapes, [shapes]) and not (self._wants and starts and may_observe):
-            if self.new:
-                self.plan(self.new)
-                self.new = ()
             self.use(PLANNED)
-            if may_observe and self._checks and self._meter.is_free():
+            if may_observe and self._checks and self._observe(inputs, shapes):
                 self._checks -= 1
-                self._observe(inputs, shapes)
             elif may_observe:
                 self.close()
             return
         self.use(FULL)
         if self.fitted is not None and not self.told.endswith(_LARGER):
-            self._tell(f"{self.told}; {_LARGER}")
+            self.told = f"{self.told}; {_LARGER}"
         if self.fitted is not None and not starts:
             self._wants = True
-        elif may_observe and self._may_plan() and (self._wants or _cover([shapes], self.shapes)):
-            self._find_device()
-            if self._meter.is_free():
-                self.use(PROFILED)
-                self._observe(inputs, shapes)
+            return
+        may_observe = may_observe and (self._wants or _cover([shapes], self.shapes))
+        may_plan = self.fitted is None or (self._plans < _MOST_PLANS and not meshes_of(self.model))
+        is_lazy_now = any(map(is_lazy, self.model.parameters()))  # this pass makes them
+        if may_observe and may_plan and not is_lazy_now and self._observe(inputs, shapes):
+            self.use(PROFILED)
 
     def _goes_on(self, observation: Observation, inputs: Any, shapes: Shapes) -> bool:
         """Return whether the pass that begins is one more of the observed step; otherwise the observation ends."""
         is_check = self.used == PLANNED
-        state = observation.state
-        if state == FAILED:
-            self.stop()
-        elif state != WAITS:
-            has_changed = observation.has_gradients or self._versions_now() != self._versions
-            if not is_check and not (state == WHOLE and has_changed):
-                observation.begin_again(self._live(inputs), shapes)  # it was a pass to learn the shapes of results
-                return True
-            if self._step_is_over():
+        if not observation.waits:
+            if not is_check and not observation.is_whole(self._versions_now() != self._versions):
+                observation.begin_again(self._live(inputs))
+            elif self._step_is_over():
                 self._end_pass()
         if self.observation is not None and is_check and not _cover(self.shapes, [shapes]):
             self.stop()
@@ -196,28 +173,25 @@ class Controller(BudgetRegions):
             self.observation.shapes.append(shapes)
         return self.observation is not None
 
-    def _may_plan(self) -> bool:
-        if self.fitted is not None:
-            return self._plans < _MOST_PLANS and not meshes_of(self.model)
-        return not any(map(is_lazy, self.model.parameters()))  # this pass makes them
-
-    def _find_device(self) -> None:
+    def _observe(self, inputs: Any, shapes: Shapes) -> bool:
+        """Observe the pass that begins, if it can be measured."""
         devices = {part.device for parameter in self.model.parameters() for part in tensor_parts(parameter)}
-        device = next(iter(devices)) if len(devices) == 1 else torch.device("meta")
-        meter = meter_of(device)
+        meter = meter_of(next(iter(devices))) if len(devices) == 1 else None
         if meter is None:
             places = ", ".join(sorted(map(str, devices))) or "no device"
             found = f"a budget applies to one device, but the parameters are on {places}"
             fix = "move the model to one device, a GPU or the CPU; or plan with `sac plan`"
             raise ModelError(Problem(type(self.model).__name__, found, fix=fix))
-        self._meter = meter
-
-    def _observe(self, inputs: Any, shapes: Shapes) -> None:
+        if not meter.is_free():
+            return False
         if self._hook is None:
             mine = weakref.WeakMethod(self._optimizer_steps)
             steps = lambda optimizer, *_: method(optimizer) if (method := mine()) else None  # noqa: E731
             self._hook = register_optimizer_step_pre_hook(steps)
-        self.observation = Observation(self._meter, self._live(inputs), self._gradients, shapes, self._lost)
+        self._meter = meter
+        self.observation = Observation(meter, self._live(inputs), self._gradients, self._lost)
+        self.observation.shapes.append(shapes)
+        return True
 
     def _lost(self) -> None:
         """The graph of the observed step was freed before its backward was over: its loss or backward has raised."""
@@ -231,7 +205,7 @@ class Controller(BudgetRegions):
             return
         self._optimizers.add(optimizer)
         seen = self.observation  # in another thread, the begin of the next pass ends it
-        if seen is not None and seen.is_here and seen.state != WAITS and current_graph_task_id() == NO_TASK:
+        if seen is not None and seen.is_here and not seen.waits and current_graph_task_id() == NO_TASK:
             self._end_pass()
 
     def _end_pass(self) -> None:
@@ -250,8 +224,6 @@ class Controller(BudgetRegions):
     def _step_is_over(self) -> bool:
         """Return whether the pass that begins is not one more of the step that was observed."""
         return self._versions_now() != self._versions or not self._gradients()
-
-    # -- What is there
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -274,29 +246,29 @@ class Controller(BudgetRegions):
         """Return the bytes of optimizer state to reserve: none if a step of an optimizer has been seen."""
         if self._versions_now() != self._versions:
             return 0
-        states = _UNSEEN_STATES if self.config.optimizer is None else STATES[self.config.optimizer]
+        states = STATES[self.config.optimizer or "adamw"]
         return max(0, states * self._meter.bytes_of(self._trained()) - self._meter.bytes_of(self._states()))
 
     # -- The plan
 
     def _make_plan(self, record: StepRecord, inputs: Any) -> None:
         """Make the plan at the begin of a step, and have the regions carry it out."""
-        observed, self._record = self.profiles(), None
+        observed, self._record = self.profiles(self._meter.block_bytes), None
         what = "one step" if self.fitted is None else "a step with larger inputs"
         _say(f"sac: {what} observed, planning {len(observed)} regions for a budget of {self.budget} …")
         record = record.rebased(self._live(inputs), self._gradients())
-        mine = Grounds(observed, record, self._unseen_state(), self._meter.memory_bytes)
+        mine = Grounds(tuple(observed.values()), record, self._unseen_state(), self._meter.memory_bytes)
         grounds = agreed(mine, self.model)
-        if unplanned := [one for one in grounds.profiles if one.reason]:
+        profiles = dict(zip(observed, grounds.profiles, strict=True))
+        if unplanned := [(block, one) for block, one in profiles.items() if one.reason]:
             more = f" and {len(unplanned) - 1} more blocks are" if len(unplanned) > 1 else " is"
-            found = f"it{more} recomputed in full, and not planned op by op: {unplanned[0].reason}"
-            warn(Problem(unplanned[0].paths[0], found))
-        profiles = merged(grounds.profiles, self._meter.block_bytes)
+            found = f"it{more} recomputed in full, and not planned op by op: {unplanned[0][1].reason}"
+            warn(Problem(unplanned[0][0].path, found))
         figures = DEVICES["h100"]  # of a GPU that is unknown too, since only their ratios matter here
         with contextlib.suppress(PlanError):
             figures = figures_of(self._meter.device)
         prediction = Prediction(profiles, grounds.record, figures, extra=grounds.extra)
-        least, most = prediction.least(), prediction.peak_of(prediction.fastest)
+        least, most = prediction.peak_of(prediction.full), prediction.peak_of(prediction.fastest)
         allowed = self.budget.within(least, most, grounds.memory_bytes)
         self._plans += 1
         if least > allowed:
@@ -308,55 +280,46 @@ class Controller(BudgetRegions):
             return
         self.shapes, self._prediction, self._choice = grounds.record.shapes, prediction, ()
         self._checks = 0 if most <= allowed or meshes_of(self.model) else _MOST_CHECKS
-        self._put(prediction, prediction.search(allowed), allowed)
+        self._take(prediction, prediction.search(allowed), allowed)
 
-    def _put(self, prediction: Prediction, choice: Choice, allowed: int, *, took: str = "") -> None:
+    def _take(self, prediction: Prediction, choice: Choice, allowed: int, took: str = "") -> None:
         """Use a choice from the next begin of a pass on. ``took``: what a step with the last one has taken."""
         self.fitted = prediction.plan(choice, allowed)
         if choice == self._choice:
-            self._tell(f"{self.fitted}; {took}")
+            self.told = f"{self.fitted}; {took}"
             return
-        self._choice, self.new = choice, prediction.regions(choice)
-        self._tell(str(self.fitted))
+        self._choice, self.told = choice, str(self.fitted)
+        self.plan(prediction.regions(choice))
         _say(f"sac: {took}{', so a faster choice fits: ' if took else ''}{self.fitted}")
 
     def _compare(self, record: StepRecord) -> None:
         """Report the peak of a step of the plan; use a faster choice if one fits by what the step shows."""
-        prediction, fitted = self._prediction, self.fitted
+        prediction, fitted, choice = self._prediction, self.fitted, self._choice
         assert prediction is not None
         assert fitted is not None
         allowed, over = fitted.budget, record.peak - fitted.budget
         text = f"a step with the plan took {bytes_text(record.peak)}"
-        self._tell(f"{fitted}; {text}")
         if over > 0:
             more = f"{over} bytes ({bytes_text(over)}) more than the budget of {self.budget}"
-            fix = f"{_TOO_MUCH}; or give a budget that is smaller by that much"
+            fix = "find what takes memory that the first step did not; or give a budget that is smaller by that much"
             found = f"{text}, {more}; {bytes_text(fitted.peak)} were predicted"
             warn(Problem("activation_checkpointing.budget", found, fix=fix))
-        if record.shapes != self.shapes:
-            return
-        prediction.learn(record, self._choice)
-        choice = prediction.search(allowed, self._choice)
-        if prediction.time_of(choice) >= prediction.time_of(self._choice):
-            choice, self._checks = self._choice, 0
-        self._put(prediction, choice, allowed, took=text)
-        if not self._checks:
-            self._prediction = None
-
-    def _tell(self, text: str) -> None:
-        """Show ``text`` in the report."""
-        for one in self.forwards[:1]:
-            others = tuple(note for note in one.applied.notes if note != self.told)
-            one.applied.notes = (*others, text)
-        self.told = text
+        if record.shapes == self.shapes:
+            prediction.learn(record, choice)
+            faster = prediction.search(allowed, choice)
+            if prediction.time_of(faster) < prediction.time_of(choice):
+                choice = faster
+            else:
+                self._checks = 0
+        self._take(prediction, choice, allowed, text)
 
 
 def _cover(several: Sequence[Shapes], others: Sequence[Shapes]) -> bool:
     """Return whether each of the ``others`` is no larger than one of ``several`` in any dimension."""
 
     def covers(known: Shapes, other: Shapes) -> bool:
-        pairs = zip(chain.from_iterable(known), chain.from_iterable(other), strict=False)
-        return [*map(len, known)] == [*map(len, other)] and all(most >= size for most, size in pairs)
+        sizes = zip(chain(*known), chain(*other), strict=False)
+        return [*map(len, known)] == [*map(len, other)] and all(most >= size for most, size in sizes)
 
     return all(any(covers(known, one) for known in several) for one in others)
 
@@ -368,7 +331,6 @@ def _say(text: str) -> None:
 
 
 _LARGER = "inputs larger than it was made for run under full recomputation"
-_TOO_MUCH = "find what takes memory that the observed step, the first one, did not take"
 
 
 # -- `sac.apply`

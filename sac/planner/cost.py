@@ -159,15 +159,6 @@ def _is_of(op: str, save_set: str) -> bool:
     return not is_backward and any(NamePattern(one.name).matches(op) for one in SAVE_SETS[save_set].entries)
 
 
-def is_causal(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether this call of an attention op is causal."""
-    names = [argument.name for argument in op._schema.arguments] if hasattr(op, "_schema") else []
-    if "is_causal" not in names:
-        return False
-    index = names.index("is_causal")
-    return (kwargs.get("is_causal", False) if index >= len(args) else args[index]) is True
-
-
 def attention_flops(name: str, arguments: Sequence[Tensor]) -> int:
     """Return the FLOPs of a Function of attention; 0 for another one, or if its arguments tell no sizes.
 
@@ -189,14 +180,14 @@ def moved_bytes(args: Any, kwargs: Any, out: Any) -> int:
 def entry_of_call(op: Any, args: Any, kwargs: Any, out: Any) -> Entry:
     """Return an entry with all that the price of a call depends on."""
     traits, made = traits_of(op), tensors_of(out)
+    names = [argument.name for argument in op._schema.arguments] if hasattr(op, "_schema") else []
     return Entry(
         op=op_name(op),
         is_collective=traits.is_collective,
         is_view=traits.is_view,
-        is_causal=is_causal(op, args, kwargs),
+        is_causal={**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal") is True,
         flops=flops_of(op, args, kwargs, out),
         moved_bytes=0 if traits.is_view else moved_bytes(args, kwargs, out),
-        shape=tuple(made[0].shape) if made else (),
         dtype=str(made[0].dtype).removeprefix("torch.") if made else "",
     )
 

@@ -106,7 +106,7 @@ class Origins(Ledger):
 
     def explanation(self, planned: Sequence[PlannedRegion], optimizer: int) -> Explanation:
         """Return what was alive under a plan, with the bytes of ``optimizer`` state to come."""
-        policy, of_path = policy_of(planned), {one.path: one for one in planned}
+        policy, of_path = policy_of(planned), {one.block.path: one for one in planned}
         sizes: Counter[tuple[str, str, str]] = Counter({(OPTIMIZER, "", ""): optimizer})
         paths: dict[tuple[str, str, str], set[str]] = {}
         for size, (category, path, op) in self._alive:

@@ -14,31 +14,21 @@ from torch.overrides import TorchFunctionMode
 
 from sac.blocks.find import find_blocks
 from sac.errors import PlanError, Problem, SacError
-from sac.torch_private import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeCopyMode,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-    silent_store,
-    tree_map_only,
-)
+from sac.torch_private import FakeCopyMode, FakeTensor, FakeTensorMode, silent_store, tree_map_only
 
 # Note [Fake tensors]
 #
 # Parameters, buffers and floating-point inputs of the copy are fake: they have a shape, a dtype and a device, and ops
 # on them return more fake tensors. Integer and boolean inputs stay real. Values that a model computes from these alone
 # (positions, whether a mask masks anything) are computed, and the model may read them, so it runs the same ops as in
-# training. For this reason no fake mode is active. Only an op with a fake argument is fake; the mode comes with the
-# argument. (Under an active mode, Hugging Face models detect tracing and build masks that they do not build otherwise.)
+# training. For this reason no fake mode is active: the mode comes with a fake argument of an op. (Under an active mode,
+# Hugging Face models detect tracing and build masks that they do not build otherwise.)
 #
 # No device that trains runs the ops of the meta device: attention decomposes into products, and the replacements for a
 # GPU's ops (gpu_ops.py) are not called. So tensors on it are replaced by fake tensors of the CPU.
 
 Inputs = tuple[Any, ...] | dict[str, Any]
 Build = Callable[[Callable[[], nn.Module], torch.dtype], nn.Module]
-_NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 def arguments_of(inputs: Any, error: type[SacError]) -> Inputs:
@@ -47,11 +37,6 @@ def arguments_of(inputs: Any, error: type[SacError]) -> Inputs:
         found = f"a {type(inputs).__name__} is not what a model is called with"
         raise error(Problem("inputs", found, "a tuple or a dict of arguments", fix="write (x,) for one argument"))
     return dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)  # pytrees look into dicts only
-
-
-def fake_mode() -> FakeTensorMode:
-    """Return the fake mode that the fake tensors of one step share."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def build_on_meta(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
@@ -107,19 +92,14 @@ def fake_inputs(inputs: Inputs, mode: FakeTensorMode) -> Inputs:
 
 @contextmanager
 def without_data(model: nn.Module) -> Iterator[None]:
-    """Run a step; raises ``PlanError`` if it does not run, naming the op that needs data if there is one."""
+    """Run a step; raises ``PlanError`` if it does not run. The error of an op that needs data names it."""
     try:
         yield
     except SacError:
         raise
     except Exception as error:
-        if isinstance(error, _NEEDS_DATA):
-            op = getattr(error, "func", None) or (error.args[0] if error.args else "an op")
-            found = f"{op} needs the data of a tensor, but a plan is made on tensors without data"
-            fix = "give sac.apply a `budget`: then the first step of the training is observed"
-        else:
-            found = f"a step of it does not run on tensors without data: {type(error).__name__}: {error}"
-            fix = "see that it runs with these inputs without sac; if so, kernels need data: give sac.apply a `budget`"
+        found = f"a step of it does not run on tensors without data: {type(error).__name__}: {error}"
+        fix = "see that it runs with these inputs without sac; if so, it needs data: give sac.apply a `budget`"
         raise PlanError(Problem(type(model).__name__, found, fix=fix)) from error
 
 
@@ -171,16 +151,13 @@ class QuickChunks(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.chunk and len(args) > 1 and type(args[0]) is FakeTensor:
+        if func is torch.chunk and type(args[0]) is FakeTensor and args[0].numel():
             return _chunks(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 def _chunks(whole: Tensor, count: int, dim: int = 0) -> tuple[Tensor, ...]:
-    length = whole.shape[dim]
-    size = -(-length // count)
-    if not size:
-        return torch.chunk(whole, count, dim)
-    full, rest = divmod(length, size)
-    last = (whole.narrow(dim, length - rest, rest),) if rest else ()
+    size = -(-whole.shape[dim] // count)
+    full, rest = divmod(whole.shape[dim], size)
+    last = (whole.narrow(dim, full * size, rest),) if rest else ()
     return (whole.narrow(dim, 0, size),) * full + last

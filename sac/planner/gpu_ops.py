@@ -118,9 +118,8 @@ def _attention(
     if fits and alike and is_known and flags.mem_efficient_sdp_enabled():
         if mask is not None:
             length = mask.shape[-1]  # rows of a mask are aligned
-            mask = (pad(mask, (0, -length % 16))[..., :length] if length % 16 else mask).expand(
-                *query.shape[:3], length
-            )
+            mask = pad(mask, (0, -length % 16))[..., :length] if length % 16 else mask
+            mask = mask.expand(*query.shape[:3], length)
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
         return efficient(query, key, value, mask, learns, dropout_p, is_causal, scale=scale)[0]
     math = torch.ops.aten._scaled_dot_product_attention_math.default

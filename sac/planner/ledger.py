@@ -78,11 +78,8 @@ class Ledger(BareMode):
 
     def note(self, tensors: Iterable[Any]) -> None:
         """Count the storages of tensors if they are not counted yet."""
-        for part in (part for tensor in tensors for part in tensor_parts(tensor)):
-            try:
-                storage = part.untyped_storage()
-            except (RuntimeError, NotImplementedError):  # sparse layouts have no storage
-                continue
+        parts = (part for tensor in tensors for part in tensor_parts(tensor) if part.layout is torch.strided)
+        for storage in (part.untyped_storage() for part in parts):
             key = storage._cdata
             if key not in self.storages:
                 self.storages[key] = weakref.ref(storage, partial(self._freed, key)), self._size(storage)

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -39,18 +40,19 @@ from sac.torch_private import (
 # goes, and with it the step.
 
 
+@dataclass
 class Meter:
-    """Measures one step: ``start``, ``mark`` at each instant (in any thread of autograd), ``stop`` outside of backward.
+    """Measures a step on ``device``: ``start``, ``mark`` at each instant (in any thread of autograd), ``stop``.
 
-    ``read``: returns the peak since it was called last, and the live bytes. ``block_bytes``: the allocator rounds sizes
-    up to a multiple of this. ``memory_bytes``: of the device.
+    ``read``: returns the peak since it was called last, and the live bytes. None: torch's profiler records each
+    allocation of the CPU, and memory that is not of a known tensor at the start does not count.
+    ``block_bytes``: the allocator rounds sizes up to a multiple of this. ``memory_bytes``: of the device.
     """
 
-    def __init__(
-        self, read: Callable[[], tuple[int, int]], device: torch.device, block_bytes: int = 1, memory_bytes: int = 0
-    ) -> None:
-        self._read, self.device, self.block_bytes, self.memory_bytes = read, device, block_bytes, memory_bytes
-        self._levels: list[tuple[int, int]] = []
+    device: torch.device
+    read: Callable[[], tuple[int, int]] | None = None
+    block_bytes: int = 1
+    memory_bytes: int = 0
 
     def bytes_of(self, values: Any) -> int:
         """Return the bytes of the storages of tensors in a pytree on the device, each once, as its allocator rounds."""
@@ -60,102 +62,81 @@ class Meter:
 
     def live(self, known: Any) -> int:
         """Return the bytes that are live now; ``known``: what counts where the allocator cannot be asked."""
-        return self._read()[1]
+        return self.bytes_of(known) if self.read is None else self.read()[1]
 
     def is_free(self) -> bool:
-        """Return whether a step can be measured now."""
-        return True
+        """Return whether a step can be measured now: a thread has one profiler at most."""
+        return self.read is not None or not profiler_is_on()
 
     def start(self, live: int) -> None:
         """Begin a step, with ``live`` bytes."""
-        self._read()
-        self._levels = []
+        self._levels: list[tuple[int, int]] = []
+        if self.read is None:
+            self._live, self._memory = live, StepMemory()
+        else:
+            self.read()
 
     def mark(self) -> None:
         """Mark the present instant."""
-        self._levels.append(self._read())
+        if self.read is None:
+            self._memory.mark()
+        else:
+            self._levels.append(self.read())
 
     def stop(self) -> list[tuple[int, int]]:
-        """End the step; return for each mark the peak since the mark before it, and the live bytes."""
-        return self._levels
-
-
-class CpuMeter(Meter):
-    """Has torch's profiler record each allocation. Memory that is not of a known tensor at the start does not count."""
-
-    def __init__(self) -> None:
-        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        super().__init__(lambda: (0, 0), torch.device("cpu"), 1, memory_bytes)
-
-    def live(self, known: Any) -> int:
-        """See ``Meter``."""
-        return self.bytes_of(known)
-
-    def is_free(self) -> bool:
-        """See ``Meter``. A thread has one profiler at most."""
-        return not profiler_is_on()
-
-    def start(self, live: int) -> None:
-        """See ``Meter``."""
-        self._live, self._memory = live, StepMemory()
-
-    def mark(self) -> None:
-        """See ``Meter``."""
-        self._memory.mark()
-
-    def stop(self) -> list[tuple[int, int]]:
-        """See ``Meter``."""
-        return [(self._live + peak, self._live + live) for peak, live in self._memory.stop()]
+        """End the step, outside of backward; return for each mark the peak since the one before it, and live bytes."""
+        above = self._memory.stop() if self.read is None else ()
+        return [*self._levels, *((self._live + peak, self._live + live) for peak, live in above)]
 
 
 def meter_of(device: torch.device) -> Meter | None:
     """Return the meter of a device, or None if there is none for its type."""
+    if device.type == "cpu":
+        return Meter(device, memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if device.type != "cuda":
-        return CpuMeter() if device.type == "cpu" else None
+        return None
 
     def read() -> tuple[int, int]:
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         return peak, torch.cuda.memory_allocated(device)
 
-    return Meter(read, device, CUDA_BLOCK, int(torch.cuda.get_device_properties(device).total_memory))
+    return Meter(device, read, CUDA_BLOCK, torch.cuda.get_device_properties(device).total_memory)
 
 
 FORWARD, BACKWARD, BETWEEN = "forward", "backward", "between"
-WAITS, FAILED, WHOLE, PARTIAL = "waits", "failed", "whole", "partial"  # partial: a forward has had no backward
 Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepPhase:
-    """A phase of a step: the forward or backward of the region at ``position``, or the time between two regions.
+    """A phase of a step: the forward or backward of the region at ``path``, or the time between two (no path).
 
-    Positions count the calls of regions in forward order. Between regions, ``position`` is the number of regions whose
-    forward is over and whose backward has not ended. ``before``, ``peak`` and ``after`` are live bytes, ``gradients``
-    the bytes of gradients of parameters at its start. ``rises``: of a forward that was observed op by op, for each
-    entry of its tape the peak since the one before it, above ``before``; the last, of entry -1, is that after all.
+    ``alive``: the paths of the calls whose forward is over and whose backward has not begun, or has not released them.
+    ``before``, ``peak`` and ``after`` are live bytes, ``gradients`` the bytes of gradients of parameters at its start.
+    ``rises``: the peaks after each op of a forward that is profiled, and after all, above ``before``.
     """
 
     part: str
-    position: int
+    path: str
+    alive: tuple[str, ...]
     gradients: int
     before: int = 0
     peak: int = 0
     after: int = 0
-    rises: tuple[tuple[int, int], ...] = ()
+    rises: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The memory of one step in bytes; ``static``: when it begins. ``paths``: the region at each position.
+    """The memory of one step in bytes; ``static``: when it begins. ``paths``: of the regions in the order of calls.
 
-    ``is_retained``: a backward has retained its graph. ``shapes``: those of the inputs of each forward.
+    ``shapes``: those of the inputs of each forward.
     """
 
     paths: tuple[str, ...]
     phases: tuple[StepPhase, ...]
     static: int
-    is_retained: bool = False
     shapes: tuple[Shapes, ...] = ()
 
     @property
@@ -188,50 +169,45 @@ class Observation:
     ``gradients``: returns the bytes of gradients. ``lost``: called when the graph is freed before its backward is over.
     """
 
-    def __init__(
-        self,
-        meter: Meter,
-        live: int,
-        gradients: Callable[[], int],
-        shapes: Shapes,
-        lost: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, meter: Meter, live: int, gradients: Callable[[], int], lost: Callable[[], None]) -> None:
         self._meter, self._gradients, self._on_lost = meter, gradients, lost
         self._thread = threading.get_ident()
-        self._cuts = [StepPhase(BETWEEN, 0, gradients())]  # begun
-        self._entries: dict[int, int] = {}  # by cut that goes on after an op: the entry of the op
-        self._tasks: set[int] = set()  # backwards that are running
-        self._begin(live, shapes)
+        self._cuts = [StepPhase(BETWEEN, "", (), gradients())]  # begun
+        self._begin(live)
         meter.start(live)
 
-    def _begin(self, live: int, shapes: Shapes) -> None:
+    def _begin(self, live: int) -> None:
         """The step begins with the last cut."""
         self._first, self._live = len(self._cuts) - 1, live
-        self.shapes = [shapes]  # of each forward
+        self.shapes: list[Shapes] = []  # of each forward
         self._paths: list[str] = []
         self._token: Any = None
-        self._waiting: list[int] = []  # positions whose backward has not begun
+        self._alive: list[str] = []
+        self._waiting: list[int] = []  # calls whose backward has not begun
+        self._tasks: set[int] = set()  # backwards that are running, or have failed
         self._is_retained = False
         self._ended = False
 
-    def begin_again(self, live: int, shapes: Shapes) -> None:
+    def begin_again(self, live: int) -> None:
         """A step begins now, not before: measure on, since a profiler is not to be stopped and started at once."""
-        self._cut(BETWEEN, 0)
-        self._begin(live, shapes)
+        self._alive = []
+        self._cut(BETWEEN)
+        self._begin(live)
 
     @property
-    def state(self) -> str:
-        """What is to come: the backward of a forward whose graph is alive, or nothing; or one has begun and failed."""
+    def waits(self) -> bool:
+        """Whether a backward is running, or to come: that of a forward whose graph is alive."""
         if self._tasks:
-            return FAILED if current_graph_task_id() == NO_TASK else WAITS
-        if self._waiting and self._token is not None and self._token() is not None:
-            return WAITS
-        return WHOLE if self._ended and not self._waiting else PARTIAL
+            return current_graph_task_id() != NO_TASK
+        return bool(self._waiting) and self._token is not None and self._token() is not None
 
-    @property
-    def has_gradients(self) -> bool:
-        """Whether parameters have had gradients: trainers also run a model to learn the shapes of its results."""
-        return any(cut.gradients for cut in self._cuts[self._first :])
+    def is_whole(self, has_changed: bool) -> bool:
+        """Return whether all forwards have had their backward, and parameters gradients, or a change since then.
+
+        Trainers also run a model to learn the shapes of its results.
+        """
+        has_gradients = any(cut.gradients for cut in self._cuts[self._first :])
+        return self._ended and not self._waiting and (has_changed or has_gradients)
 
     @property
     def is_here(self) -> bool:
@@ -240,7 +216,6 @@ class Observation:
 
     def enter(self, path: str, args: Any, kwargs: Any) -> None:
         """The forward of a region begins."""
-        position = len(self._paths)
         self._paths.append(path)
         self._ended = False
         token = self._token() if self._token is not None else None
@@ -248,16 +223,14 @@ class Observation:
             token = _Token()
             self._token = weakref.ref(token, self._lost)
         self._new = token  # until the hooks on the result hold it
-        for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                tensor.register_hook(partial(self._end_backward, token, position))
-                break
-        self._cut(FORWARD, position, self._cuts[-1].gradients)
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.grad_fn is not None]
+        for tensor in tensors[:1]:
+            tensor.register_hook(partial(self._end_backward, token, path))
+        self._cut(FORWARD, path)
 
-    def after_op(self, entry: int) -> None:
-        """The op of an entry of the tape of the region that was entered last has run."""
+    def after_op(self) -> None:
+        """An op has run in the region that was entered last."""
         self._meter.mark()
-        self._entries[len(self._cuts)] = entry
         self._cuts.append(self._cuts[-1])
 
     def leave(self, output: Any) -> None:
@@ -269,20 +242,20 @@ class Observation:
             tensor.register_hook(partial(self._begin_backward, token, position))
         if tensors:
             self._waiting.append(position)
-        self._cut(BETWEEN, position + 1, self._cuts[-1].gradients)
+            self._alive.append(self._paths[position])
+        self._cut(BETWEEN)
 
     def place(self) -> tuple[str, str]:
         """Return the part of the step that runs, and the path of its region; empty between two."""
-        cut = self._cuts[-1]
-        return cut.part, "" if cut.part == BETWEEN else self._paths[cut.position]
+        return self._cuts[-1].part, self._cuts[-1].path
 
     def _lost(self, token: Any) -> None:
         if token is self._token and not self._ended and current_graph_task_id() == NO_TASK:
             self._on_lost()
 
-    def _cut(self, part: str, position: int, gradients: int | None = None) -> None:
+    def _cut(self, part: str, path: str = "") -> None:
         self._meter.mark()
-        self._cuts.append(StepPhase(part, position, self._gradients() if gradients is None else gradients))
+        self._cuts.append(StepPhase(part, path, tuple(self._alive), self._gradients()))
 
     def _begin_backward(self, token: _Token, position: int, gradient: Tensor) -> None:
         is_current = self._token is not None and self._token() is token
@@ -294,17 +267,19 @@ class Observation:
             self._tasks.add(task)
             when_backward_ends(partial(self._end_task, task))
         self._is_retained = self._is_retained or (task != NO_TASK and graph_is_retained())
-        self._cut(BACKWARD, position)
+        if not self._is_retained:
+            self._alive.remove(self._paths[position])
+        self._cut(BACKWARD, self._paths[position])
 
-    def _end_backward(self, token: _Token, position: int, gradient: Tensor) -> None:
-        if (self._cuts[-1].part, self._cuts[-1].position) == (BACKWARD, position):
-            self._cut(BETWEEN, position)
+    def _end_backward(self, token: _Token, path: str, gradient: Tensor) -> None:
+        if (self._cuts[-1].part, self._cuts[-1].path) == (BACKWARD, path):
+            self._cut(BETWEEN)
 
     def _end_task(self, task: int) -> None:
         self._tasks.discard(task)
         if not self._tasks and not self._ended:
             self._ended = not self._waiting
-            self._cut(BETWEEN, len(self._waiting))
+            self._cut(BETWEEN)
 
     def end(self) -> StepRecord | None:
         """Stop measuring; return what was observed, or None if no backward has run through all regions."""
@@ -316,13 +291,13 @@ class Observation:
             return None
         phases: list[StepPhase] = []
         before = levels[self._first - 1][1] if self._first else self._live
-        rises: list[tuple[int, int]] = []
-        for number, (cut, (peak, live)) in [*enumerate(zip(self._cuts, levels, strict=True), 1)][self._first :]:
-            rises.append((self._entries.get(number, -1), peak - before))
-            if number not in self._entries:
-                most, several = before + max(rise for _, rise in rises), tuple(rises) if len(rises) > 1 else ()
-                phases.append(replace(cut, before=before, peak=most, after=live, rises=several))
-                rises, before = [], live
+        marks = zip(self._cuts[self._first :], levels[self._first :], strict=True)
+        for _, of_one in groupby(marks, key=lambda pair: id(pair[0])):
+            cuts, found = zip(*of_one, strict=True)
+            peaks = tuple(peak for peak, _ in found)
+            rises = tuple(peak - before for peak in peaks)
+            phases.append(replace(cuts[0], before=before, peak=max(peaks), after=found[-1][1], rises=rises))
+            before = found[-1][1]
         if not self._is_retained:
             del phases[-1]  # what came after backward
-        return StepRecord(tuple(self._paths), tuple(phases), self._live, self._is_retained, tuple(self.shapes))
+        return StepRecord(tuple(self._paths), tuple(phases), self._live, tuple(self.shapes))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -30,16 +29,15 @@ from sac.planner.gpu_ops import lowered_to
 from sac.planner.ledger import Ledger
 from sac.planner.observing import Meter, Observation, StepRecord
 from sac.planner.predict import Choice, Plan, Prediction, TooSmallError
-from sac.planner.regions import PROFILED, BudgetRegions, merged
-from sac.planner.rules import policy_of, saved_by
+from sac.planner.regions import PLANNED, PROFILED, BudgetRegions
+from sac.planner.rules import policy_of
 from sac.policy.model import Policy
 from sac.policy.syntax import all_problems, node_of
 from sac.tables import LEGAL_BYTES, bytes_text
 from sac.tensors import tensor_parts
-from sac.torch_private import tree_leaves
+from sac.torch_private import FakeTensorMode, tree_leaves
 
 _CHECKS = 5  # steps with a choice, the first one included
-_WORTH_A_STEP = 0.01  # of the room between the least peak and the budget
 
 # -- What a step needs besides the model
 
@@ -50,11 +48,11 @@ def scalar_loss(output: Any, loss_fn: Callable[[Any], Tensor] | None) -> Tensor:
     loss = loss_fn(output) if loss_fn is not None else output if loss is None else loss
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss
-    what = f"a {type(loss).__name__}"
+    found = f"it is a {type(loss).__name__}"
     if isinstance(loss, Tensor):
-        what = "a scalar that needs no gradient" if loss.numel() == 1 else f"a tensor of shape {[*loss.shape]}"
+        found += f" of shape {[*loss.shape]}" + ("" if loss.requires_grad else " that needs no gradient")
     fix = "pass loss_fn=, which takes what the model returns, and returns the loss"
-    raise PlanError(Problem("loss", f"it is {what}", "a scalar tensor that needs a gradient", fix=fix))
+    raise PlanError(Problem("loss", found, "a scalar tensor that needs a gradient", fix=fix))
 
 
 def optimizer_bytes(optimizer: Any, parameters: Iterable[nn.Parameter]) -> int:
@@ -96,7 +94,7 @@ class Rehearsal(BudgetRegions):
     ) -> None:
         if loss_fn is not None and not callable(loss_fn):
             raise PlanError(Problem("loss_fn", f"a {type(loss_fn).__name__} cannot be called", "a function"))
-        mode = fakes.fake_mode()
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
         super().__init__(fakes.fake_copy(model, mode), Config(mode="selective", verify=NEVER))
         self.inputs = fakes.fake_inputs(inputs, mode)
         self.device, self._loss_fn = device, loss_fn
@@ -107,21 +105,20 @@ class Rehearsal(BudgetRegions):
         self.gathers = mode if parallelize is not None else None
         self.extra = optimizer_bytes(optimizer, self.model.parameters())
         turn_off_cache(self.model)
-        by_hand = partial(saved_by, family_policy(self.model, (block.module for block in find_blocks(self.model))))
+        shipped = family_policy(self.model, (block.module for block in find_blocks(self.model)))
         self.put_on()
-        self.use(PROFILED)
-        record = self._step(ledger := Ledger(device, self.gathers))
-        profiles = merged(self.profiles(), ledger.block_bytes)
-        self.prediction = Prediction(profiles, record, device, extra=self.extra, by_hand=by_hand)
+        record = self._step(ledger := Ledger(device, self.gathers), PROFILED)
+        profiles = self.profiles(ledger.block_bytes)
+        self.prediction = Prediction(profiles, record, device, extra=self.extra, shipped=shipped)
         again_s = sum(self.prediction.options[kind][0].ops_s for kind in self.prediction.kinds)
         self.step_s = ledger.seconds - again_s  # without what is recomputed
 
     def run(self, choice: Choice, ledger: Ledger | None = None) -> StepRecord:
         """Run a step with a choice."""
         self.plan(self.prediction.regions(choice))
-        return self._step(ledger or Ledger(self.device, self.gathers))
+        return self._step(ledger or Ledger(self.device, self.gathers), PLANNED)
 
-    def _step(self, ledger: Ledger) -> StepRecord:
+    def _step(self, ledger: Ledger, which: str) -> StepRecord:
         model, inputs = self.model, self.inputs
         leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         state, collects = torch.get_rng_state(), gc.isenabled()
@@ -129,8 +126,9 @@ class Rehearsal(BudgetRegions):
         with ledger:
             try:
                 ledger.note([*model.parameters(), *model.buffers(), *leaves])
-                meter = Meter(ledger.read, next(model.parameters()).device, ledger.block_bytes)
-                self.observation = Observation(meter, ledger.live, lambda: 0, ())  # it begins as all steps do
+                meter = Meter(next(model.parameters()).device, ledger.read, ledger.block_bytes)
+                self.observation = Observation(meter, ledger.live, lambda: 0, lambda: None)  # it begins as all steps do
+                self.use(which)
                 with torch.enable_grad(), fakes.without_data(model):
                     out_of = partial(model, **inputs) if isinstance(inputs, Mapping) else partial(model, *inputs)
                     loss = scalar_loss(out_of(), self._loss_fn)
@@ -149,44 +147,32 @@ class Rehearsal(BudgetRegions):
             raise ModelError(Problem(type(model).__name__, found))
         return record
 
-    def choose(self, allowed: int) -> tuple[Choice, int]:
-        """Return the fastest choice whose step was run within ``allowed`` bytes, and the peak of that step.
+    def choose(self, allowed: int, host: int) -> tuple[Prediction, Choice, int]:
+        """Return the fastest choice within ``allowed`` bytes of which a step was run, with its prediction and peak.
 
-        Raises ``TooSmallError`` for less than the least peak.
+        Values may wait in ``host`` bytes of host memory: all stay on the device in the step, and the peak is predicted;
+        see Note [Values on the host]. Raises ``TooSmallError`` for less than the least peak.
         """
-        prediction = self.prediction
-        if prediction.least() > allowed:
-            raise prediction.refuse("budget", bytes_text(allowed), allowed)
-        room = allowed - prediction.least()
-        best, aim, tried = (prediction.full, prediction.least()), allowed, set[Choice]()
-        for _ in range(_CHECKS):
-            choice = prediction.search(aim)
-            if choice in tried or choice == prediction.full:
-                break
-            tried.add(choice)
-            record = self.run(choice)
-            peak = record.peak + self.extra
-            if peak <= allowed and prediction.time_of(choice) < prediction.time_of(best[0]):
-                best = choice, peak
-            if 0 <= allowed - peak <= _WORTH_A_STEP * room or choice == prediction.fastest:
-                break
-            prediction.learn(record, choice)
-            aim = allowed if peak > allowed else aim + (prediction.peak_of(choice) - peak)
+        plain = self.prediction
+        best, room = (plain, plain.full, plain.peak_of(plain.full)), allowed - plain.peak_of(plain.full)
+        if room < 0:
+            raise plain.refuse("budget", bytes_text(allowed), allowed)
+        for memory in dict.fromkeys((0, host)):
+            tried = set[Choice]()
+            while len(tried) < _CHECKS:
+                choice = plain.sending(memory).search(allowed)
+                if choice in tried or choice == plain.full:
+                    break
+                tried.add(choice)
+                record = self.run(choice)
+                plain.learn(record, choice)
+                way = plain.sending(memory)
+                peak = way.peak_of(choice) if memory else record.peak + self.extra
+                if peak <= allowed and plain.time_of(choice) < plain.time_of(best[1]):
+                    best = way, choice, peak
+                if not memory and 0 <= allowed - peak <= 0.01 * room:  # the rest is not worth a step
+                    break
         return best
-
-    def choose_with_host(self, allowed: int, host: int) -> tuple[Prediction, Choice]:
-        """Return the fastest choice within ``allowed`` bytes with values in ``host`` bytes of host memory.
-
-        Steps were run with it, in which all values stay on the device; see Note [Values on the host].
-        """
-        tried = set[Choice]()
-        while True:
-            sending = self.prediction.sending(host)
-            choice = sending.search(allowed)
-            if choice in tried or len(tried) == _CHECKS:
-                return sending, choice
-            tried.add(choice)
-            self.prediction.learn(self.run(choice), choice)
 
     def explain(self, choice: Choice, peak: int) -> Explanation:
         """Return what is alive at the peak of a choice."""
@@ -257,14 +243,10 @@ def make_plan(
 
 def _planned(steps: Rehearsal, budget: StepBudget, host: int, *, explains: bool) -> Plan:
     prediction, device = steps.prediction, steps.device
-    allowed = budget.within(prediction.least(), prediction.peak_of(prediction.fastest), device.memory_bytes)
-    chosen, peak = steps.choose(allowed)
-    sending, other = steps.choose_with_host(allowed, host) if host else (prediction, chosen)
-    if sending.peak_of(other) <= allowed and prediction.time_of(other) < prediction.time_of(chosen):
-        chosen, peak = other, sending.peak_of(other)
-    else:
-        sending = prediction
-    unplanned = [(path, profile.reason) for profile in prediction.profiles for path in profile.paths if profile.reason]
+    least, most = map(prediction.peak_of, (prediction.full, prediction.fastest))
+    allowed = budget.within(least, most, device.memory_bytes)
+    sending, chosen, peak = steps.choose(allowed, host)
+    unplanned = ((one.block.path, one.profile.reason) for one in prediction.regions(chosen) if one.profile.reason)
     notes = [f"{path} is recomputed in full: {reason}" for path, reason in unplanned]
     if chosen == prediction.fastest:
         notes.append("no checkpointing is needed")
@@ -272,8 +254,10 @@ def _planned(steps: Rehearsal, budget: StepBudget, host: int, *, explains: bool)
         rate = f"{device.host_bytes_per_s / 1e9:.0f} GB/s"
         notes.append(f"{bytes_text(on_host)} wait on the host, which forwards of blocks hide if copies reach {rate}")
     moved = 3 * optimizer_bytes("momentum", steps.model.parameters()) + 2 * steps.extra  # by the optimizer
+    plan = prediction.plan(chosen, allowed)
     return replace(
-        prediction.plan(chosen, allowed, peak),
+        plan,
+        rows=(replace(plan.rows[0], peak=peak, checked=not on_host), *plan.rows[1:]),
         policy=policy_of(sending.regions(chosen)),
         next_faster=sending.next_faster(chosen),
         host=on_host,
@@ -327,25 +311,15 @@ def best_size(
 ) -> tuple[int | None, dict[int, tuple[Plan | None, int]]]:
     """Return the size with the most throughput, and for each one that was tried its plan (or None) and its peak.
 
-    The powers of two and both ends are tried, up to the first that does not fit; then the gap above the largest that
-    fits is halved twice.
+    The powers of two and both ends are tried, up to the first that does not fit.
     """
     tried: dict[int, tuple[Plan | None, int]] = {}
-
-    def fits(size: int) -> bool:
+    for size in (size for size in sizes if size in (sizes[0], sizes[-1]) or not size & (size - 1)):
         try:
             made = plan_of(size)
-            tried[size] = made, made.rows[0].peak
         except TooSmallError as error:
             tried[size] = None, error.least
-        return tried[size][0] is not None
-
-    coarse = [size for size in sizes if size in (sizes[0], sizes[-1]) or not size & (size - 1)]
-    fitting = [*takewhile(fits, coarse)]
-    low, high = max(fitting, default=0), max(tried)
-    for _ in range(2):
-        middle = (low + high) // 2
-        if 0 < low < middle < high:
-            low, high = (middle, high) if fits(middle) else (low, middle)
+            break
+        tried[size] = made, made.peak
     speeds = {size: size / made.step_s for size, (made, _) in tried.items() if made is not None}
-    return max(speeds, key=speeds.__getitem__, default=None), dict(sorted(tried.items()))
+    return max(speeds, key=speeds.__getitem__, default=None), tried

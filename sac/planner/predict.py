@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
+from operator import add
 from typing import Any
 
 import torch
 
+from sac.blocks.find import Block
 from sac.errors import PlanError, Problem
-from sac.planner.cost import FREE, Device, op_class, seconds
+from sac.planner.cost import Device, seconds
 from sac.planner.explain import Explanation
 from sac.planner.observing import BACKWARD, BETWEEN, FORWARD, StepPhase, StepRecord
 from sac.planner.profile import Option, RegionProfile
-from sac.planner.rules import PlannedRegion, policy_of
+from sac.planner.rules import PlannedRegion, policy_of, saved_by
 from sac.policy.model import Policy
 from sac.stores import transfers
 from sac.tables import Table, bytes_text, flops_text, seconds_text
@@ -36,10 +39,8 @@ from sac.tables import Table, bytes_text, flops_text, seconds_text
 # Freeing earlier than assumed makes the peak lower, never higher. So a plan can be used without having been tried.
 #
 # What a choice leaves behind counts in every phase as often as calls of its region wait for their backward then: a
-# pipeline stage holds several micro-batches, in whatever order its schedule runs them, and a block may be called more
-# than once.
-#
-# A step that was run with a choice shows by how much the bounds of the options in it were too high (`learn`).
+# pipeline stage holds several micro-batches. A step that was run with a choice shows by how much the bounds of the
+# options in it were too high (`learn`).
 
 # Note [The search over layers]
 #
@@ -66,7 +67,7 @@ from sac.tables import Table, bytes_text, flops_text, seconds_text
 # at each time at most what transfers may have on their way (`TransferLimits`), and in its own backward what the region
 # has sent. A step without data copies nothing: it is run with all values saved, and the rest is this arithmetic.
 
-MOST_OPTIONS = 60  # of a region; of more, every n-th
+_PARTS = BETWEEN, FORWARD, BACKWARD
 _RECORD_S = 3.5e-6  # per op of a forward; measured with torch 2.13.0+cpu on a core of an AMD EPYC
 _CALL_S = 150e-6  # per call of a region
 
@@ -80,13 +81,14 @@ Choice = tuple[int, ...]  # the number of the option of each region
 class Row:
     """One way to checkpoint the model: its peak in bytes, and what it recomputes in FLOPs and seconds.
 
-    ``sac.plan`` runs a step with the plan; the other peaks are predicted, as an upper bound.
+    ``checked``: a step was run with it; the other peaks are predicted, as an upper bound.
     """
 
     label: str
     peak: int
     flops: int
     seconds: float
+    checked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +149,8 @@ class Plan:
     def _cells(self, row: Row) -> tuple[str, ...]:
         share = f"{row.seconds / self.forward_s:.1%}" if self.forward_s else "–"
         fits = "yes" if row.peak <= self.budget else "no"
-        how = "checked" if self._is_checked(row) else "predicted"
+        how = "checked" if row.checked else "predicted"
         return row.label, bytes_text(row.peak), flops_text(row.flops), seconds_text(row.seconds), share, fits, how
-
-    def _is_checked(self, row: Row) -> bool:
-        return row is self.rows[0] and not self.host
 
     def text(self, about: Mapping[str, str] | None = None) -> str:
         """Return the policy as YAML with the figures in comments. ``about``: further lines of the header by title."""
@@ -161,7 +160,7 @@ class Plan:
             *(f"{name}: {value}" for name, value in (about or {}).items()),
             f"device: {self.device.name} ({self.device.title})",
             f"budget: {self.budget} bytes ({bytes_text(self.budget)})",
-            f"peak: {row.peak} bytes ({bytes_text(row.peak)}), {'checked' if self._is_checked(row) else 'predicted'}",
+            f"peak: {row.peak} bytes ({bytes_text(row.peak)}), {'checked' if row.checked else 'predicted'}",
             f"recomputed: {flops_text(row.flops)} in {seconds_text(row.seconds)} per step (predicted)",
             *(f"note: {note}" for note in self.notes),
         ]
@@ -175,7 +174,7 @@ class Plan:
         found: dict[str, Any] = {f"{name}_bytes": getattr(self, name) for name in names}
         rows = [
             {"label": one.label, "peak_bytes": one.peak, "fits": one.peak <= self.budget, "recompute_flops": one.flops,
-             "recompute_s": one.seconds, "checked": self._is_checked(one)}
+             "recompute_s": one.seconds, "checked": one.checked}
             for one in self.rows
         ]  # fmt: skip
         found |= {"device": self.device.name, "torch": torch.__version__, "forward_s": self.forward_s}
@@ -191,102 +190,97 @@ class _Place:
     """Where in a step a phase is: what decides which options count in it.
 
     ``alive``: how many calls of each region are between their forward and their backward. ``own``: the region whose
-    forward or backward it is, if any.
+    forward or backward it is, -1 between two.
     """
 
     alive: tuple[int, ...]
-    own: int | None
+    own: int
     part: str
-
-
-def _placed(record: StepRecord, numbers: Mapping[str, int]) -> Iterator[tuple[_Place, StepPhase]]:
-    """Yield the phases of a step with their places; ``numbers``: that of each region."""
-    with_backward = {phase.position for phase in record.phases if phase.part == BACKWARD}
-    alive = [0] * len(numbers)
-    for phase in record.phases:
-        own = None if phase.part == BETWEEN else numbers[record.paths[phase.position]]
-        if own is not None and phase.part == BACKWARD and not record.is_retained:
-            alive[own] -= 1
-        yield _Place(tuple(alive), own, phase.part), phase
-        if own is not None and phase.part == FORWARD and phase.position in with_backward:
-            alive[own] += 1
 
 
 class Prediction:
     """Predicts steps on the grounds of one that was observed; see Note [From an observed step to every other].
 
-    ``profiles``: those of the regions, one per kind. ``record``: a step that begins with the bytes of steps to come.
-    ``extra``: bytes that will be there and are not in the record.
-    ``by_hand``: returns entries of a profile that are an option in any case.
+    ``profiles``: regions of equal ones are of one kind. ``record``: a step that begins with the bytes of steps to come.
+    ``extra``: bytes that will be there and are not in the record. ``shipped``: a policy that is an option in any case.
     """
 
     def __init__(
         self,
-        profiles: Sequence[RegionProfile],
+        profiles: Mapping[Block, RegionProfile],
         record: StepRecord,
         device: Device,
         *,
         extra: int = 0,
-        by_hand: Callable[[RegionProfile], frozenset[int]] | None = None,
+        shipped: Policy | None = None,
     ) -> None:
-        self.profiles, self.record, self.device, self.extra = tuple(profiles), record, device, extra
-        self.paths = tuple(dict.fromkeys(record.paths))
-        self._numbers = {path: number for number, path in enumerate(self.paths)}
-        of_path = {path: kind for kind, profile in enumerate(profiles) for path in profile.paths}
-        self.kinds = tuple(of_path[path] for path in self.paths)
-        times = [[seconds(entry, device) for entry in profile.entries] for profile in profiles]
-        self.by_hand = [frozenset[int]() if by_hand is None else by_hand(profile) for profile in profiles]
-        self.options = [
-            options_of(profile, each, device, more)
-            for profile, each, more in zip(profiles, times, self.by_hand, strict=True)
-        ]
-        self.forward_s = sum(sum(times[kind]) for kind in self.kinds)
+        self.record, self.device, self.extra = record, device, extra
+        of_path = {block.path: block for block in profiles}
+        self.blocks = tuple(of_path[path] for path in dict.fromkeys(record.paths))
+        numbers = {profile: kind for kind, profile in enumerate(dict.fromkeys(profiles.values()))}
+        self.profiles, self.kinds = tuple(numbers), tuple(numbers[profiles[block]] for block in self.blocks)
+        saved = [frozenset[int]() if shipped is None else saved_by(shipped, one) for one in self.profiles]
+        self.options = [options_of(*pair, device) for pair in zip(self.profiles, saved, strict=True)]
+        ways = [[option.saved for option in options] for options in self.options]
+        # The usual choices. Full recomputation has the least peak; the last option is no checkpointing, if that is one.
+        self.full: Choice = (0,) * len(self.blocks)
+        self.fastest: Choice = tuple(len(ways[kind]) - 1 for kind in self.kinds)
+        self.shipped: Choice = tuple(ways[kind].index(saved[kind]) for kind in self.kinds)
         self.seconds = [tuple(option.seconds for option in self.options[kind]) for kind in self.kinds]
+        self.forward_s = sum(map(self._forward_s, self.kinds))
         self._bases: dict[_Place, int] = {}
         left = dict.fromkeys(self.kinds, 0)  # by a forward under full recomputation
-        for place, phase in _placed(record, self._numbers):
+        for place, phase in self._placed(record):
             self._bases[place] = max(self._bases.get(place, 0), phase.peak + extra)
-            if place.own is not None and phase.part == FORWARD:
+            if place.part == FORWARD:
                 kind = self.kinds[place.own]
                 left[kind] = max(left[kind], phase.after - phase.before)
         self.in_flight = max(count for place in self._bases for count in place.alive)
-        forwards: dict[int, list[list[int]]] = {}  # what a forward takes at each entry
-        self._held: dict[int, list[int]] = {}  # what each option of a kind holds, above full recomputation
-        self._own: dict[tuple[str, int], list[int]] = {}  # what it takes besides in a forward or backward of its own
+        # What each option of a kind takes above full recomputation: between its forward and its backward, and besides
+        # in these two.
+        self._more: dict[tuple[str, int], list[int]] = {}
+        forwards: dict[int, list[list[int]]] = {}
         for kind, size in left.items():
             profile, (full, *others) = self.profiles[kind], self.options[kind]
             inputs = max(0, size - full.bytes)
-            self._held[kind] = [0, *(max(0, option.bytes - full.bytes) for option in others)]
-            self._own[FORWARD, kind] = [0] * (len(others) + 1)
-            self._own[BACKWARD, kind] = [0, *(_replay_bytes(profile, option, inputs) for option in others)]
-            forwards[kind] = [_forward_bytes(profile, option) for option in self.options[kind]]
-        for place, phase in _placed(record, self._numbers):
-            if place.own is not None and phase.part == FORWARD:
+            self._more[BETWEEN, kind] = [0, *(max(0, option.bytes - full.bytes) for option in others)]
+            self._more[FORWARD, kind] = [0] * (len(others) + 1)
+            forwards[kind] = [_forward_bytes(profile, option) for option in others]
+            self._more[BACKWARD, kind] = [0, *(_replay_bytes(profile, option, inputs) for option in others)]
+        for place, phase in self._placed(record):
+            if place.part == FORWARD:
                 kind, above = self.kinds[place.own], phase.before + extra - self._bases[place]
-                # Not observed op by op, or calls differ: all that an option adds may be there at the peak.
-                is_seen = phase.rises and not self.profiles[kind].varies
-                rises = phase.rises if is_seen else ((-1, phase.peak - phase.before),)
-                own = self._own[FORWARD, kind]
-                for option, more in enumerate(forwards[kind]):
-                    own[option] = max(own[option], *(above + rise + more[entry] for entry, rise in rises))
+                for option, more in enumerate(forwards[kind], 1):
+                    # If calls differ in their ops, all that an option adds may be there at the peak.
+                    rises = phase.rises if len(phase.rises) == len(more) else [max(phase.rises)] * len(more)
+                    size = above + max(map(add, rises, more))
+                    self._more[FORWARD, kind][option] = max(self._more[FORWARD, kind][option], size)
+
+    def _forward_s(self, kind: int) -> float:
+        return sum(seconds(entry, self.device) for entry in self.profiles[kind].entries)
+
+    def _placed(self, record: StepRecord) -> Iterator[tuple[_Place, StepPhase]]:
+        """Yield the phases of a step with their places."""
+        numbers = {block.path: number for number, block in enumerate(self.blocks)}
+        for phase in record.phases:
+            counts, own = Counter(phase.alive), -1 if phase.part == BETWEEN else numbers[phase.path]
+            yield _Place(tuple(counts[path] for path in numbers), own, phase.part), phase
 
     def sending(self, host: int) -> Prediction:
         """Return the prediction if options keep values in ``host`` bytes; see Note [Values on the host]."""
-        other = copy(self)
+        if not host:
+            return self
+        other, limit = copy(self), transfers.LIMITS.in_flight
         share = host // max(sum(place.alive) for place in self._bases)
-        other.options, other._held, other._own = [*self.options], {**self._held}, {**self._own}
-        other._bases = {place: size + transfers.LIMITS.in_flight for place, size in self._bases.items()}
-        for kind in self._held:
-            profile = self.profiles[kind]
-            forward_s = sum(seconds(entry, self.device) for entry in profile.entries)
-            room = min(transfers.LIMITS.in_flight, int(self.device.host_bytes_per_s * forward_s))
-            other.options[kind] = tuple(
-                replace(option, sent=profile.sendable(option, room, share)) for option in self.options[kind]
-            )
-            sizes = [profile.sent_bytes(option) for option in other.options[kind]]
-            other._held[kind] = [held - size for held, size in zip(self._held[kind], sizes, strict=True)]
-            own = zip(self._own[BACKWARD, kind], sizes, strict=True)
-            other._own[BACKWARD, kind] = [more + size for more, size in own]
+        other.options, other._more = [*self.options], {**self._more}
+        other._bases = {place: size + limit for place, size in self._bases.items()}
+        for kind in {*self.kinds}:
+            profile, room = self.profiles[kind], min(limit, int(self.device.host_bytes_per_s * self._forward_s(kind)))
+            options = (replace(one, sent=profile.sendable(one, room, share)) for one in self.options[kind])
+            other.options[kind] = tuple(options)
+            for part, sign in (BETWEEN, -1), (BACKWARD, 1):
+                pairs = zip(self._more[part, kind], other.options[kind], strict=True)
+                other._more[part, kind] = [size + sign * profile.sent_bytes(option) for size, option in pairs]
         return other
 
     def host_of(self, choice: Choice) -> int:
@@ -298,70 +292,52 @@ class Prediction:
         """Take over what a step that was run with ``choice`` shows of the options in it."""
         if record.paths != self.record.paths:
             return
-        measured: dict[tuple[int, int], int] = {}
-        full = {phase.position: phase.after - phase.before for phase in self.record.phases if phase.part == FORWARD}
+        full = iter([phase.after - phase.before for phase in self.record.phases if phase.part == FORWARD])
         above = self.extra + max(0, self.record.static - record.static)  # this step may have begun with fewer bytes
         peaks: dict[_Place, int] = {}
-        for place, phase in _placed(record, self._numbers):
+        held = []
+        for place, phase in self._placed(record):
             if place in self._bases:
                 peaks[place] = max(peaks.get(place, 0), phase.peak + above)
-            if place.own is not None and phase.part == FORWARD:
-                key = self.kinds[place.own], choice[place.own]
-                held = phase.after - phase.before - full[phase.position]
-                measured[key] = max(measured.get(key, 0), held)
-        for (kind, option), size in measured.items():
-            self._held[kind][option] = size if option else 0
-        rises: dict[tuple[str, int, int], int] = {}  # by part, kind and option
-        for place, peak in peaks.items():
-            if place.own is not None and choice[place.own]:
-                mine = place.part, self.kinds[place.own], choice[place.own]
-                rise = peak - self._bases[place] - self._held_at(place, choice)
-                rises[mine] = max(rises.get(mine, rise), rise)
-        for (part, kind, option), rise in rises.items():
-            self._own[part, kind][option] = rise
+            if place.part == FORWARD:
+                held.append((BETWEEN, place.own, max(0, phase.after - phase.before - next(full))))
+        self._take_over(choice, held)
+        rises = [
+            (place.part, place.own, peak - self._bases[place] - self._held_at(place, choice))
+            for place, peak in peaks.items()
+            if place.part != BETWEEN
+        ]
+        self._take_over(choice, rises)
         live = dict(zip(self._bases, self.live(choice), strict=True))
         for place, peak in peaks.items():
             self._bases[place] += max(0, peak - live[place])
 
-    # -- The peak of a choice
+    def _take_over(self, choice: Choice, measured: Iterable[tuple[str, int, int]]) -> None:
+        """Take over the largest of the bytes that were measured of an option: (part, region, bytes)."""
+        largest: dict[tuple[str, int, int], int] = {}
+        for part, own, size in measured:
+            key = part, self.kinds[own], choice[own]
+            largest[key] = max(largest.get(key, size), size)
+        for (part, kind, option), size in largest.items():
+            self._more[part, kind][option] = size if option else 0
 
     def live(self, choice: Sequence[int]) -> list[int]:
         """Return the predicted peak at each place of the step."""
         return [
             base
             + self._held_at(place, choice)
-            + (0 if place.own is None else self._own[place.part, self.kinds[place.own]][choice[place.own]])
+            + (0 if place.own < 0 else self._more[place.part, self.kinds[place.own]][choice[place.own]])
             for place, base in self._bases.items()
         ]
 
     def _held_at(self, place: _Place, choice: Sequence[int]) -> int:
         """Return the bytes that regions hold at a place with a choice, above full recomputation."""
         numbers = zip(place.alive, self.kinds, choice, strict=True)
-        return sum(count * self._held[kind][option] for count, kind, option in numbers if count)
+        return sum(count * self._more[BETWEEN, kind][option] for count, kind, option in numbers if count)
 
     def peak_of(self, choice: Sequence[int]) -> int:
         """Return the predicted peak of a choice, in bytes."""
         return max(self.live(choice))
-
-    @property
-    def full(self) -> Choice:
-        """The choice of full recomputation, which has the least peak."""
-        return (0,) * len(self.paths)
-
-    @property
-    def fastest(self) -> Choice:
-        """The choice of the last option of each region: no checkpointing, if that is one."""
-        return tuple(len(self.options[kind]) - 1 for kind in self.kinds)
-
-    @property
-    def shipped(self) -> Choice:
-        """The choice of the entries ``by_hand`` in each region."""
-        saved = [[option.saved for option in options] for options in self.options]
-        return tuple(saved[kind].index(self.by_hand[kind]) for kind in self.kinds)
-
-    def least(self) -> int:
-        """Return the least peak, in bytes: that of full recomputation."""
-        return self.peak_of(self.full)
 
     def time_of(self, choice: Choice) -> float:
         """Return the seconds that a choice recomputes, and checkpointing itself takes."""
@@ -369,23 +345,19 @@ class Prediction:
 
     def regions(self, choice: Choice) -> tuple[PlannedRegion, ...]:
         """Return what each region is to do for a choice."""
-        rows = zip(self.paths, self.kinds, choice, strict=True)
-        return tuple(PlannedRegion(path, self.profiles[kind], self.options[kind][one]) for path, kind, one in rows)
+        rows = zip(self.blocks, self.kinds, choice, strict=True)
+        return tuple(PlannedRegion(block, self.profiles[kind], self.options[kind][one]) for block, kind, one in rows)
 
-    def plan(self, choice: Choice, budget: int, peak: int | None = None) -> Plan:
-        """Return a choice as a plan. ``peak``: that of a step that was run with it."""
-        rows = []
-        usual = {"none": self.fastest, "full": self.full, "selective": self.shipped}
-        for label, one in {"plan": choice, **usual}.items():
-            flops = sum(region.option.flops for region in self.regions(one))
-            shown = peak if label == "plan" and peak is not None else self.peak_of(one)
-            rows.append(Row(label, shown, flops, self.time_of(one)))
+    def plan(self, choice: Choice, budget: int) -> Plan:
+        """Return a choice as a plan."""
+        usual = {"plan": choice, "none": self.fastest, "full": self.full, "selective": self.shipped}
+        flops = {label: sum(region.option.flops for region in self.regions(one)) for label, one in usual.items()}
         return Plan(
             policy_of(self.regions(choice)),
-            tuple(rows),
+            tuple(Row(label, self.peak_of(one), flops[label], self.time_of(one)) for label, one in usual.items()),
             self.device,
             budget,
-            self.least(),
+            self.peak_of(self.full),
             self.peak_of(self.fastest),
             self.record.static,
             self.extra,
@@ -393,8 +365,6 @@ class Prediction:
             self.in_flight,
             self.next_faster(choice),
         )
-
-    # -- The search
 
     def search(self, allowed: int, *known: Choice) -> Choice:
         """Return a fast choice within ``allowed`` bytes, of which no region can get a faster option.
@@ -414,10 +384,9 @@ class Prediction:
             old, kind = chosen[at], self.kinds[at]
             if self.seconds[at][option] >= self.seconds[at][old]:
                 return
-            held = self._held[kind][option] - self._held[kind][old]
-            own = {part: self._own[part, kind][option] - self._own[part, kind][old] for part in (FORWARD, BACKWARD)}
+            more = {part: self._more[part, kind][option] - self._more[part, kind][old] for part in _PARTS}
             after = [
-                size + place.alive[at] * held + (own[place.part] if place.own == at else 0)
+                size + place.alive[at] * more[BETWEEN] + (more[place.part] if place.own == at else 0)
                 for size, place in zip(live, self._bases, strict=True)
             ]
             if max(after) <= allowed:
@@ -426,15 +395,14 @@ class Prediction:
         raises = [
             (rate, at, option)
             for at, kind in enumerate(self.kinds if choice == self.full else ())
-            for rate, option in _hull(self._held[kind], self.seconds[at])
+            for rate, option in _hull(self._more[BETWEEN, kind], self.seconds[at])
         ]
         for _, at, option in sorted(raises, key=lambda one: (-one[0], -one[1])):
             take(at, option)
-        fast = [sorted(range(len(times)), key=times.__getitem__) for times in self.seconds]
         while True:
             before = [*chosen]
             for at in reversed(range(len(chosen))):
-                for option in fast[at]:
+                for option in reversed(range(len(self.seconds[at]))):
                     take(at, option)
             if chosen == before:
                 return tuple(chosen)
@@ -443,7 +411,7 @@ class Prediction:
         """Return the least peak of a choice in which one more region gets a faster option, and the region's path."""
         alike = {(kind, option): at for at, (kind, option) in enumerate(zip(self.kinds, choice, strict=True))}
         peaks = (
-            (self.peak_of((*choice[:at], option, *choice[at + 1 :])), self.paths[at])
+            (self.peak_of((*choice[:at], option, *choice[at + 1 :])), self.blocks[at].path)
             for at in alike.values()
             for option, time in enumerate(self.seconds[at])
             if time < self.seconds[at][choice[at]]
@@ -452,12 +420,10 @@ class Prediction:
 
     def refuse(self, where: str, written: str, allowed: int) -> TooSmallError:
         """Return the error for a budget below the least peak: the peak, and its parts, the largest first."""
-        phase, least = max(self.record.phases, key=lambda one: one.peak), self.least()
-        place = "in the head and the loss, after the last block"
+        phase, least = max(self.record.phases, key=lambda one: one.peak), self.peak_of(self.full)
+        place = "outside of blocks, as in the head and the loss"
         if phase.part != BETWEEN:
-            place = f"in the {phase.part} of {self.record.paths[phase.position]}"
-        elif phase.position < len(self.record.paths):
-            place = "between two blocks"
+            place = f"in the {phase.part} of {phase.path}"
         parts = {
             "there when the step begins (parameters, gradients, optimizer state, inputs)": self.record.static,
             "state that the optimizer is going to make": self.extra,
@@ -467,7 +433,8 @@ class Prediction:
         shown = sorted(((size, text) for text, size in parts.items() if size > 0), reverse=True)
         found = f"{written} ({allowed} bytes) is below the least peak of a step of this model on these inputs: "
         found += "; ".join(f"{bytes_text(size)} {text}" for size, text in shown)
-        error = TooSmallError(Problem(where, found, f"{least} bytes ({bytes_text(least)}) or more", fix=_FIX))
+        fix = "give more, or make smaller what checkpointing cannot: shard parameters, chunk the loss, shrink the batch"
+        error = TooSmallError(Problem(where, found, f"{least} bytes ({bytes_text(least)}) or more", fix=fix))
         error.least = least
         return error
 
@@ -476,9 +443,6 @@ class TooSmallError(PlanError):
     """The budget is below the least peak, ``least`` bytes."""
 
     least = 0
-
-
-_FIX = "give more, or shrink the batch, the sequence, or what checkpointing cannot: shard parameters, chunk the loss"
 
 
 def _hull(more: Sequence[int], times: Sequence[float]) -> Iterator[tuple[float, int]]:
@@ -491,20 +455,20 @@ def _hull(more: Sequence[int], times: Sequence[float]) -> Iterator[tuple[float, 
 
 
 def _forward_bytes(profile: RegionProfile, option: Option) -> list[int]:
-    """Return the most bytes by which a forward under ``option`` may exceed one under full recomputation at each entry.
+    """Return the most bytes by which a forward under ``option`` may exceed one under full recomputation, op by op.
 
-    The last number is for the time after all entries. All that a policy saves is held until then, needed or not, and
-    what is written to later once more.
+    The last number is for the time after all ops. All that a policy saves is held until then, needed or not, and what
+    is written to later once more.
     """
     held, copied = profile.needed, set[int]()
     if option.saved is not None:
-        made = (value for number in option.saved for value in profile.entries[number].makes)
-        held = {*option.held, *(profile.roots[value] for value in made)}
+        held = option.held.union(*map(profile.roots_of, option.saved))
         copied = {root for entry in profile.entries for root in entry.writes}
-    used = {root: entry.number for entry in profile.entries for root in profile.used_by(entry)}  # at last
-    more = [0] * (len(profile.entries) + 1)
+    ops = [entry for entry in profile.entries if entry.op]
+    used = {root: number for number, entry in enumerate(ops) for root in profile.used_by(entry)}  # at last
+    more = [0] * (len(ops) + 1)
     for root in held - profile.routed:
-        more[profile.maker.get(root, 0) if root in copied else used[root] + 1] += profile.bytes[root]
+        more[0 if root in copied else used.get(root, -1) + 1] += profile.bytes[root]
     return [*accumulate(more)]
 
 
@@ -517,10 +481,8 @@ def _replay_bytes(profile: RegionProfile, option: Option, inputs: int) -> int:
         return 0
     held, needed = option.held, profile.needed
     # Until the replay begins, everything that it starts from is there, also what backward has read already.
-    first_read: dict[int, int] = {}
-    for value, time in profile.needs:
-        if value in profile.maker:
-            first_read[profile.roots[value]] = max(time, first_read.get(profile.roots[value], 0))
+    times = sorted((time, profile.roots[value]) for value, time in profile.needs if value in profile.maker)
+    first_read = {root: time for time, root in times}
     begins, starts = profile.late_replay(option.saved)
     waits = {root for root in starts if first_read.get(root, -1) > begins}
     # While entries run again, results count until the last entry that reads them; what autograd saves, until the end.
@@ -540,23 +502,21 @@ def _replay_bytes(profile: RegionProfile, option: Option, inputs: int) -> int:
 # -- What may be saved in a region
 
 
-def options_of(
-    profile: RegionProfile, times: Sequence[float], device: Device, by_hand: frozenset[int]
-) -> tuple[Option, ...]:
+def options_of(profile: RegionProfile, shipped: frozenset[int], device: Device) -> tuple[Option, ...]:
     """Return the options of a region: full recomputation, then those that save more, then no checkpointing.
 
-    Bytes ascend and seconds descend. ``times``: seconds per entry. ``by_hand``: entries that are an option in any case.
+    Bytes ascend and seconds descend. ``shipped``: entries that are an option in any case.
     See Note [The search for save options].
     """
-    entries, is_gpu = profile.entries, device.name != "cpu"
+    times = [seconds(entry, device) for entry in profile.entries]
 
     @cache
     def priced(saved: frozenset[int]) -> Option:
         again, held = profile.recomputed(saved)
-        kernels = [number for number in (*range(len(times)), *again) if op_class(entries[number]) != FREE]
-        behind_s = math.fsum(max(0.0, times[number] - device.launch_s) for number in kernels) if is_gpu else 0.0
-        host_s = max(0.0, _CALL_S + _RECORD_S * len(entries) - behind_s)
-        ops_s, flops = math.fsum(times[number] for number in again), sum(entries[number].flops for number in again)
+        behind_s = math.fsum(max(0.0, times[number] - device.launch_s) for number in (*range(len(times)), *again))
+        host_s = max(0.0, _CALL_S + _RECORD_S * len(times) - (0.0 if device.name == "cpu" else behind_s))
+        ops_s = math.fsum(times[number] for number in again)
+        flops = sum(profile.entries[number].flops for number in again)
         option = Option(saved, profile.bytes_of(held), again, held, ops_s + host_s, ops_s, flops)
         known.append(option)
         return option
@@ -565,21 +525,18 @@ def options_of(
     candidates = frozenset(entry.number for entry in profile.candidates)
     full = priced(frozenset())
     saved = frozenset[int]()
-    while rates := {n: _rate(priced(saved | {n}), priced(saved)) for n in sorted(candidates - saved)}:
-        if max(rates.values()) <= 0:
-            break
+    while saved != candidates:
+        rates = {n: _rate(priced(saved | {n}), priced(saved)) for n in sorted(candidates - saved)}
         saved |= {max(rates, key=rates.__getitem__)}
-    saved = candidates
     while saved:
         rates = {n: _rate(priced(saved), priced(saved - {n})) for n in sorted(saved, reverse=True)}
         saved -= {min(rates, key=rates.__getitem__)}
     best: list[Option] = []
     for option in sorted(known, key=lambda one: (one.bytes, one.seconds, len(one.saved or ()))):
         if option.seconds < (best[-1].seconds if best else full.seconds):
-            made = {n: {profile.roots[value] for value in profile.entries[n].makes} for n in option.saved or ()}
-            best.append(priced(frozenset(n for n, roots in made.items() if roots & option.held)))  # others hold nothing
-    step = -(-len(best) // MOST_OPTIONS) or 1
-    chosen = dict.fromkeys([full, *best[::step], *best[-1:], priced(by_hand)])
+            holding = (number for number in option.saved or () if profile.roots_of(number) & option.held)
+            best.append(priced(frozenset(holding)))
+    chosen = dict.fromkeys([full, *best, priced(shipped)])
     found = sorted(chosen, key=lambda one: (one is not full, one.bytes, -one.seconds))
     if not profile.reason:
         found.append(Option(None, profile.bytes_of(profile.needed | profile.routed)))
@@ -588,7 +545,5 @@ def options_of(
 
 def _rate(more: Option, less: Option) -> float:
     """Return the seconds per byte that an option spares that saves more; less than zero if nothing changes."""
-    seconds, size = less.ops_s - more.ops_s, more.bytes - less.bytes
-    if size > 0:
-        return seconds / size
-    return math.inf if seconds > 0 else -1.0
+    spared, size = less.ops_s - more.ops_s, more.bytes - less.bytes
+    return spared / size if size > 0 else math.inf if spared > 0 else -1.0

@@ -90,43 +90,31 @@ class RegionProfile:
     """The profile of a region, see Note [Profiles]. ``roots`` and ``bytes`` (of the storage) are per value.
     ``needs``: the values that backward reads, each as it is before the entry of a number.
 
-    ``paths`` are the regions that it is true of, in forward order, and ``layers`` their positions in ``stack``.
-    ``varies``: calls ran different ops, or ops that are not known.
     ``reason``: why the region cannot be planned op by op; it has no entries then.
     """
 
-    paths: tuple[str, ...]
-    layers: tuple[int, ...]
     entries: tuple[Entry, ...] = ()
     roots: tuple[int, ...] = ()
     bytes: tuple[int, ...] = ()
     needs: tuple[tuple[int, int], ...] = ()
-    stack: str = ""
-    stack_size: int = 0
-    varies: bool = field(default=False, compare=False)
     reason: str = ""
     maker: dict[int, int] = field(init=False, compare=False, repr=False)
     tape: Tape = field(init=False, compare=False, repr=False)
+    needed: frozenset[int] = field(init=False, compare=False, repr=False)  # storages: autograd saves, the region makes
+    routed: frozenset[int] = field(init=False, compare=False, repr=False)  # held in any case: of what must be saved
 
     def __post_init__(self) -> None:
         maker = {value: entry.number for entry in self.entries for value in entry.makes}
+        routed = (self.roots[value] for entry in self.entries if entry.must_save for value in entry.makes)
         object.__setattr__(self, "maker", maker)
         object.__setattr__(self, "tape", _tape_of(self.entries, self.roots, maker))
+        object.__setattr__(self, "needed", frozenset(self.roots[value] for value, _ in self.needs if value in maker))
+        object.__setattr__(self, "routed", frozenset(routed))
 
     @property
     def candidates(self) -> tuple[Entry, ...]:
         """The entries that a policy may choose to save."""
         return tuple(entry for entry in self.entries if entry.savable and not entry.must_save)
-
-    @property
-    def needed(self) -> set[int]:
-        """The storages that autograd saves and the region makes."""
-        return {self.roots[value] for value, _ in self.needs if value in self.maker}
-
-    @property
-    def routed(self) -> set[int]:
-        """The storages that are held in any case: all results of entries that must be saved."""
-        return {self.roots[value] for entry in self.entries if entry.must_save for value in entry.makes}
 
     def bytes_of(self, roots: Collection[int]) -> int:
         """Return the bytes of these storages."""
@@ -143,16 +131,14 @@ class RegionProfile:
         which torch takes powers of two.
         """
         read = {self.roots[value] for entry in self.entries for value in entry.reads if value in self.maker}
+        sizes = {number: [self.bytes[root] for root in self.roots_of(number)] for number in option.saved or ()}
         sent = set()
-        for number in sorted(option.saved or (), key=lambda one: -self.bytes_of(self.roots_of(one))):
-            roots = self.roots_of(number)
-            size, pinned = self.bytes_of(roots), sum(pinned_bytes(self.bytes[root]) for root in roots)
-            is_alone = (
-                roots <= read & option.held and min(self.bytes[root] for root in roots) >= transfers.LIMITS.smallest
-            )
-            if is_alone and size <= room and pinned <= host_room:
+        for number, each in sorted(sizes.items(), key=lambda one: -sum(one[1])):
+            is_alone = self.roots_of(number) <= read & option.held and min(each) >= transfers.LIMITS.smallest
+            pinned = sum(map(pinned_bytes, each))
+            if is_alone and sum(each) <= room and pinned <= host_room:
                 sent.add(number)
-                room, host_room = room - size, host_room - pinned
+                room, host_room = room - sum(each), host_room - pinned
         return frozenset(sent)
 
     def sent_bytes(self, option: Option) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +22,12 @@ from sac.engine.settings import REPLAY, Settings
 from sac.engine.table import CallSite, DecisionTable, resolve_policy
 from sac.engine.tape import Tape
 from sac.engine.taped import TapedFrame
-from sac.errors import PlanError
 from sac.outer_hooks import PackHooks
-from sac.planner.agreeing import largest
+from sac.planner.agreeing import size_of
 from sac.planner.cost import attention_flops, entry_of_call, moved_bytes
 from sac.planner.observing import Observation
 from sac.planner.profile import Entry, RegionProfile
-from sac.planner.rules import PlannedRegion, policy_of, stack_pattern
+from sac.planner.rules import PlannedRegion, policy_of
 from sac.policy.model import Decision, Policy
 from sac.tensors import storage_bytes
 
@@ -36,7 +35,7 @@ from sac.tensors import storage_bytes
 #
 # In the observed step, each block runs under full recomputation and the recorder of the engine. So the engine itself
 # determines what a policy may save, the identity of each value, and what autograd has saved. Sizes and FLOPs come from
-# the arguments as each op runs. Regions with equal tapes get one profile.
+# the arguments as each op runs. Regions with equal profiles are of one kind.
 
 FULL, PROFILED, PLANNED = "full", "profiled", "planned"
 
@@ -57,9 +56,9 @@ class _SizedTape(Tape):
 class _ProfileTrace(OpTraceRecorder):
     """Records the sizes of each entry of a tape, in addition to its row of the op trace."""
 
-    def __init__(self, tape: Tape, after_op: Callable[[int], None]) -> None:
+    def __init__(self, tape: Tape, regions: BudgetRegions) -> None:
         super().__init__()
-        self._tape, self._after_op = tape, after_op
+        self._tape, self._regions = tape, regions
         self.entries: dict[int, Entry] = {}  # with what is known while an op runs
 
     def add(self, site: CallSite, rule: Any, decision: Decision, args: Any, kwargs: Any, out: Any) -> None:
@@ -68,26 +67,23 @@ class _ProfileTrace(OpTraceRecorder):
         entry = len(self._tape.sites) - 1
         if entry < 0 or entry in self.entries or self._tape.sites[entry] is not site:
             return
-        call = entry_of_call(site.op, args, kwargs, out)
         savable = site.savable and (site.savable_if is None or site.savable_if(args, kwargs, out))
-        self.entries[entry] = replace(call, module=site.path, call=self.rows[-1].call, savable=savable)
-        self._after_op(entry)
+        self._add(entry, replace(entry_of_call(site.op, args, kwargs, out), savable=savable))
 
     def add_unit(self, site: Any, rule: Any, decision: Decision, arguments: Any, returned: Any, first: int) -> None:
         """Append a unit, the last entry of the tape; it runs the ops inside again."""
         super().add_unit(site, rule, decision, arguments, returned, first)
-        entry, row = len(self._tape.sites) - 1, self.rows[-1]
+        entry = len(self._tape.sites) - 1
         inside = [self.entries[number] for number in range(first, entry) if number in self.entries]
-        self.entries[entry] = Entry(
-            module=site.path,
-            op=site.rule_name,
-            call=row.call,
-            savable=True,
-            flops=sum(one.flops for one in inside) or attention_flops(site.rule_name, arguments),
-            moved_bytes=max(sum(one.moved_bytes for one in inside), moved_bytes(arguments, {}, returned)),
-            shape=row.shape,
-            dtype=row.dtype,
-        )
+        flops = sum(one.flops for one in inside) or attention_flops(site.rule_name, arguments)
+        moved = max(sum(one.moved_bytes for one in inside), moved_bytes(arguments, {}, returned))
+        self._add(entry, Entry(op=site.rule_name, savable=True, flops=flops, moved_bytes=moved))
+
+    def _add(self, entry: int, call: Entry) -> None:
+        row = self.rows[-1]
+        self.entries[entry] = replace(call, module=row.module, call=row.call, shape=row.shape, dtype=row.dtype)
+        if self._regions.observation is not None:
+            self._regions.observation.after_op()
 
 
 class _ProfilingFrame(TapedFrame):
@@ -105,23 +101,18 @@ class _ProfilingFrame(TapedFrame):
         return _SizedTape(self.group.table, self.owners)
 
     def _new_mode(self) -> TapeMode:
-        assert self._region.after_op is not None
-        self._ops = _ProfileTrace(self.tape, self._region.after_op)
+        assert self._region.profiled_for is not None
+        self._ops = _ProfileTrace(self.tape, self._region.profiled_for)
         return TapeMode(self.group.table, self.tape, self._ops)
 
     def _schedule_replay(self) -> None:
         handles = [handle for reference in self._handles if (handle := reference()) is not None]
         needs = dict.fromkeys(handle.position for handle in handles if handle.state != EXTERNAL)
-        block = self._region.block
         profile = RegionProfile(
-            paths=(block.path,),
-            layers=(block.layer,),
             entries=tuple(map(self._entry, range(len(self.tape.sites)))),
             roots=tuple(self.tape.roots),
             bytes=tuple(self.tape.value_bytes),
             needs=tuple(needs),
-            stack=block.stack,
-            stack_size=block.stack_size,
         )
         super()._schedule_replay()
         self._region.made = profile if self._replays else None
@@ -143,14 +134,12 @@ class _ProfilingFrame(TapedFrame):
 class FullRegion(Region):
     """A region that is recomputed in full, and also finds out what a policy may save, or why none may.
 
-    It does so while there is ``after_op``, which is called with the number of each entry of a call's tape whose op has
-    run. If its calls differ in size, ``profile`` has the largest sizes.
+    It does so while it is ``profiled_for`` a step. ``profile`` is of the call with the most bytes.
     """
 
-    def __init__(self, block: Block, group: RegionGroup) -> None:
-        super().__init__(group, block.path)
-        self.block = block
-        self.after_op: Callable[[int], None] | None = None
+    def __init__(self, group: RegionGroup, path: str) -> None:
+        super().__init__(group, path)
+        self.profiled_for: BudgetRegions | None = None
         self.profile: RegionProfile | None = None
         self.made: RegionProfile | None = None  # by the last call
 
@@ -158,42 +147,17 @@ class FullRegion(Region):
         """See ``Region.run``."""
         self.made = None
         output = super().run(*args, **kwargs)
-        if self.after_op is not None:
+        if self.profiled_for is not None:
             reason = self.group.not_replayable or "it does not run under the replay engine"
-            made = self.made or RegionProfile((self.path,), (self.block.layer,), reason=reason, varies=True)
-            known = made if self.profile is None else self.profile
-            try:
-                self.profile = largest((known, made))
-            except PlanError:  # their ops differ
-                self.profile = replace(max(known, made, key=lambda one: sum(one.bytes)), varies=True)
+            made = self.made or RegionProfile(reason=reason)
+            self.profile = max(self.profile or made, made, key=size_of)
         return output
 
     def frame(self, function: Any, owners: Any, settings: Settings, outer: PackHooks | None) -> Frame:
         """See ``Region.frame``."""
-        if self.after_op is None or (outer is not None and settings.engine != REPLAY) or keeps_fp8_state(owners):
+        if self.profiled_for is None or (outer is not None and settings.engine != REPLAY) or keeps_fp8_state(owners):
             return super().frame(function, owners, settings, outer)
         return _ProfilingFrame(function, owners, settings, self.path or self.group.name, self.group, region=self)
-
-
-def merged(profiles: Sequence[RegionProfile], block_bytes: int) -> tuple[RegionProfile, ...]:
-    """Return one profile for all regions of a stack that run the same ops on the same sizes.
-
-    The sizes are those that an allocator counts that rounds up to ``block_bytes``.
-    """
-    kinds: dict[Any, list[RegionProfile]] = {}
-    for one in profiles:
-        own = one.paths if one.reason else ()
-        kinds.setdefault((stack_pattern(one), one.entries, one.roots, one.bytes, one.needs, own), []).append(one)
-    return tuple(
-        replace(
-            alike[0],
-            paths=tuple(path for one in alike for path in one.paths),
-            layers=tuple(layer for one in alike for layer in one.layers),
-            bytes=tuple(-(-size // block_bytes) * block_bytes for size in alike[0].bytes),
-            varies=any(one.varies for one in alike),
-        )
-        for alike in kinds.values()
-    )
 
 
 class BudgetForward(RegionForward):
@@ -202,7 +166,7 @@ class BudgetForward(RegionForward):
     def __init__(self, block: Block, group: RegionGroup, applied: Applied) -> None:
         super().__init__(block, group, applied)
         self.block = block
-        self.region = self.full = FullRegion(block, group)
+        self.region = self.full = FullRegion(group, block.path)
         self.regions = (self.full,)
         self.planned: Region | None = None
 
@@ -229,11 +193,11 @@ class BudgetRegions:
         self.model, self.config = model, config
         self.observation: Observation | None = None
         self.used = FULL
+        self.told = ""  # in the report
 
     def put_on(self, **arguments: Any) -> Applied | None:
         """Put regions on the model that are recomputed in full; returns their record, None if there are none."""
-        nothing = Policy("full, until the plan is made")
-        observed = replace(self.config, policy=nothing, engine=REPLAY, budget=None)
+        observed = replace(self.config, policy=Policy("full recomputation"), engine=REPLAY, budget=None)
         apply(self.model, observed, **arguments, forward=BudgetForward)
         applied = next((one.applied for one in regions_of(self.model)), None)
         if applied is not None:
@@ -249,21 +213,19 @@ class BudgetRegions:
         if observation is not None:
             observation.end()
 
-    def after_op(self, entry: int) -> None:
-        """The op of an entry of the tape of a region that is profiled has run."""
-        if self.observation is not None:
-            self.observation.after_op(entry)
-
     @property
     def forwards(self) -> list[BudgetForward]:
         """The forwards on the model, in module order."""
         found = (ours_on(module) for module in self.model.modules())
         return [one for one in found if isinstance(one, BudgetForward)]
 
-    def profiles(self) -> tuple[RegionProfile, ...]:
-        """Take the profiles that the calls have made."""
-        profiles = tuple(one.full.profile for one in self.forwards if one.full.profile is not None)
+    def profiles(self, block_bytes: int) -> dict[Block, RegionProfile]:
+        """Take the profiles that the calls have made, with sizes rounded up to multiples of ``block_bytes``."""
+        profiles = {}
         for one in self.forwards:
+            if one.full.profile is not None:
+                sizes = (-(-size // block_bytes) * block_bytes for size in one.full.profile.bytes)
+                profiles[one.block] = replace(one.full.profile, bytes=tuple(sizes))
             one.full.profile = None
         return profiles
 
@@ -272,13 +234,13 @@ class BudgetRegions:
         if which != self.used:
             self.used = which
             for one in self.forwards:
-                one.full.after_op = self.after_op if which == PROFILED else None
+                one.full.profiled_for = self if which == PROFILED else None
                 one.region = one.planned if which == PLANNED and one.planned is not None else one.full
                 one.regions = (one.region,)
 
     def plan(self, planned: Sequence[PlannedRegion]) -> None:
-        """Have the next calls run as ``planned``."""
-        forwards, of_path = {one.block.path: one for one in self.forwards}, {one.path: one for one in planned}
+        """Have calls run as ``planned`` from the next ``use(PLANNED)`` on."""
+        forwards, of_path = {one.block.path: one for one in self.forwards}, {one.block.path: one for one in planned}
         policy = resolve_policy(policy_of(planned))
         for block, group in groups_of(policy, [one.block for one in forwards.values()], "selective"):
             forward, path, mine = forwards[block.path], block.path, of_path.get(block.path)
@@ -294,4 +256,3 @@ class BudgetRegions:
                 # The next call is not its first, which would hold all its results.
                 forward.planned.stats = RegionStats(1, SavedFigures(size, 0, {rule: size}, {rule: 1}))
         self.used = ""
-        self.use(PLANNED)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
+from sac.blocks.find import Block
 from sac.ops.names import resolve_ops
 from sac.ops.registry import find_op
 from sac.ops.save_sets import SAVE_SETS
@@ -29,28 +30,21 @@ _SETS = tuple(name for name, one in SAVE_SETS.items() if not any(entry.condition
 
 @dataclass(frozen=True, slots=True)
 class PlannedRegion:
-    """What a plan says of the region at ``path``, a layer of a stack: its option; see ``RegionProfile`` for its ops."""
+    """What a plan says of a block: its option; see ``RegionProfile`` for its ops."""
 
-    path: str
+    block: Block
     profile: RegionProfile
     option: Option
-
-    @property
-    def layer(self) -> int:
-        """Its number in the stack."""
-        return self.profile.layers[self.profile.paths.index(self.path)]
 
     def rule_of(self, policy: Policy, op: str) -> str:
         """Return what the policy of the plan says of an op in the region, if it names the op."""
         if self.option.saved is None:
             return "no checkpointing"
-        place = self.path, self.layer, self.profile.stack_size
-        rules = (one for one in policy.rules if one.ops and one.matches_region(*place))
+        rules = (one for one in policy.rules if one.ops and self.block.is_meant_by(one))
         return next((f"rule {one.id}" for one in rules if is_named(one.ops, op)), "")
 
 
-@dataclass(frozen=True, slots=True)
-class _Site:
+class _Site(NamedTuple):
     """A call of an op in a module, with the layers that save it and those that recompute it."""
 
     op: str
@@ -60,8 +54,7 @@ class _Site:
     recomputed: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Product:
+class _Product(NamedTuple):
     """A rule to be: on these ops, Functions or units in these modules, and these numbers of their calls."""
 
     names: frozenset[str]
@@ -84,19 +77,18 @@ def policy_of(regions: Sequence[PlannedRegion]) -> Policy:
     stacks: dict[PathPattern, list[PlannedRegion]] = {}
     for region in regions:
         if not region.profile.reason:
-            stacks.setdefault(stack_pattern(region.profile), []).append(region)
+            stacks.setdefault(stack_pattern(region.block), []).append(region)
     rules: list[Rule] = []
     for number, (pattern, layers) in enumerate(stacks.items(), 1):
         rules += rules_of(layers, (pattern,), f"{number}-") if len(stacks) > 1 else rules_of(layers, (), "")
     return Policy("planned", tuple(rules))
 
 
-def stack_pattern(profile: RegionProfile) -> PathPattern:
-    """Return the pattern that matches the regions of a profile at its place in its stack, and none of other stacks."""
-    path = profile.paths[0]
-    rest = path.removeprefix(profile.stack).lstrip(".").partition(".")[2]
-    number = "*" if path != profile.stack else ""
-    return PathPattern.parse(".".join(part for part in (profile.stack, number, rest) if part))
+def stack_pattern(block: Block) -> PathPattern:
+    """Return the pattern that matches the blocks at the same place in the stack, and none of other stacks."""
+    rest = block.path.removeprefix(block.stack).lstrip(".").partition(".")[2]
+    number = "*" if block.path != block.stack else ""
+    return PathPattern.parse(".".join(part for part in (block.stack, number, rest) if part))
 
 
 def saved_by(policy: Policy, profile: RegionProfile) -> frozenset[int]:
@@ -110,10 +102,8 @@ def saved_by(policy: Policy, profile: RegionProfile) -> frozenset[int]:
         kind, _, name = entry.op.partition(" ")
         return is_named(rule.ops, entry.op) or (bool(name) and rule.matches_unit(name, name if kind == "unit" else ""))
 
-    first = {
-        entry.number: next((one for one in policy.rules if matches(one, entry)), None) for entry in profile.candidates
-    }
-    return frozenset(number for number, rule in first.items() if rule is not None and rule.do == Decision.SAVE.value)
+    found = ((one, next((rule.do for rule in policy.rules if matches(rule, one)), "")) for one in profile.candidates)
+    return frozenset(one.number for one, do in found if do == Decision.SAVE.value)
 
 
 def rules_of(layers: Sequence[PlannedRegion], blocks: tuple[PathPattern, ...], prefix: str) -> list[Rule]:
@@ -121,10 +111,10 @@ def rules_of(layers: Sequence[PlannedRegion], blocks: tuple[PathPattern, ...], p
 
     ``blocks`` matches the regions of the stack, if there are others. ``prefix`` begins the names of the rules.
     """
-    size = layers[0].profile.stack_size
+    size = layers[0].block.stack_size
     limits: dict[str, Any] = {"do": Decision.SAVE.value, "blocks": blocks}
     found = []
-    if plain := [one.layer for one in layers if one.option.saved is None]:
+    if plain := [one.block.layer for one in layers if one.option.saved is None]:
         found.append(Rule(f"{prefix}none", layers=_layers(plain, size), module=PathPattern.parse(""), **limits))
     taken: Counter[str] = Counter()
     both = [(one, _sites(layers, one)) for one in (Decision.SAVE, Decision.OFFLOAD)]
@@ -162,7 +152,7 @@ def _sites(layers: Iterable[PlannedRegion], do: Decision) -> tuple[_Site, ...]:
         for entry in one.profile.candidates if one.option.saved is not None else ():
             sent, kept = one.option.sent, (one.option.saved or frozenset()) - one.option.sent
             into = saved if entry.number in (kept if do is Decision.SAVE else sent) else recomputed
-            into.setdefault((entry.op, entry.module, entry.call), set()).add(one.layer)
+            into.setdefault((entry.op, entry.module, entry.call), set()).add(one.block.layer)
     keys = dict.fromkeys((*saved, *recomputed))
     return tuple(_Site(*key, frozenset(saved.get(key, ())), frozenset(recomputed.get(key, ()))) for key in keys)
 
@@ -186,7 +176,7 @@ def _products(sites: Sequence[_Site]) -> list[_Product]:
         names = [name for name in (site.op.rpartition(".")[0], *_SETS) if is_named((name,), site.op)]
         wider: list[dict[str, Any]] = [{"calls": _all(sites, "call")}, {"modules": _all(sites, "module")}]
         for change in wider + [{"names": frozenset([name])} for name in names]:
-            product = next(filter(is_allowed, [replace(product, **change)]), product)
+            product = next(filter(is_allowed, [product._replace(**change)]), product)
         found.append(product)
     while True:
         pairs = ((first, second, first.with_all_of(second)) for first, second in combinations(found, 2))

@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac.errors import PlanError
-from sac.planner.fakes import fake_mode
 from sac.planner.gpu_ops import lowered_to
+from sac.torch_private import FakeTensorMode
 
 H100, A100 = "h100", "a100"
 CUDNN = "aten._scaled_dot_product_cudnn_attention"
@@ -40,7 +40,7 @@ class Recording(TorchDispatchMode):
 
 def ops_of(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Seen:
     """What ``function`` runs in forward and backward on tensors of these shapes."""
-    mode = fake_mode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         given = [torch.empty(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
     with Recording() as recording:

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 
-from sac.planner.observing import CpuMeter, meter_of
+from sac.planner.observing import meter_of
 
 
 class Allocator:
@@ -48,12 +48,13 @@ def test_levels_of_a_gpu() -> None:
 
 
 def test_levels_of_the_cpu() -> None:
-    meter = CpuMeter()
+    meter = meter_of(torch.device("cpu"))
+    assert meter is not None
     known = torch.empty(256)
     live = meter.live([known, known.view(16, 16), known[:3]])
     assert live == 1024
     meter.start(live)
-    assert not CpuMeter().is_free()
+    assert not meter.is_free()
     held = torch.empty(100)
     del held
     meter.mark()
