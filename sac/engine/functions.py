@@ -188,7 +188,7 @@ class Unit:
     ``results``: per result whether it is returned, and its number among these. ``needs``: argument -> whether it
     requires grad. ``inside``: the entries of its ops, of which the values ``served`` are kept.
     ``then``, if the first replay compares: values that the call made or wrote to, with metadata and checksum.
-    ``spare``: results that are used if these differ.
+    ``given``: arguments, with checksum. ``spare``: results that are used if those of ``then`` differ.
     """
 
     call: Any
@@ -200,6 +200,7 @@ class Unit:
     inside: range
     served: set[int]
     then: list[tuple[int, Any, Any]] = field(default_factory=list)
+    given: list[tuple[int, Any]] = field(default_factory=list)
     spare: dict[int, Any] = field(default_factory=dict)
 
 
@@ -294,6 +295,7 @@ class UnitCall:
                 self.copies[root] = detached(tensor), copy_of(tensor.untyped_storage())
             if not (tensor.is_leaf and tensor.requires_grad):
                 self.scope.note([tensor])
+        self.sums = dict(self.scope.sums)
 
     def _end(self, out: Any) -> None:
         """Decide what is explained; add the unit."""
@@ -301,9 +303,9 @@ class UnitCall:
         roots, makers = tape.roots, tape.makers
         self.handles = {number: handle for number, reference in enumerate(scope.saved) if (handle := reference())}
         self.results = self._results(out)
-        written = self._written()
         writing = (entry for entry in range(scope.first, len(tape.sites)) if tape.sites[entry].writes)
         op_written = {root for entry in writing for root in tape.writes_of(entry) if makers[root] < scope.first}
+        written = self._written(op_written)
         self.sends = bool(tape.collectives) and tape.collectives[-1] >= scope.first
         self.decision, rule = Decision.RECOMPUTE, None
         if self.site.conditional_rules:
@@ -361,15 +363,18 @@ class UnitCall:
             results.append(((True, number), tensor, self.mode.same_as(tensor) if value is None else value))
         return results + [((False, number), one.value, one.position[0]) for number, one in self.handles.items()]
 
-    def _written(self) -> set[int]:
+    def _written(self, op_written: set[int]) -> set[int]:
         """Return the roots of the arguments that were written to where no op is seen to."""
         tape, facts, scope = self.tape, self.facts, self.scope
         read = {tape.roots[value] for value in self.reads}
         aliased = read.intersection(tape.roots[value] for (is_returned, _), _, value in self.results if is_returned)
         if self.examines:  # look once more at results and arguments
             scope.look([tensor for _, tensor, _ in self.results])
+            pairs = [*zip(self.reads, self.arguments, strict=True)]
+            for value, tensor in pairs:
+                if tape.roots[value] not in op_written:  # nor by ops on an alias that the tape does not know
+                    scope.sums[storage_address(tensor)] = self.sums.get(storage_address(tensor))
             scope.look(self.arguments)
-            pairs = zip(self.reads, self.arguments, strict=True)
             hidden = {tape.roots[value] for value, tensor in pairs if storage_address(tensor) in scope.hidden}
             facts.aliased |= self._positions_of(aliased)
             facts.written |= self._positions_of(hidden)
@@ -433,7 +438,10 @@ class UnitCall:
         )
         if self.examines and not self.sends:
             made = [(new_values[value], tensor) for _, tensor, value in results]
-            made += [pair for pair in zip(self.reads, self.arguments, strict=True) if roots[pair[0]] in written]
+            pairs = [*zip(self.reads, self.arguments, strict=True)]
+            made += [pair for pair in pairs if roots[pair[0]] in written]
+            read = (pair for pair in pairs if tape.makers[roots[pair[0]]] >= 0 and roots[pair[0]] not in written)
+            new_unit.given = [(value, checksum(tensor)) for value, tensor in read if not is_in_flight(tensor)]
             for value, tensor in made:
                 if value not in tape.kept and not is_in_flight(tensor):
                     new_unit.then.append((value, (tensor.shape, tensor.dtype), checksum(tensor)))
@@ -543,6 +551,8 @@ def differs(tape: Tape, entry: int, values: dict[int, Any], unneeded: set[int]) 
     pairs = [(one[2], checksum(tensor)) for one, tensor in zip(compared, again, strict=True)]
     others = any(one[1] != (tensor.shape, tensor.dtype) for one, tensor in zip(compared, again, strict=True))
     is_other = (others or bool(find_different(pairs))) and not may_differ(tape, tape.reads[entry], again[0].device)
+    if is_other and find_different([(then, checksum(values[value])) for value, then in unit.given]):
+        raise DiffersError(f"an argument of {tape.sites[entry].name} is replayed with other values than in forward")
     for value, tensor in unit.spare.items() if is_other else ():
         if tape.last_write(value) < 0:
             values[value] = tensor

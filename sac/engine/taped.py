@@ -382,10 +382,9 @@ class TapedFrame(Frame):
                 filled = [(index, landed(tensor)) for index, tensor in filled]
         except ChangedError as change:
             raise self._changed(*change.args) from None
-        if tape.differing:
-            if not self._save_from_now_on(tape.differing.pop(), filled, waiting):
-                return False
-        elif self._sums:
+        if tape.differing and not self._save_from_now_on(tape.differing.pop(), filled, waiting):
+            return False
+        if self._sums:
             self._verify(filled, waiting)
         for index, tensor in filled:
             waiting[index].fill(tensor, self.where, checks=self.settings.checks_metadata)
@@ -454,7 +453,7 @@ class TapedFrame(Frame):
 
         Return whether the handles can be filled; otherwise the region runs again as Python.
         """
-        unit, site, self._sums = self.tape.units[entry], self.tape.sites[entry], {}
+        unit, site = self.tape.units[entry], self.tape.sites[entry]
         found = f"{site.name} in {module_name(site.path)} gives other values when it runs again"
         rule = f"save it: a rule with `{site.name.replace(' ', ': ')}` and `do: save`"
         if self.settings.refuses_differences:
@@ -465,6 +464,8 @@ class TapedFrame(Frame):
                 fix += f". The gradients of this step may differ; {rule} avoids that"
             warn(Problem(self.where, found, fix=fix))
         unit.facts.is_kept = True
+        if not unit.spare:
+            self._sums = {}
         fits = all(metadata(tensor) == waiting[index].metadata for index, tensor in filled)
         if not fits and self.tape.has_collectives:
             raise RegionError(Problem(self.where, found, fix=rule))
