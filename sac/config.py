@@ -223,7 +223,7 @@ def _conflicts(mode: str | None, values: Mapping[str, Any]) -> Iterator[Conflict
     in_chunks, has_budget = values["layers"].form == "uniform", values["budget"] is not None
     yield mode is None, "mode", "the key `mode` is missing", f"add one of {listing(MODES)}"
     if mode == "full":
-        fix = "write `mode: selective`, or leave it out"
+        fix = "write `mode: selective`, or leave the policy out"
         yield values["policy"] is not None, "policy", "mode full takes no policy", fix
         yield has_budget, "budget", "mode full leaves nothing to choose", fix
     if mode == "selective":

@@ -436,7 +436,7 @@ class TapedFrame(Frame):
         found += f"recomputation than in forward: {OTHER}"
         if self.settings.refuses_differences:
             raise RegionError(Problem(self.where, found, fix=OTHER_FIX))
-        warn(Problem(self.where, found, fix=f"{OTHER_FIX}. The gradients of this step may differ"))
+        warn(Problem(self.where, found, fix=f"{OTHER_FIX}. The gradients of this and later steps may differ"))
 
     def _depends(self, entry: int) -> str:
         """Return the last Function on which an entry depends."""

@@ -55,6 +55,7 @@ def check(arguments: argparse.Namespace) -> int:
     print(f"{policy.source}: policy {policy.name}{parents}{families}")
     print(Table(columns, tuple(rows), ("names here",), optional=("place", "of policy")).text(screen_width()))
     print(f"everything else: {policy.default.value}")
+    print("not checked without a model: modules, layers, functions and units (sac trace --model ... --policy FILE)")
     if missing:
         print(f"{count_text(len(missing), 'name')} not in this build of torch ({torch.__version__}): --json lists them")
     return DONE
