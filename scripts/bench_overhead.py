@@ -568,6 +568,9 @@ def print_results(results: list[Result], skipped: dict[str, str], seen: dict[str
         how = f"{result['threads']} thread(s), {result['clock']}, {result['rounds']} rounds"
         print(f"\n{result['case']}: {result['label']}\n{result['ops']} ops in forward; {how}")
         print_table(COLUMNS, [cells(row) for row in result["rows"]])
+        if result["case"] == CALLS.key:
+            ms = {row["mode"]: row["step_ms"] for row in result["rows"]}
+            print(f"sac replay - torch full: {1e3 * (ms['sac replay'] - ms[TORCH_FULL]) / CALLS.calls:.0f} µs per call")
     print("", *(f"{mode} {reason}" for mode, reason in skipped.items()), sep="\n")
     print(
         "step: median. ÷: median of the ratios in single rounds, to no checkpointing and torch full. kept: for\n"

@@ -320,7 +320,8 @@ class UnitCall:
             wanted = bad.intersection(roots[value] for _, _, value in self.results)
         # Under `verify: never` most Functions are units, whose ops a rerun on another rank would send again.
         if is_unit and rule is None:
-            self.decision = Decision.SAVE if self.sends and mode.probes else mode.table.default
+            is_kept = self.facts.is_kept or (self.sends and mode.probes)
+            self.decision = Decision.SAVE if is_kept else mode.table.default
         inner = {value for value in range(self.first_value, len(roots)) if value in tape.kept}
         last = len(roots)
         if is_unit:

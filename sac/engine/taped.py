@@ -463,6 +463,7 @@ class TapedFrame(Frame):
             if not unit.spare:
                 fix += f". The gradients of this step may differ; {rule} avoids that"
             warn(Problem(self.where, found, fix=fix))
+            self.group.op_trace = ()  # the next call lists what is decided now
         unit.facts.is_kept = True
         if not unit.spare:
             self._sums = {}

@@ -83,6 +83,7 @@ def test_results_are_saved_after_a_warning(engine: str, is_named: bool) -> None:
         warnings.simplefilter("error")
         assert all(map(torch.equal, expected, step(model)))
         assert all(map(torch.equal, expected, step(model)))
+    assert f"rule must-save: 1 call, {4 * 8 * 4} B saved" in str(sac.report(model))
 
 
 @pytest.mark.parametrize("rule", [{"function": "Dispatch"}, {"unit": "dispatch"}])
