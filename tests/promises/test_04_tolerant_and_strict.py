@@ -186,7 +186,7 @@ def one_more_in_recompute(block: FunctionBlock, x: Tensor) -> Tensor:
 
 def test_a_call_more_than_in_forward_is_an_error_that_names_it() -> None:
     model = install(built(lambda: Stack(FunctionBlock(one_more_in_recompute))), MATMULS, "apply, rerun")
-    with pytest.raises(RegionError, match="aten.mm.default in the region itself runs more often than in forward"):
+    with pytest.raises(RegionError, match=r"aten\.mm\.default in the region itself runs more often than in forward"):
         model(*square()).sum().backward()
 
 
