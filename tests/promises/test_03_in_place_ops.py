@@ -52,8 +52,8 @@ def test_hooks_around_are_not_given_a_value_that_was_written_to(value: str) -> N
     def body(block: FunctionBlock, x: Tensor) -> Tensor:
         h = torch.tanh(x @ block.a)
         y = h.sin()
+        h.mul_(2)
         if block.calls == 4:  # a call without a recorder in `full`, as the first calls need none
-            h.mul_(2)
             with torch.no_grad():
                 block.b.mul_(0.9)
         return x + y @ block.b + h

@@ -177,6 +177,19 @@ def test_changed_shape_raises_and_names_the_region(value: Any, earlier: int) -> 
     assert "4, 8" in text, text
 
 
+def one_more_in_recompute(block: FunctionBlock, x: Tensor) -> Tensor:
+    """A product comes first on the second run: without an error, each would get the result of the one before it."""
+    if block.runs == 2:
+        x.cos() @ block.a
+    return ((x @ block.a).sin() @ block.a).sin().cos()
+
+
+def test_a_call_more_than_in_forward_is_an_error_that_names_it() -> None:
+    model = install(built(lambda: Stack(FunctionBlock(one_more_in_recompute))), MATMULS, "apply, rerun")
+    with pytest.raises(RegionError, match=r"aten\.mm\.default in the region itself runs more often than in forward"):
+        model(*square()).sum().backward()
+
+
 def fails_in_recompute(block: FunctionBlock, x: Tensor) -> Tensor:
     if block.runs == 2:
         raise KeyError("the user's own")
