@@ -5,6 +5,7 @@ This module does not know what sac keeps, so it is an independent check of the b
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -88,6 +89,7 @@ class StepMemory:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes to stderr at start and stop
         self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profiler.__enter__()
+        atexit.register(self._profiler.__exit__, None, None, None)  # a process that ends while it runs crashes
         mark(_START)
 
     def mark(self) -> None:
@@ -112,6 +114,7 @@ class StepMemory:
         end.
         """
         mark(_END)
+        atexit.unregister(self._profiler.__exit__)
         self._profiler.__exit__(None, None, None)
         # Private: the profiler's public lists sum memory events per op and drop their times and addresses.
         # Names and fields are those of torch 2.13, checked by tests/unit/test_memory_timeline.py, which knows every

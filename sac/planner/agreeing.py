@@ -54,8 +54,7 @@ def largest(several: Sequence[Grounds]) -> Grounds:
         raise PlanError(Problem("activation_checkpointing.budget", found, fix="use mode: full, or a policy by hand"))
     profiles = (max(each, key=size_of) for each in zip(*(one.profiles for one in several), strict=True))
     record = max((one.record for one in several), key=lambda one: one.peak)
-    extra, memory_bytes = max(one.extra for one in several), min(one.memory_bytes for one in several)
-    return Grounds(tuple(profiles), record, extra, memory_bytes)
+    return Grounds(tuple(profiles), record, max(one.extra for one in several), min(one.memory_bytes for one in several))
 
 
 def size_of(profile: RegionProfile) -> tuple[bool, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -57,6 +58,7 @@ from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 
 _MOST_CHECKS = 3  # steps of plans that are measured
 _MOST_PLANS = 8  # of one training
+_LARGER = "inputs larger than it was made for run under full recomputation"
 
 
 class Controller(BudgetRegions):
@@ -72,7 +74,7 @@ class Controller(BudgetRegions):
         self._meter = Meter(torch.device("cpu"))  # known when a step is observed: trainers move models after sac.apply
         self._record: StepRecord | None = None  # of a step that is over
         self._checks = 0  # steps of the plan that are still to be measured
-        self._prediction: Prediction | None = None
+        self._prediction: Any = None  # of the plan
         self._choice: Choice = ()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._hook: RemovableHandle | None = None  # of each step of an optimizer
@@ -87,10 +89,18 @@ class Controller(BudgetRegions):
         # A copy of the model observes a step of its own, in which it exchanges whatever regions have been copied.
         return Controller, (self.model, self.config), {"handles": self.handles, "used": ""}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Controller:
+        if id(self.model) not in memo:  # a block is copied by itself
+            return self
+        made = memo[id(self)] = Controller(memo[id(self.model)], self.config)
+        made.handles, made.used = copy.deepcopy(self.handles, memo), ""
+        return made
+
     def attach(self, applied: Applied) -> None:
         """Take charge of the regions of ``applied``."""
-        # In front of the hook that gathers parameters.
-        self.handles = [self.model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)]
+        self.handles = [
+            self.model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
+        ]  # before FSDP
         self.handles.append(self.model.register_forward_hook(self.after, always_call=True))
         applied.restores = (*applied.restores, self.undo)
 
@@ -107,8 +117,7 @@ class Controller(BudgetRegions):
             self._hook.remove()
             self._hook = None
 
-    def __del__(self) -> None:
-        self.close()
+    __del__ = close
 
     # -- The begin of a pass
 
@@ -127,8 +136,7 @@ class Controller(BudgetRegions):
 
     def begin(self, inputs: Any, path: str = "") -> None:
         """See ``BudgetRegions.begin``."""
-        if self._first is None:
-            self._first = path
+        self._first = path if self._first is None else self._first
         if path != self._first:
             return
         shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
@@ -166,7 +174,7 @@ class Controller(BudgetRegions):
             if not is_check and not observation.is_whole(self._versions_now() != self._versions):
                 observation.begin_again(self._live(inputs))
             elif self._step_is_over():
-                self._end_pass()
+                self._end_pass(observation)
         if self.observation is not None and is_check and not _cover(self.shapes, [shapes]):
             self.stop()
         if self.observation is not None:
@@ -206,12 +214,10 @@ class Controller(BudgetRegions):
         self._optimizers.add(optimizer)
         seen = self.observation  # in another thread, the begin of the next pass ends it
         if seen is not None and seen.is_here and not seen.waits and current_graph_task_id() == NO_TASK:
-            self._end_pass()
+            self._end_pass(seen)
 
-    def _end_pass(self) -> None:
-        assert self.observation is not None
-        observation, self.observation = self.observation, None
-        record = observation.end()
+    def _end_pass(self, observation: Observation) -> None:
+        self.observation, record = None, observation.end()
         if self.used == PLANNED:
             if record is not None:
                 self._compare(record)
@@ -295,7 +301,6 @@ class Controller(BudgetRegions):
     def _compare(self, record: StepRecord) -> None:
         """Report the peak of a step of the plan; use a faster choice if one fits by what the step shows."""
         prediction, fitted, choice = self._prediction, self.fitted, self._choice
-        assert prediction is not None
         assert fitted is not None
         allowed, over = fitted.budget, record.peak - fitted.budget
         text = f"a step with the plan took {bytes_text(record.peak)}"
@@ -328,9 +333,6 @@ def _say(text: str) -> None:
     """Write a line on stderr, on the first rank."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()):
         print(text, file=sys.stderr, flush=True)
-
-
-_LARGER = "inputs larger than it was made for run under full recomputation"
 
 
 # -- `sac.apply`

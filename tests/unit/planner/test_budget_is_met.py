@@ -6,6 +6,8 @@ import copy
 import functools
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +21,7 @@ import sac
 from sac.errors import ModelError, PlanError, SacWarning
 from sac.tables import bytes_text
 from sac.torch_private import profiler_is_on
+from tests.docs.pages import ROOT
 from tests.support.blocks import llama_stack
 from tests.unit.planner.small_training import (
     DIM,
@@ -220,6 +223,19 @@ def test_copies_and_pickles_of_a_model_with_a_budget() -> None:
         assert controller_of(one).model is one
         assert controller_of(one).fitted is not None
         assert max(again.peaks) <= share(0.5)
+
+
+def test_a_block_that_is_copied_by_itself_stays_with_the_budget() -> None:
+    model = built()
+    sac.apply(model, within(share(0.5)))
+    model.held = model.head.weight.sum()  # cannot be copied
+    assert controller_of(copy.deepcopy(model.body.blocks[0])) is controller_of(model)
+
+
+def test_a_process_may_end_within_the_observed_step() -> None:
+    code = "from tests.unit.planner.small_training import *; sac.apply(model := built(), within('50%')); model(X)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 def test_model_can_be_freed_of_its_budget_at_any_time() -> None:
