@@ -87,8 +87,7 @@ class FullConfig:
             self.placement.reset()
 
 
-Conflict: TypeAlias = tuple[bool, str, str, str]
-"""What may be wrong between legal values: whether it is, the key, what is found, and the fix."""
+Conflict: TypeAlias = tuple[bool, str, str, str]  # of legal values: whether it is there, key, what is found, fix
 
 
 def _full_conflicts(values: Mapping[str, Any]) -> Iterator[Conflict]:
