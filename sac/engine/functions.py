@@ -246,6 +246,7 @@ class UnitCall:
         self.reads: list[int] = []
         self.template = as_refs(args, self.tape.find, self.reads)
         self.arguments = tensors_of(args)
+        self.pairs = [*zip(self.reads, self.arguments, strict=True)]
         known: Facts | None = mode.facts.get(key)
         self.examines = mode.probes and (known is None or mode.verifies)
         self.facts = known or Facts(strict=not mode.probes)
@@ -263,7 +264,7 @@ class UnitCall:
         self.grad, self.autocast = torch.is_grad_enabled(), Autocast(self.arguments)
         self.states = states_of(default_generators())
         self.first_value, self.first_row = len(tape.roots), len(mode.op_trace.rows) if mode.op_trace else 0
-        self.needs = {value: one.requires_grad for value, one in zip(self.reads, self.arguments, strict=True)}
+        self.needs = {value: one.requires_grad for value, one in self.pairs}
         tape.scope = self.scope
         outer = mode.sites
         first = site.conditional_rules[0].resolved if site.conditional_rules else None
@@ -287,7 +288,7 @@ class UnitCall:
     def _examine_arguments(self) -> None:
         """Note what is in the arguments, and copy those from outside to which the call might write."""
         tape = self.tape
-        for value, tensor in zip(self.reads, self.arguments, strict=True):
+        for value, tensor in self.pairs:
             root = tape.roots[value]
             is_outside = tape.makers[root] < 0 and not tape.leaves[root].is_parameter
             is_plain = not is_wrapper(tensor) and tensor.layout is torch.strided
@@ -371,12 +372,11 @@ class UnitCall:
         aliased = read.intersection(tape.roots[value] for (is_returned, _), _, value in self.results if is_returned)
         if self.examines:  # look once more at results and arguments
             scope.look([tensor for _, tensor, _ in self.results])
-            pairs = [*zip(self.reads, self.arguments, strict=True)]
-            for value, tensor in pairs:
+            for value, tensor in self.pairs:
                 if tape.roots[value] not in op_written:  # nor by ops on an alias that the tape does not know
                     scope.sums[storage_address(tensor)] = self.sums.get(storage_address(tensor))
             scope.look(self.arguments)
-            hidden = {tape.roots[value] for value, tensor in pairs if storage_address(tensor) in scope.hidden}
+            hidden = {tape.roots[value] for value, tensor in self.pairs if storage_address(tensor) in scope.hidden}
             facts.aliased |= self._positions_of(aliased)
             facts.written |= self._positions_of(hidden)
             facts.strict = facts.strict or bool(scope.hidden)
@@ -439,9 +439,8 @@ class UnitCall:
         )
         if self.examines and not self.sends:
             made = [(new_values[value], tensor) for _, tensor, value in results]
-            pairs = [*zip(self.reads, self.arguments, strict=True)]
-            made += [pair for pair in pairs if roots[pair[0]] in written]
-            read = (pair for pair in pairs if tape.makers[roots[pair[0]]] >= 0 and roots[pair[0]] not in written)
+            made += [pair for pair in self.pairs if roots[pair[0]] in written]
+            read = (pair for pair in self.pairs if tape.makers[roots[pair[0]]] >= 0 and roots[pair[0]] not in written)
             new_unit.given = [(value, checksum(tensor)) for value, tensor in read if not is_in_flight(tensor)]
             for value, tensor in made:
                 if value not in tape.kept and not is_in_flight(tensor):
