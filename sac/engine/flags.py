@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import copy
 from functools import cache, partial
 from typing import Any
 
@@ -151,6 +152,12 @@ class Autocast:
     def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
         self._devices = _device_types(frozenset(tensor.device.type for tensor in tensors))
         self._then = self._now()
+
+    def now(self) -> Autocast:
+        """Return autocast as it is now, for the same devices."""
+        now = self if self._now() == self._then else copy(self)
+        now._then = self._now()
+        return now
 
     def _now(self) -> Any:
         states = [(name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in self._devices]

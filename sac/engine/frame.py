@@ -21,7 +21,7 @@ from sac.engine.flags import under_function_modes
 from sac.engine.handles import KEPT, MISSING, Handle
 from sac.engine.inputs import Inputs
 from sac.engine.op_trace import NO_RULE, OpTraceRecorder, SavedFigures
-from sac.engine.rng import advanced, state_of
+from sac.engine.rng import advanced
 from sac.engine.serve import Served, rerun
 from sac.engine.settings import REPLAY, Settings
 from sac.engine.state import ForwardState, bound_in, put_back
@@ -162,7 +162,7 @@ class Frame:
         return bool(self.group.doubts(self._seen(alive(self._handles), draws=drawn)))
 
     def _random_sums(self) -> list[Any]:
-        return [checksum(state_of(generator)) for generator, _ in self.state.random]
+        return [checksum(generator.get_state()) for generator, _ in self.state.random]
 
     def _seen(self, handles: Sequence[Handle], *, draws: bool) -> Counter[Any]:
         """Return what may be a choice or a draw: integer and bool tensors that autograd saves, by dtype, and draws.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -26,7 +26,7 @@ from sac.checksums import checksum, find_different
 from sac.engine.flags import Autocast
 from sac.engine.handles import Handle
 from sac.engine.objects import NotLeaf, copied, tensors_in
-from sac.engine.rng import advanced, default_generators, set_states, states_of
+from sac.engine.rng import advanced, set_states, states_of
 from sac.engine.serve import Served
 from sac.engine.table import NO_RULE, decide, site_name
 from sac.engine.tape import DiffersError, Tape, as_refs, cast_of, from_refs
@@ -59,27 +59,26 @@ def install() -> None:
 
 
 def _called(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    mode, call, name = _recorder(), functools.partial(apply_function, cls, **kwargs), f"function {cls.__qualname__}"
-    active = active_mode()
+    mode, active = _recorder(), active_mode()
     if active is not None and cls.__name__ == _COMPILED:
         active.compiled_graphs += 1
     if mode is None and active is not None and active.spans is not None:
         first = len(active.tape.sites)
-        out = call(*args)
-        active.spans.append((range(first, len(active.tape.sites)), name, active.path))
+        out = apply_function(cls, *args, **kwargs)
+        active.spans.append((range(first, len(active.tape.sites)), f"function {cls.__qualname__}", active.path))
         return out
     # Those of torch.distributed are only ops, and wrappers around their results.
-    if mode is None or cls.__module__.startswith("torch.distributed.") or [*tensors_in(kwargs)]:
-        return call(*args)
-    site = _site(mode, cls, name, function=f"{cls.__module__}.{cls.__qualname__}")
-    return UnitCall(mode, site, (mode.path, cls), call, args).run(lambda: call(*args))
+    if mode is None or cls.__module__.startswith("torch.distributed.") or (kwargs and [*tensors_in(kwargs)]):
+        return apply_function(cls, *args, **kwargs)
+    call = functools.partial(apply_function, cls, **kwargs)
+    return UnitCall(mode, _site(mode, cls), (mode.path, cls), call, args).run(call, args, {})
 
 
-def _site(mode: Any, op: Any, name: str, **names: str) -> UnitSite:
+def _site(mode: Any, op: Any, unit: str = "") -> UnitSite:
     site: UnitSite | None = mode.sites.get(op)
     if site is None:
-        rules = mode.table.rules_of_unit(mode.path, **names)
-        site = mode.sites[op] = UnitSite(op, name, mode.path, rules)
+        names = {"unit": unit} if unit else {"function": f"{op.__module__}.{op.__qualname__}"}
+        site = mode.sites[op] = UnitSite(op, mode.path, mode.table.rules_of_unit(mode.path, **names))
     return site
 
 
@@ -133,7 +132,7 @@ class NamedUnit:
         if is_dynamo_compiling() or not torch.is_grad_enabled() or (mode := _recorder()) is None:
             return self.function(*args, **kwargs)
         label = f"unit {self.name}"
-        site = _site(mode, label, label, unit=self.name)
+        site = _site(mode, label, self.name)
         inner = getattr(self.function, "func", self.function)  # of a `partial`
         key = mode.path, label, getattr(inner, "__code__", type(inner))
         leaves, spec = tree_flatten((args, kwargs))
@@ -146,7 +145,7 @@ class NamedUnit:
             args, kwargs = tree_unflatten(leaves, spec)
             return self.function(*args, **kwargs)
 
-        return UnitCall(mode, site, key, again, tensors).run(lambda: self.function(*args, **kwargs))
+        return UnitCall(mode, site, key, again, tensors).run(self.function, args, kwargs)
 
 
 @dataclass(slots=True)
@@ -154,13 +153,15 @@ class Facts:
     """What calls of a function in a module have shown.
 
     ``strict``: hidden writes to what its ops made. ``written``: positions, among its tensor arguments, of those that
-    it writes to where no op is seen to. ``aliased``: positions of those in whose storage a result was. ``is_kept``: its
-    results are always kept, since a replay gave other values, or a kernel writes to what the policy saves inside.
+    it writes to where no op is seen to. ``aliased``: positions of those in whose storage a result was. ``is_unit``: not
+    all calls were explained. ``is_kept``: its results are always kept, since a replay gave other values, or a kernel
+    writes to what the policy saves inside.
     """
 
     strict: bool = False
     written: set[int] = field(default_factory=set)
     aliased: set[int] = field(default_factory=set)
+    is_unit: bool = False
     is_kept: bool = False
 
 
@@ -174,9 +175,10 @@ class UnitSite:
     must_save, savable_if, traits = False, None, OpTraits()
     final_decision, final_rule = Decision.RECOMPUTE, None
 
-    def __init__(self, op: Any, name: str, path: str, rules: Any) -> None:
-        self.op, self.name, self.path, self.conditional_rules = op, name, path, rules
+    def __init__(self, op: Any, path: str, rules: Any) -> None:
+        self.op, self.path, self.conditional_rules = op, path, rules
         self.is_named = isinstance(op, str)
+        self.name = op if self.is_named else f"function {op.__qualname__}"
         module = "" if self.is_named or op.__module__ == "__main__" else f"{op.__module__}."
         self.rule_name = op if self.is_named else f"function {module}{op.__qualname__}"
 
@@ -199,25 +201,36 @@ class Unit:
     facts: Facts
     inside: range
     served: set[int]
-    then: list[tuple[int, Any, Any]] = field(default_factory=list)
-    given: list[tuple[int, Any]] = field(default_factory=list)
-    spare: dict[int, Any] = field(default_factory=dict)
+    then: Sequence[tuple[int, Any, Any]] = ()
+    given: Sequence[tuple[int, Any]] = ()
+    spare: Sequence[tuple[int, Any]] = ()
 
 
-class Scope:
-    """A call that is running: what its ops have left in each storage, ``sums``, if it ``examines`` them.
+class UnitCall:
+    """One call of an autograd Function or of a named piece under the recorder. ``key``: of its facts.
 
-    ``strict``: nothing that was made inside is explained. ``opaque``: roots of unknown origin. ``saved``: weak
-    references to the handles, since graphs made and used inside are gone at the end. ``hidden``: addresses of storages
-    that a kernel has written to.
+    While it runs: what its ops have left in each storage, ``sums``, if it ``examines`` them. ``strict``: nothing that
+    was made inside is explained. ``opaque``: roots of unknown origin. ``saved``: weak references to the handles, since
+    graphs made and used inside are gone at the end. ``hidden``: addresses of storages that a kernel has written to.
     """
 
-    def __init__(self, tape: Tape, *, examines: bool, strict: bool) -> None:
-        self.tape, self.first, self.strict = tape, len(tape.sites), strict
-        self.examines, self.sums = examines, dict[int, Any]()
+    def __init__(self, mode: Any, site: Any, key: Any, call: Any, args: Any) -> None:
+        self.mode, self.site, self.key, self.call, self.args = mode, site, key, call, args
+        self.tape: Tape = mode.tape
+        self.reads: list[int] = []
+        self.template = as_refs(args, self.tape.find, self.reads)
+        self.arguments = tensors_of(args)
+        self.needs = [one.requires_grad for one in self.arguments]
+        known: Facts | None = mode.facts.get(key)
+        self.examines = mode.probes and (known is None or mode.verifies)
+        self.facts = known or Facts(strict=not mode.probes)
+        self.first, self.strict = len(self.tape.sites), site.is_named or self.facts.strict
         self.opaque: set[int] = set()
-        self.saved: list[weakref.ref[Handle]] = []
         self.hidden: set[int] = set()
+        self.saved: list[weakref.ref[Handle]] = []
+        self.copies: dict[int, Any] = {}  # root -> an argument, its contents before the call
+        # Where all calls were explained, none are taken; the first one that is not keeps its results.
+        self.states = states_of(mode.generators) if known is None or known.is_unit else None
 
     def look(self, tensors: Iterable[Tensor]) -> None:
         """Notice storages that have changed since an op left them."""
@@ -236,43 +249,23 @@ class Scope:
             is_fresh = value is not None and (value in self.tape.fresh or self.tape.is_in_flight(value))
             self.sums[address] = None if is_fresh else _sum(tensor)
 
-
-class UnitCall:
-    """One call of an autograd Function or of a named piece under the recorder. ``key``: of its facts."""
-
-    def __init__(self, mode: Any, site: Any, key: Any, call: Any, args: Any) -> None:
-        self.mode, self.site, self.key, self.call, self.args = mode, site, key, call, args
-        self.tape: Tape = mode.tape
-        self.reads: list[int] = []
-        self.template = as_refs(args, self.tape.find, self.reads)
-        self.arguments = tensors_of(args)
-        self.pairs = [*zip(self.reads, self.arguments, strict=True)]
-        known: Facts | None = mode.facts.get(key)
-        self.examines = mode.probes and (known is None or mode.verifies)
-        self.facts = known or Facts(strict=not mode.probes)
-        self.copies: dict[int, Any] = {}  # root -> an argument, its contents before the call
-
-    def run(self, function: Callable[[], Any]) -> Any:
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run ``function``, the call itself; add a unit if there are results that the ops inside do not explain."""
-        mode, tape, site = self.mode, self.tape, self.site
-        self.scope = Scope(tape, examines=self.examines, strict=site.is_named or self.facts.strict)
+        mode, tape, rules = self.mode, self.tape, self.site.conditional_rules
         if self.examines:
             self._examine_arguments()
-        else:
+        elif self.facts.written:
             for root in self._roots_at(self.facts.written):
                 tape.will_write(root)
-        self.grad, self.autocast = torch.is_grad_enabled(), Autocast(self.arguments)
-        self.states = states_of(default_generators())
         self.first_value, self.first_row = len(tape.roots), len(mode.op_trace.rows) if mode.op_trace else 0
-        self.needs = {value: one.requires_grad for value, one in self.pairs}
-        tape.scope = self.scope
-        outer = mode.sites
-        first = site.conditional_rules[0].resolved if site.conditional_rules else None
+        tape.scope, outer = self, mode.sites
+        first = rules[0].resolved if rules else None
         if first is not None and first.rule.matches_each_call and not first.saves:  # it decides on the ops inside, too
             mode.unit_rule, mode.sites = first, mode.table.sites_of(mode.path, first)
         try:
-            out = function()
-            self._end(out)
+            out = function(*args, **kwargs)
+            if not self._is_explained(out):
+                self._end(out)
         finally:
             tape.scope = None
             mode.unit_rule, mode.sites = None, outer
@@ -287,7 +280,8 @@ class UnitCall:
 
     def _examine_arguments(self) -> None:
         """Note what is in the arguments, and copy those from outside to which the call might write."""
-        tape = self.tape
+        tape, self.sums = self.tape, dict[int, Any]()
+        self.pairs = [*zip(self.reads, self.arguments, strict=True)]
         for value, tensor in self.pairs:
             root = tape.roots[value]
             is_outside = tape.makers[root] < 0 and not tape.leaves[root].is_parameter
@@ -295,33 +289,52 @@ class UnitCall:
             if is_outside and is_plain and root not in tape.before and root not in self.copies:
                 self.copies[root] = detached(tensor), copy_of(tensor.untyped_storage())
             if not (tensor.is_leaf and tensor.requires_grad):
-                self.scope.note([tensor])
-        self.sums = dict(self.scope.sums)
+                self.note([tensor])
+        self.sums_before = {**self.sums}
+
+    def _is_explained(self, out: Any) -> bool:
+        """Return whether it is plain that ops explain all, and nothing else is to be decided; decide on what it saved.
+
+        These are most calls of a Function that only runs ops, at a fraction of the time of ``_end``.
+        """
+        tape, mode, facts = self.tape, self.mode, self.facts
+        is_other = self.examines or self.strict or facts.written or facts.is_kept or self.opaque or tape.fresh
+        is_other = is_other or self.site.conditional_rules or mode.op_trace is not None
+        keeps = tape.kept and next(reversed(tape.kept)) >= self.first_value
+        if is_other or keeps or not all(site.is_ordinary for site in tape.sites[self.first :]):
+            return False
+        if None in map(tape.known, tensors_in(out)):
+            return False
+        for reference in self.saved:
+            if (handle := reference()) is not None:
+                mode.decide_on(handle, handle.value)
+        return True
 
     def _end(self, out: Any) -> None:
         """Decide what is explained; add the unit."""
-        tape, scope, mode = self.tape, self.scope, self.mode
+        tape, mode = self.tape, self.mode
         roots, makers = tape.roots, tape.makers
-        self.handles = {number: handle for number, reference in enumerate(scope.saved) if (handle := reference())}
+        self.handles = {number: handle for number, reference in enumerate(self.saved) if (handle := reference())}
         self.results = self._results(out)
-        writing = (entry for entry in range(scope.first, len(tape.sites)) if tape.sites[entry].writes)
-        op_written = {root for entry in writing for root in tape.writes_of(entry) if makers[root] < scope.first}
+        writing = (entry for entry in range(self.first, len(tape.sites)) if tape.sites[entry].writes)
+        op_written = {root for entry in writing for root in tape.writes_of(entry) if makers[root] < self.first}
         written = self._written(op_written)
-        self.sends = bool(tape.collectives) and tape.collectives[-1] >= scope.first
+        self.sends = bool(tape.collectives) and tape.collectives[-1] >= self.first
         self.decision, rule = Decision.RECOMPUTE, None
         if self.site.conditional_rules:
             self.decision, rule = decide(mode, self.site, self.args, {}, out)
-            scope.strict = scope.strict or self.decision.keeps
-        bad = _unexplained(tape, scope)
+            self.strict = self.strict or self.decision.keeps
+        bad = _unexplained(tape, self)
         wanted = bad.intersection(roots[value] for _, _, value in self.results)
-        is_unit = bool(wanted or written or (scope.opaque and op_written))
-        if is_unit and (op_written or written or self.sends) and not scope.strict:  # it must write or communicate once
-            scope.strict = True
-            bad = _unexplained(tape, scope)
+        is_unit = bool(wanted or written or (self.opaque and op_written))
+        if is_unit and (op_written or written or self.sends) and not self.strict:  # it must write or communicate once
+            self.strict = True
+            bad = _unexplained(tape, self)
             wanted = bad.intersection(roots[value] for _, _, value in self.results)
         # Under `verify: never` most Functions are units, whose ops a rerun on another rank would send again.
+        is_new, self.facts.is_unit = self.states is None, self.facts.is_unit or is_unit
         if is_unit and rule is None:
-            is_kept = self.facts.is_kept or (self.sends and mode.probes)
+            is_kept = is_new or self.facts.is_kept or (self.sends and mode.probes)
             self.decision = Decision.SAVE if is_kept else mode.table.default
         inner = {value for value in range(self.first_value, len(roots)) if value in tape.kept}
         last = len(roots)
@@ -348,7 +361,7 @@ class UnitCall:
     def _drop_kept(self, inner: set[int], needed: set[int]) -> None:
         """Drop those of the kept values ``inner`` from which no value of ``needed`` is made again."""
         tape = self.tape
-        for entry in reversed(range(self.scope.first, len(tape.sites))):
+        for entry in reversed(range(self.first, len(tape.sites))):
             writes = tape.writes_of(entry) if tape.writers else ()
             makes = any(value in needed and value not in tape.kept for value in tape.results(entry))
             if makes or (writes and any(tape.roots[value] in writes for value in needed)):
@@ -367,23 +380,26 @@ class UnitCall:
 
     def _written(self, op_written: set[int]) -> set[int]:
         """Return the roots of the arguments that were written to where no op is seen to."""
-        tape, facts, scope = self.tape, self.facts, self.scope
+        tape, facts = self.tape, self.facts
         read = {tape.roots[value] for value in self.reads}
+        written = read & tape.fresh  # what was uninitialised memory: the call fills it
+        if not (self.examines or facts.strict or facts.written or written):
+            return written
         aliased = read.intersection(tape.roots[value] for (is_returned, _), _, value in self.results if is_returned)
         if self.examines:  # look once more at results and arguments
-            scope.look([tensor for _, tensor, _ in self.results])
+            self.look([tensor for _, tensor, _ in self.results])
             for value, tensor in self.pairs:
                 if tape.roots[value] not in op_written:  # nor by ops on an alias that the tape does not know
-                    scope.sums[storage_address(tensor)] = self.sums.get(storage_address(tensor))
-            scope.look(self.arguments)
-            hidden = {tape.roots[value] for value, tensor in self.pairs if storage_address(tensor) in scope.hidden}
+                    self.sums[storage_address(tensor)] = self.sums_before.get(storage_address(tensor))
+            self.look(self.arguments)
+            hidden = {tape.roots[value] for value, tensor in self.pairs if storage_address(tensor) in self.hidden}
             facts.aliased |= self._positions_of(aliased)
             facts.written |= self._positions_of(hidden)
-            facts.strict = facts.strict or bool(scope.hidden)
-            scope.strict = scope.strict or bool(scope.hidden)
-        # What was uninitialised memory: the call fills it. If a kernel writes to memory, each new alias is written to.
-        written = self._roots_at(facts.written) | (read & tape.fresh)
-        written |= aliased - self._roots_at(facts.aliased) if facts.strict else set()
+            facts.strict = facts.strict or bool(self.hidden)
+            self.strict = self.strict or bool(self.hidden)
+        written |= self._roots_at(facts.written)
+        if facts.strict:  # a kernel writes to memory: each new alias is written to
+            written |= aliased - self._roots_at(facts.aliased)
         for root in written:
             if root in self.copies:
                 tape.before[root], tape.is_careful = self.copies[root], True
@@ -394,7 +410,7 @@ class UnitCall:
 
     def _add_unit(self, inner: set[int], wanted: set[int], written: set[int], rule: int) -> set[int]:
         """Append the unit; return the values in ``inner`` that are served when it runs again."""
-        tape, roots, first, unit = self.tape, self.tape.roots, self.scope.first, len(self.tape.sites)
+        tape, roots, first, unit = self.tape, self.tape.roots, self.first, len(self.tape.sites)
         tape.append(self.site, self.template, [*self.reads, *self._read_inside(unit)], {})
         if self.sends:
             tape.collectives = [*(entry for entry in tape.collectives if entry < first), unit]
@@ -425,14 +441,14 @@ class UnitCall:
         for root in written:  # by the unit, in place of its ops
             tape.writers[root] = [entry for entry in tape.writers.get(root, ()) if entry < first]
             tape.wrote(root, unit)
-        if moved := advanced(self.states):
+        if moved := advanced(self.states or []):
             tape.states[unit] = moved
         new_unit = tape.units[unit] = Unit(
             call=self.call,
             results=described,
-            needs=self.needs,
-            grad=self.grad,
-            autocast=self.autocast,
+            needs=dict(zip(self.reads, self.needs, strict=True)),
+            grad=torch.is_grad_enabled(),
+            autocast=self.mode.autocast.now(),
             facts=self.facts,
             inside=range(first, unit),
             served=served,
@@ -442,17 +458,16 @@ class UnitCall:
             made += [pair for pair in self.pairs if roots[pair[0]] in written]
             read = (pair for pair in self.pairs if tape.makers[roots[pair[0]]] >= 0 and roots[pair[0]] not in written)
             new_unit.given = [(value, checksum(tensor)) for value, tensor in read if not is_in_flight(tensor)]
-            for value, tensor in made:
-                if value not in tape.kept and not is_in_flight(tensor):
-                    new_unit.then.append((value, (tensor.shape, tensor.dtype), checksum(tensor)))
-                    if self.mode.keeps_units and tape.makers[value] == unit:
-                        new_unit.spare[value] = detached(tensor)
+            made = [(value, one) for value, one in made if value not in tape.kept and not is_in_flight(one)]
+            new_unit.then = [(value, (one.shape, one.dtype), checksum(one)) for value, one in made]
+            if self.mode.keeps_units:
+                new_unit.spare = [(value, detached(one)) for value, one in made if tape.makers[value] == unit]
         return served
 
     def _read_inside(self, unit: int) -> list[int]:
         """Return the values from outside that ops of the call read and that are no arguments."""
         tape = self.tape
-        read = {value for entry in range(self.scope.first, unit) for value in tape.reads[entry]}
+        read = {value for entry in range(self.first, unit) for value in tape.reads[entry]}
         read = {value for value in read.difference(self.reads) if value < self.first_value or value in tape.leaves}
         arguments = {tape.roots[value] for value in self.reads}
         for value in read if self.site.is_named else ():  # it would hold the graph that leads to its region
@@ -473,7 +488,7 @@ class UnitCall:
         what is served, and whether the latter is cheaper in bytes, or a rule saves the unit.
         """
         tape, facts = self.tape, self.facts
-        facts.is_kept = facts.is_kept or any(storage_address(tape.kept[value]) in self.scope.hidden for value in inner)
+        facts.is_kept = facts.is_kept or any(storage_address(tape.kept[value]) in self.hidden for value in inner)
         if self.decision.keeps or facts.is_kept or not inner:
             return set(), self.decision.keeps or facts.is_kept
         served = {value for value in inner if tape.roots[value] not in tape.writers}
@@ -491,22 +506,22 @@ def _sum(tensor: Tensor) -> Any:
         return checksum(flat.set_(tensor.untyped_storage()))
 
 
-def _unexplained(tape: Tape, scope: Scope) -> set[int]:
+def _unexplained(tape: Tape, call: UnitCall) -> set[int]:
     """Return the roots, of those made inside, whose contents the entries do not give again."""
-    roots, makers, bad = tape.roots, tape.makers, {*scope.opaque}
+    roots, makers, bad = tape.roots, tape.makers, {*call.opaque}
     fresh: set[int] = set()
-    for entry in range(scope.first, len(tape.sites)):
+    for entry in range(call.first, len(tape.sites)):
         site = tape.sites[entry]
         new = [roots[value] for value in tape.results(entry) if roots[value] == value]
-        writes = tape.writes_of(entry)
-        is_bad = scope.strict and not site.is_view
+        writes = tape.writes_of(entry) if tape.writers else []
+        is_bad = call.strict and not site.is_view
         if not (is_bad or site.is_view or site.traits.is_factory):
             read = {roots[value] for value in tape.reads[entry]}
             is_bad = bool(read & bad or (read & fresh).difference(writes))
         fresh.difference_update(writes)
         if is_bad:
             bad.update(new)
-            bad.update(root for root in writes if makers[root] >= scope.first)
+            bad.update(root for root in writes if makers[root] >= call.first)
         elif site.traits.is_uninitialised:
             fresh.update(new)
     return bad | fresh
@@ -553,7 +568,7 @@ def differs(tape: Tape, entry: int, values: dict[int, Any], unneeded: set[int]) 
     is_other = (others or bool(find_different(pairs))) and not may_differ(tape, tape.reads[entry], again[0].device)
     if is_other and find_different([(then, checksum(values[value])) for value, then in unit.given]):
         raise DiffersError(f"an argument of {tape.sites[entry].name} is replayed with other values than in forward")
-    for value, tensor in unit.spare.items() if is_other else ():
+    for value, tensor in unit.spare if is_other else ():
         if tape.last_write(value) < 0:
             values[value] = tensor
     return is_other

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import torch
-
 from sac.engine.table import NO_RULE as NO_RULE
 from sac.engine.table import CallSite, ResolvedRule, first_tensor
 from sac.errors import ConfigError, Problem
@@ -55,55 +53,38 @@ class OpTraceRecorder:
         self.rows: list[OpTraceRow] = []
         self._calls: dict[tuple[str, str], int] = {}
 
-    def add(
-        self, site: CallSite, rule: ResolvedRule | None, decision: Decision, args: Any, kwargs: Any, out: Any
-    ) -> None:
+    def add(self, site: Any, rule: ResolvedRule | None, decision: Decision, args: Any, kwargs: Any, out: Any) -> None:
         """Append the op that has just run."""
-        size = 0 if site.is_view else sum(map(storage_bytes, tensors_of(out)))
-        flops, reason = flops_of(site.op, args, kwargs, out), _reason(site, rule, decision)
-        self._append((site.path, op_name(site.op)), decision, rule, reason, size, flops, first_tensor(out))
+        self._append(site, rule, decision, args, kwargs, out)
 
-    def add_unit(
-        self,
-        site: Any,
-        rule: ResolvedRule | None,
-        decision: Decision,
-        arguments: Sequence[Any],
-        returned: Sequence[Any],
-        first: int,
-    ) -> None:
+    def add_unit(self, site: Any, rule: Any, decision: Decision, arguments: Any, returned: Any, first: int) -> None:
         """Append a call of an autograd Function or of a named piece; rows from ``first`` are those of its ops."""
         if decision.keeps:
             for number in range(first, len(self.rows)):
                 if self.rows[number].reason == "default":
                     self.rows[number] = replace(self.rows[number], reason=f"inside {site.name}")
-        size = sum({storage_address(tensor): storage_bytes(tensor) for tensor in returned}.values())
-        reason = "must-save" if rule is None and decision.keeps else _reason(site, rule, decision)  # it communicates
-        self._append((site.path, site.name), decision, rule, reason, size, 0, first_tensor(returned))
+        self._append(site, rule, decision, arguments, {}, returned)
 
-    def _append(
-        self,
-        key: tuple[str, str],
-        decision: Decision,
-        rule: ResolvedRule | None,
-        reason: str,
-        size: int,
-        flops: int,
-        result: torch.Tensor | None,
-    ) -> None:
+    def _append(self, site: Any, rule: Any, decision: Decision, args: Any, kwargs: Any, out: Any) -> None:
+        is_op, result = isinstance(site, CallSite), first_tensor(out)
+        key = site.path, op_name(site.op) if is_op else site.name
         call = self._calls[key] = self._calls.get(key, -1) + 1
         rule_id = rule.rule.id if rule is not None else ""
+        sizes = {} if site.is_view else {storage_address(one): storage_bytes(one) for one in tensors_of(out)}
+        flops = flops_of(site.op, args, kwargs, out) if is_op else 0
         shape = tuple(result.shape) if result is not None else ()
         dtype = str(result.dtype).removeprefix("torch.") if result is not None else ""
+        size, reason = sum(sizes.values()), _reason(site, rule, decision)
         self.rows.append(OpTraceRow(*key, call, decision.value, rule_id, reason, size, flops, shape, dtype))
 
 
-def _reason(site: CallSite, rule: ResolvedRule | None, decision: Decision) -> str:
+def _reason(site: Any, rule: ResolvedRule | None, decision: Decision) -> str:
     if site.traits.unsavable_reason:
-        return site.traits.unsavable_reason
+        return str(site.traits.unsavable_reason)
     if rule is not None and decision in (rule.decision, Decision.RECOMPUTE):
         return f"rule {rule.rule.id}"
-    return "must-save" if decision is Decision.SAVE and site.must_save else "default"
+    is_kept = site.must_save or not isinstance(site, CallSite)  # a unit that communicates
+    return "must-save" if decision is Decision.SAVE and is_kept else "default"
 
 
 # -- What the last call of one region kept, for the report

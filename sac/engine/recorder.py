@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sac.checksums import checksum, sums_of
-from sac.engine.flags import callers_autocast
+from sac.engine.flags import Autocast, callers_autocast
 from sac.engine.handles import EXTERNAL, KEPT, Handle
 from sac.engine.op_trace import OpTraceRecorder
 from sac.engine.rng import GeneratorStates, advanced, default_generators, states_of
@@ -47,7 +47,9 @@ class TapeMode(RegionMode):
         self.keeps_units = False  # until they are verified
         self.verifies = False  # whether checksums of what is kept are taken
         self.facts: dict[Any, Any] = {}  # (path, autograd function) -> what its calls have shown
+        self.generators = default_generators()
         self.first_states: GeneratorStates = []  # at the start, held in any case
+        self.autocast: Autocast  # at the start
         self.sums: dict[int, Any] | None = None  # of what will be replayed
         self.probes = False  # whether calls are examined for writes that no op is seen to make
         self.paused = False  # ops of a recomputation that backward asks for before the forward is over
@@ -83,7 +85,7 @@ class TapeMode(RegionMode):
         else:
             find = partial(tape.find, reader=site)
             template, keywords = as_refs(args, find, reads), kwargs and as_refs(kwargs, find, reads)
-        if not site.is_ordinary or site.is_collective:
+        if not site.is_ordinary:
             return self._run_special(site, func, args, kwargs, template, keywords, reads)
         if tape.fresh:  # `baddbmm(torch.empty(…), …, beta=0)` does not read its first argument
             self._check_fresh(site, reads[kwargs.get("beta", 1) == 0 :], ())
@@ -93,6 +95,8 @@ class TapeMode(RegionMode):
             tape.add_value(out, tape.roots[reads[0]] if site.is_view else -1, entry)
             if type(out) is not Tensor:
                 tape.has_collectives = True  # ops on a DTensor may communicate
+            if site.is_uninitialised and out.numel():
+                tape.fresh.add(tape.roots[-1])
         else:
             self._add_results(site, entry, args, out)
         if site.has_decision or self.op_trace is not None:
@@ -111,7 +115,7 @@ class TapeMode(RegionMode):
     def _run_special(
         self, site: CallSite, func: Any, args: Any, kwargs: Any, template: Any, keywords: Any, reads: list[int]
     ) -> Any:
-        """Run an op that writes, draws, makes fresh memory, belongs to the infrastructure or to a library."""
+        """Run an op that writes, draws, belongs to the infrastructure or to a library."""
         tape, traits = self.tape, site.traits
         if type(func) is not OpOverload and isinstance(func, HigherOrderOperator):
             tape.fail(f"{func} is a higher-order op")
@@ -139,7 +143,7 @@ class TapeMode(RegionMode):
                 tape.waits.add(entry)
         for value in written:
             tape.wrote(value, entry)
-        if traits.is_uninitialised and any(tensor.numel() for tensor in tensors_of(out)):
+        if site.is_uninitialised:  # of a library
             tape.fresh.update(tape.roots[value] for value in tape.results(entry))
         if moved := advanced(states):
             (generator, state), *others = moved
@@ -202,7 +206,7 @@ class TapeMode(RegionMode):
             self.tape.is_careful = True
             if id(generator) not in self.tape.generators:
                 self.tape.generators[id(generator)] = generator, generator.get_state()
-        return states_of(own or default_generators())
+        return states_of(own or self.generators)
 
     def _decide(self, site: CallSite, entry: int, args: Any, kwargs: Any, out: Any) -> None:
         tape = self.tape

@@ -113,31 +113,25 @@ class Region:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run one call; gradients are those of ``function(*args, **kwargs)``. ``owners``: modules of the function."""
+        group, stats, settings = self.group, self.stats, as_torch_says(settings)
+        where = self.path or group.name
+        owners += tuple(argument for argument in args if isinstance(argument, nn.Module))
         try:
-            return self._run(function, owners, settings, args, kwargs)
+            if not stats.calls and any(is_lazy(parameter) for owner in owners for parameter in owner.parameters()):
+                return function(*args, **kwargs)  # this call makes the parameters
+            if settings.use_reentrant and can_be_reentrant(args, kwargs) and not keeps_fp8_state(owners):
+                frame: Frame = ReentrantFrame(function, owners, settings, where, group)
+            else:
+                plain = group.table.saves_everything and not group.table.offloads and active_hooks() is None
+                if plain and stats.calls:  # the first call counts the bytes
+                    stats.calls += 1
+                    return function(*args, **kwargs)
+                refuse_transforms(where)
+                frame = self.frame(function, owners, settings, active_hooks())
+            output = frame.run(args, kwargs)
         except torch.OutOfMemoryError as error:
             settings.add_note(error)
             raise
-
-    def _run(
-        self, function: Callable[..., Any], owners: tuple[nn.Module, ...], settings: Settings, args: Any, kwargs: Any
-    ) -> Any:
-        group, stats = self.group, self.stats
-        settings = as_torch_says(settings)
-        where = self.path or group.name
-        owners += tuple(argument for argument in args if isinstance(argument, nn.Module))
-        if not stats.calls and any(is_lazy(parameter) for owner in owners for parameter in owner.parameters()):
-            return function(*args, **kwargs)  # this call makes the parameters
-        if settings.use_reentrant and can_be_reentrant(args, kwargs) and not keeps_fp8_state(owners):
-            frame: Frame = ReentrantFrame(function, owners, settings, where, group)
-        else:
-            plain = group.table.saves_everything and not group.table.offloads and active_hooks() is None
-            if plain and stats.calls:  # the first call counts the bytes
-                stats.calls += 1
-                return function(*args, **kwargs)
-            refuse_transforms(where)
-            frame = self.frame(function, owners, settings, active_hooks())
-        output = frame.run(args, kwargs)
         stats.engine, stats.offloads, stats.compiled_graphs = frame.engine, frame.offloads, frame.compiled_graphs
         stats.take(frame.figures, frame.input_bytes)
         if frame.trace is not None:

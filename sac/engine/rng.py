@@ -15,7 +15,7 @@ from torch import Tensor
 from sac.engine.settings import Settings
 from sac.errors import ConfigError, Problem
 from sac.tensors import cloned, equal
-from sac.torch_private import UnseenByModes, mps_generator
+from sac.torch_private import mps_generator
 
 GeneratorStates = list[tuple[torch.Generator, Tensor]]
 
@@ -25,16 +25,9 @@ def default_generators() -> list[torch.Generator]:
     return [torch.default_generator, *_accelerator_generators(())]
 
 
-def state_of(generator: torch.Generator) -> Tensor:
-    """Return a copy of a generator's state, a tensor of bytes on the CPU; modes do not see it."""
-    with UnseenByModes():
-        state: Tensor = generator.get_state()
-        return state
-
-
 def states_of(generators: Iterable[torch.Generator]) -> GeneratorStates:
-    """Return each generator with a copy of its state."""
-    return [(generator, state_of(generator)) for generator in generators]
+    """Return each generator with a copy of its state, bytes on the CPU; modes do not see it."""
+    return [(generator, generator.get_state()) for generator in generators]
 
 
 def advanced(states: GeneratorStates) -> GeneratorStates:

@@ -53,8 +53,7 @@ class Settings:
     @property
     def needs_frame(self) -> bool:
         """Whether only sac's frames can apply these settings; the others have no meaning in a compiled graph."""
-        asked = (self.trackers, self.providers)
-        return self.input_storing is not None or self.use_reentrant or any(asked)
+        return self.input_storing is not None or self.use_reentrant or bool(self.trackers or self.providers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         # A copied model's modules hold copies of providers. Those are added; the originals stay.

@@ -90,7 +90,7 @@ class ForwardState:
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         for argument in arguments if len(tensors) < len(arguments) else ():
             self._held += filter(_is_random, (argument, *parts_of(argument)))
-        self.flags, self._autocast, self.modes = BackendFlags(), Autocast(tensors), function_modes()
+        self.flags, self.autocast, self.modes = BackendFlags(), Autocast(tensors), function_modes()
         self._random = RngSnapshot(tensors, settings, self._held) if settings.preserve_rng_state else None
         self.random: GeneratorStates = [] if self._random is None else self._random.states
         self._copies: list[tuple[Tensor, int, Any]] = []
@@ -207,7 +207,7 @@ class ForwardState:
                     stack.callback(tensor.requires_grad_, tensor.requires_grad)
                     tensor.requires_grad_(needs)
             self.flags.enter_on(stack)
-            self._autocast.enter_on(stack)
+            self.autocast.enter_on(stack)
             self._restore_random(stack, tape)
             for tensor, contents in self._contents(tape):
                 storage = tensor.untyped_storage()

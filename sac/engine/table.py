@@ -92,14 +92,14 @@ class CallSite:
         self.is_ordinary = traits.is_flat and not (
             self.writes
             or traits.may_draw
-            or traits.is_factory
+            or traits.is_collective
             or traits.is_infrastructure
             or self.is_unrecorded
             or (self.is_view and traits.view_of < 0)
             or is_custom_op(op)
         )
         self.has_decision = False  # whether a rule, the default or the must-save tier decides on its result
-        self.is_flat = traits.is_flat
+        self.is_flat, self.is_uninitialised = traits.is_flat, traits.is_uninitialised
         self.tensor_positions = traits.tensor_positions
         self.savable = not traits.unsavable_reason or bool(traits.savable_if)
         self.savable_if = condition_of(traits.savable_if) if traits.savable_if else None

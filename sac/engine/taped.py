@@ -91,7 +91,7 @@ class TapedFrame(Frame):
                 self.call.follow(tensor)
         self._python = python_random() if self.group.careful is None else None
         if self.mode is not None:
-            self.mode.first_states = self.state.random[:1]
+            self.mode.first_states, self.mode.autocast = self.state.random[:1], self.state.autocast
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ class WrapperSite:
     """Stands for a call site in the tape. ``run``: makes the result from the arguments of the entry."""
 
     is_flat = True
-    is_inplace_view = is_custom_op = is_collective = may_save = has_decision = must_save = writes = False
+    is_ordinary = is_inplace_view = is_custom_op = is_collective = may_save = has_decision = must_save = writes = False
     path = ""
     traits = OpTraits()
 
