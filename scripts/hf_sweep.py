@@ -108,8 +108,8 @@ def small_config(config: Any, size: tuple[int, int, int]) -> Any:
             changed[name] = min(value, vocab)
         elif name.endswith("_token_id") and isinstance(value, int) and vocab:
             changed[name] = min(value, vocab - 1)
-        elif name == "image_size" and isinstance(value, int):
-            changed[name] = min(value, 64)
+        elif name == "image_size":
+            changed[name] = min(value, 64) if isinstance(value, int) else [min(one, 256) for one in value]
         elif STAGES.search(name) and isinstance(value, list):
             changed[name] = [min(one, 2) for one in value]
         elif LAYERS.search(name) and isinstance(value, int):
