@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import logging
 import re
 import sys
 import threading
@@ -67,11 +69,43 @@ def first_step_is_behind() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def imports_are_frozen(first_step_is_behind: None) -> None:
-    """Collections of garbage are of what the tests of this file make."""
-    from tests.support.process import freeze_what_is_imported
+def what_is_there_is_frozen(first_step_is_behind: None) -> None:
+    """Collections of garbage are of what the tests of this file make: reports of tests are a million objects too."""
+    gc.collect()
+    gc.freeze()
 
-    freeze_what_is_imported()
+
+class Logged(logging.Handler):
+    """What has been logged. pytest's own plugin puts a handler on each of torch's loggers, six times in every test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        self.emit = self.records.append
+
+    @contextlib.contextmanager
+    def at_level(self, level: int | str, logger: str) -> Iterator[None]:
+        """Let a logger take note from this level on."""
+        named = logging.getLogger(logger)
+        before = named.level
+        named.setLevel(level)
+        try:
+            yield
+        finally:
+            named.setLevel(before)
+
+    @property
+    def messages(self) -> list[str]:
+        return [record.getMessage() for record in self.records]
+
+
+@pytest.fixture
+def caplog() -> Iterator[Logged]:
+    """What loggers hand on to the root while a test runs."""
+    handler = Logged()
+    logging.getLogger().addHandler(handler)
+    yield handler
+    logging.getLogger().removeHandler(handler)
 
 
 @pytest.fixture

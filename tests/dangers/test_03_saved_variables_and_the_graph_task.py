@@ -117,7 +117,13 @@ def fails_without_luck(block: Block, x: Tensor) -> Tensor:
 
 # What is offloaded is there before the error, and backward has freed the nodes that it has passed by then.
 @pytest.mark.parametrize(
-    ("way", "again"), [(way, again) for way in WAYS for again in (False, True) if not again or way != "offload"]
+    ("way", "again"),
+    [
+        pytest.param(way, again, marks=() if way in ("full", "auto", "served rerun") else pytest.mark.slow)
+        for way in WAYS
+        for again in (False, True)
+        if not again or way != "offload"
+    ],
 )
 def test_an_error_in_recomputation_loses_nothing_and_holds_nothing(way: str, again: bool) -> None:
     program = Program("fails_without_luck", fails_without_luck)

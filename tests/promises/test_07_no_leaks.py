@@ -44,7 +44,10 @@ def test_nothing_lives_after_backward(program: Program, way: str, policy: str) -
         assert recorder.live_bytes(besides=list(model.buffers())) == 0
 
 
-@on_every_way([CATALOGUE[name] for name in ("llama_block", "two_dropouts", "mixture_of_experts", "smooth")])
+@on_every_way(
+    [CATALOGUE[name] for name in ("llama_block", "two_dropouts", "mixture_of_experts", "smooth")],
+    quick=("full", "auto", "served rerun"),
+)
 def test_neither_inputs_nor_values_live_after_a_retained_graph_is_dropped(
     program: Program, way: str, policy: str
 ) -> None:

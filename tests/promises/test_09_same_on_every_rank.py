@@ -11,7 +11,7 @@ from tests.support.rank_programs import BODIES, told_of_a_difference, trained
 from tests.support.ranks import run_ranks
 from tests.support.ways import POLICIES
 
-STEPS = 3  # those of `outcome`: two that are compared, one for FLOPs and collectives
+STEPS = 2  # those of `outcome`
 REGIONS = 2
 
 

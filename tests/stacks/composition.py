@@ -18,12 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
+from sac import memory_timeline
 from sac.memory_timeline import mark, measure_memory
-from sac.tools.comparison import count_flops
+from sac.ops.flops import ADDED_FORMULAS
 from tests.support.training import same_bits
 
+FORMULAS = {**flop_registry, **{op: shape_wrapper(formula) for op, formula in ADDED_FORMULAS.items()}}
 FORWARD_DONE = "forward done"
 RELEASE_SECONDS = 0.005
 SENT = "gloo:"  # the backend's own events: a collective whose result is taken from what was kept has none
@@ -32,7 +36,7 @@ WRAPPED_NAMES = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_
 
 @dataclass(frozen=True)
 class Outcome:
-    """Some steps of training, the last of them measured, and one more whose ops were counted."""
+    """Some steps of training, the last of them measured."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
@@ -57,7 +61,7 @@ def train(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], **options: A
 def outcome(
     step: Callable[[], Any], model: nn.Module, *, steps: int = 2, seed: int = 0, compiled: bool = False
 ) -> Outcome:
-    """Run `step` some times and read the gradients after each; memory is that of the last, FLOPs those of one more.
+    """Run `step` some times and read the gradients after each; memory, FLOPs and collectives are those of the last.
 
     `step` is one forward and backward, without the optimizer; it calls `forward_done()` in between if there is one
     place where all of forward is over, and may return the loss. The parameters never change, so losses of steps differ
@@ -65,28 +69,46 @@ def outcome(
     """
     torch.manual_seed(seed)
     losses, gradients = [], {}
+    profilers: list[Any] = []
 
     def one_step() -> None:
         loss = step()
         losses.extend([float(loss.detach())] if loss is not None else [])
 
+    def profiler(**options: Any) -> Any:
+        """For shapes it holds weak references: then `.to` cannot exchange the parameters of a sharded module."""
+        profilers.append(profile(record_shapes=compiled, **options))
+        return profilers[-1]
+
+    # A dispatch mode would change what runs of a compiled model; what eager's modes answer themselves has no event.
+    products = contextlib.nullcontext() if compiled else _Products()
     for index in range(steps):
         model.zero_grad()
         if index < steps - 1:
             one_step()
         else:
-            with _buffers_freed_here():
+            with _buffers_freed_here(), products, pytest.MonkeyPatch.context() as patch:
+                patch.setattr(memory_timeline, "profile", profiler)
                 memory = measure_memory(one_step)
         gradients |= {f"step {index} {name}": value for name, value in gradients_of(model).items()}
     state = _state_of(model)
-    model.zero_grad()
-    counted: list[int] = []
-    # A dispatch mode would change what runs of a compiled model; what eager's modes answer themselves has no event.
-    events = _events(step if compiled else lambda: counted.append(count_flops(step)), shapes=compiled)
-    flops = sum(_product_flops(name, shapes) for name, shapes in events) if compiled else counted[0]
-    sent = Counter(name for name, _ in events if name.startswith(SENT))
+    events = profilers[0].profiler.kineto_results.events()
+    flops = sum(_product_flops(one.name(), one.shapes()) for one in events) if compiled else products.flops
+    sent = Counter(event.name() for event in events if event.name().startswith(SENT))
     kept = memory.at(FORWARD_DONE) if FORWARD_DONE in memory.marks else memory.peak_bytes
     return Outcome(losses, gradients, flops, kept, dict(sent), state)
+
+
+class _Products(TorchDispatchMode):
+    """Counts what torch's counter of FLOPs does, in a tenth of its time."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if formula := FORMULAS.get(func.overloadpacket):
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        return result
 
 
 def forward_done() -> None:
@@ -185,17 +207,6 @@ def assert_recomputed(train: Callable[[Any], Outcome], *modes: Any) -> list[Outc
         assert ours.flops > plain.flops, mode
         assert ours.kept_bytes < plain.kept_bytes, mode
     return [plain, *found]
-
-
-def _events(step: Callable[[], Any], *, shapes: bool) -> list[tuple[str, list[list[int]]]]:
-    """What the profiler saw in a step: names of events, and the shapes of the tensors that operators were given.
-
-    For shapes it holds weak references to tensors, so that `.to` cannot exchange the parameters of a sharded module.
-    """
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=shapes) as profiler:
-        step()
-    results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]  # `events()` takes ten times as long
-    return [(event.name(), event.shapes()) for event in results.events()]
 
 
 def _product_flops(name: str, shapes: list[list[int]]) -> int:

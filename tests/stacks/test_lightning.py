@@ -41,7 +41,7 @@ def test_a_checkpoint_is_resumed_in_another_mode(tmp_path: Path) -> None:
     assert_same(plain, ours)
 
 
-def test_a_second_fit_finds_the_callback_done(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_fit_finds_the_callback_done(caplog: Any) -> None:
     module, callback = Module(late=False), SacCallback("full")
     with caplog.at_level(logging.INFO, logger="sac.compat.lightning"):
         fit(module, callbacks=[callback])

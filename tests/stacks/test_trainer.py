@@ -54,7 +54,7 @@ def test_a_training_that_is_saved_and_taken_up_again(plain: Outcome, tmp_path: P
 
 
 @pytest.mark.parametrize("model_init", [False, True])
-def test_callback(model_init: bool, plain: Outcome, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_callback(model_init: bool, plain: Outcome, tmp_path: Path, caplog: Any) -> None:
     with caplog.at_level(logging.INFO, logger=LOGGER):
         ours = train(tmp_path, untouched, callbacks=[SacCallback("selective")], model_init=model_init)
     assert_as(ours, train(tmp_path, untouched, model_init=True) if model_init else plain)

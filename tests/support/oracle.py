@@ -108,10 +108,10 @@ def assert_same_results(
         assert_same(reference, run(built_model(program, WAYS[way], policy, **options)))
 
 
-def on_every_way(chosen: Sequence[Program], *ways: str, quick: Sequence[str] = tuple(WAYS)) -> pytest.MarkDecorator:
+def on_every_way(chosen: Sequence[Program], *ways: str, quick: Sequence[str] = ()) -> pytest.MarkDecorator:
     """Parametrize ``(program, way, policy)``: every program in every way; the policies of a way take turns.
 
-    ``quick``: the ways that the quick suite runs.
+    ``quick``: the ways that the quick suite runs; without it, "auto" and every second, others for the next program.
     """
     params = []
     for place, each in enumerate(chosen):
@@ -119,6 +119,7 @@ def on_every_way(chosen: Sequence[Program], *ways: str, quick: Sequence[str] = t
             names = [*POLICIES] if WAYS[name].policies else ["nothing"]
             if name not in each.not_under:
                 policy = names[(place + len(params)) % len(names)]
-                marks = () if name in quick else pytest.mark.slow
+                is_quick = name in (quick or ("auto", *[*WAYS][place % 2 :: 2]))
+                marks = () if is_quick else pytest.mark.slow
                 params.append(pytest.param(each, name, policy, id=f"{each}-{name}-{policy}", marks=marks))
     return pytest.mark.parametrize(("program", "way", "policy"), params)

@@ -40,8 +40,8 @@ class Recorder(TorchDispatchMode):
         if func.overloadpacket in PRODUCTS:
             self.product_flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
         for storage in _storages(result):
-            if storage._cdata not in given:
-                self._made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+            if (key := storage._cdata) not in given and key not in self._made:
+                self._made[key] = StorageWeakRef(storage), storage.nbytes()
         return result
 
     def live_bytes(self, besides: Any = ()) -> int:
@@ -62,19 +62,24 @@ SPARSE_PARTS = {
 }
 
 
-def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+def _storages(values: Any) -> list[torch.UntypedStorage]:
     """The storages of the tensors in a structure, or of a sparse tensor's parts.
 
     A StorageWeakRef keeps an address from being given to another while we remember it.
     """
-    if type(values) in (tuple, list):  # by far the most; `tree_leaves` is slow
-        for value in values:
-            yield from _storages(value)
-    elif isinstance(values, Tensor):
-        for part in SPARSE_PARTS.get(values.layout, (lambda dense: dense,)):
-            yield part(values).untyped_storage()
-    elif type(values) not in (int, float, bool, str, type(None)):
-        yield from _storages([leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)])
+    found: list[torch.UntypedStorage] = []
+    left = [values]
+    for value in left:
+        if isinstance(value, Tensor):
+            parts = SPARSE_PARTS.get(value.layout)
+            found += [part(value).untyped_storage() for part in parts] if parts else [value.untyped_storage()]
+        elif type(value) in (tuple, list):  # by far the most; `tree_leaves` is slow
+            left += value
+        elif type(value) is dict:
+            left += value.values()
+        elif type(value) not in (int, float, bool, str, type(None)):
+            left += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return found
 
 
 _name = functools.cache(str)  # of an op

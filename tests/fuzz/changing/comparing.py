@@ -9,6 +9,8 @@ import types
 import numpy
 import torch
 
+from sac.torch_private import UnseenByModes
+
 
 def shown(value, seen=()):
     """Tensors, numbers and containers of them as plain values; `...` for what is not looked into."""
@@ -35,14 +37,15 @@ def shown(value, seen=()):
 
 
 def bits(tensor):
-    tensor = tensor.detach()
-    if tensor.is_floating_point():
-        tensor = torch.where(tensor.isnan(), torch.nan, tensor)  # the sign of one depends on the kernel
-    return [str(tensor.dtype), tuple(tensor.shape), tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()]
+    tensor = tensor.detach().contiguous()
+    if tensor.is_floating_point() and (nans := tensor.isnan()).any():
+        tensor = torch.where(nans, torch.nan, tensor)  # the sign of one depends on the kernel
+    return [str(tensor.dtype), tuple(tensor.shape), tensor.view(-1).view(torch.uint8).numpy().tobytes()]
 
 
 def state_of(model, yielded):
     """All that a step of `model` has left: what the loop yields, and everything in the model and the random states."""
+    guard = UnseenByModes()  # what comes too early is poison to a simulated device: its modes need not see reads
     loss, seen, grad, state = yielded
     found = {"loss": shown(loss), "seen": shown(seen), "gradient of the input": shown(grad), "state": shown(state)}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -55,6 +58,7 @@ def state_of(model, yielded):
     found["random numbers"] = bits(torch.get_rng_state())
     found["random numbers of Python"] = hash(random.getstate())
     found["random numbers of numpy"] = pickle.dumps(numpy.random.get_state())
+    del guard
     return found
 
 

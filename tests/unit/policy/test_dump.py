@@ -125,6 +125,7 @@ def assert_policy_or_told(source: object) -> None:
         assert load_policy(yaml.safe_load(policy.to_yaml())).to_yaml() == policy.to_yaml()
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(contents)
 @example(WRITTEN)

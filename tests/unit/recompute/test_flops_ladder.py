@@ -8,9 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.blocks import (
     FULL,
@@ -24,7 +22,7 @@ from tests.support.blocks import (
     tokens,
     ways,
 )
-from tests.support.recording import backward_ops
+from tests.support.recording import Recorder, backward_ops
 from tests.support.training import built
 
 D, HIDDEN, ROWS = 32, 64, 2 * 8
@@ -66,13 +64,10 @@ WAYS = [("none", "apply")] + [
 def backward_flops(model: Stack, given: tuple[Tensor, ...]) -> int:
     """FLOPs of the products in backward; attention is counted apart, by calls."""
     out = model(*given)
-    with FlopCounterMode(display=False) as counter:
+    with Recorder() as recorder:
         out.sum().backward()
-    counts = counter.get_flop_counts().get("Global", {})
     model.zero_grad()
-    return sum(
-        flops for op, flops in counts.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
-    )
+    return recorder.product_flops
 
 
 @pytest.mark.parametrize(("name", "entry"), WAYS)

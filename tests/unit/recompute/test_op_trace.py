@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -29,12 +31,12 @@ def run(times: int = 2) -> nn.Module:
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.INFO, logger="sac.reporting")
-    return caplog
+def log(caplog: Any) -> Iterator[Any]:
+    with caplog.at_level(logging.INFO, logger="sac.reporting"):
+        yield caplog
 
 
-def test_log_tells_each_decision_once(monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+def test_log_tells_each_decision_once(monkeypatch: pytest.MonkeyPatch, log: Any) -> None:
     monkeypatch.setenv("SAC_TRACE", "1")
     run()
     assert len(log.messages) == len(set(log.messages))
@@ -52,7 +54,7 @@ def test_log_tells_each_decision_once(monkeypatch: pytest.MonkeyPatch, log: pyte
 
 
 @pytest.mark.parametrize("value", ["", "0", "false", "OFF", "no"])
-def test_off(value: str, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture) -> None:
+def test_off(value: str, monkeypatch: pytest.MonkeyPatch, log: Any) -> None:
     monkeypatch.setenv("SAC_TRACE", value)
     run()
     assert log.messages == []
