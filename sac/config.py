@@ -44,22 +44,10 @@ COMPARED_BY_CALLS = FirstCalls()  # used where each call has its own settings
 class FullConfig:
     """How regions keep their inputs until backward, and which state they restore for recomputation.
 
-    ``keep``: the inputs that ``store`` applies to; all others are held whole. ``first``: the first floating-point
-    tensor among the leaves of ``(args, kwargs)``; ``all``: all floating-point tensors; or a predicate
-    ``(position, tensor) -> bool``.
-
-    ``store``: where these inputs are kept.
-    - ``whole``: hold the caller's tensor, which must not change.
-    - ``scattered``: scatter over the tensor-parallel group; each rank holds 1 / group size of the bytes.
-    - ``host``: a copy in host memory.
-    - ``contiguous``: a slot of a preallocated buffer with ``num_checkpoints`` slots, one buffer for each argument.
-    - several of the last three joined by ``+``, as in ``scattered+host``; in host memory, no slots are used.
-    All stores except ``whole`` copy before the forward, so later writes to the input do not matter. Inputs are
-    compared over the group before they are scattered, in the first call of each region of ``sac.apply``, and in the
-    first 256 calls of functions over a group. Every rank has to make these calls.
-
-    ``state``: providers of user-defined state (``snapshot``, ``restore``). ``host_memory``: how much of it may be
-    pinned for one device: bytes, or text such as ``"60GiB"``.
+    The fields are keys of ``CONFIG_KEYS``, where each has its line; ``docs/full-recompute.md`` says more. All stores
+    except ``whole`` copy before the forward, so later writes to the input do not matter. Scattered inputs are compared
+    over the group first, once per region of ``sac.apply`` and in the first 256 calls of functions: every rank has to
+    make these calls.
 
     Raises ``ConfigError`` that lists every problem.
     """
@@ -184,11 +172,7 @@ def parse_config(value: Any) -> Config:
 
     ``value`` is None or False (none), True (full), a word (``none``, ``full``, ``selective`` or the name of a shipped
     policy; case and hyphens do not matter), a path to a policy file, a ``Policy``, or a mapping with the keys of
-    ``CONFIG_KEYS``.
-
-    Modes full and selective both accept the keys of the full path (those of ``FullConfig`` and the switches among the
-    arguments of ``sac.checkpoint``). Mode none accepts and ignores every key, so that setting the mode turns a base
-    config off.
+    ``CONFIG_KEYS``. Mode none accepts and ignores every key, so that setting the mode turns a base config off.
 
     Raises ``ConfigError`` or ``PolicyError`` that lists every problem.
     """

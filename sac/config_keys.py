@@ -116,46 +116,59 @@ def read_budget(node: Node) -> StepBudget:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key of a config value: its default, its reader, and the legal words if the value is one of some."""
+    """One key of a config value: its default, its reader, its line in the docs, and its legal words if it has some.
+
+    A line is Markdown; its links are relative to ``docs/``.
+    """
 
     default: Any
     read: Reader
+    doc: str = ""
     words: tuple[str, ...] = ()
 
 
-def _words(*words: str) -> Key:
-    return Key(words[0], word(*words), words)
+def _words(doc: str, *words: str) -> Key:
+    return Key(words[0], word(*words), doc, words)
 
 
-def _or_none(reader: Reader) -> Key:
-    return Key(None, lambda node: None if node.kind == "empty" else reader(node))
+def _or_none(reader: Reader, doc: str, *words: str) -> Key:
+    return Key(None, lambda node: None if node.kind == "empty" else reader(node), doc, words)
 
 
-_read_keep = word("first", "all", legal="first, all, or a predicate (position, tensor) -> bool")
+def _read_keep(node: Node) -> Any:
+    return node.value if callable(node.value) else _read_kept(node)
+
+
+_KEPT = "first", "all"
+_read_kept = word(*_KEPT, legal=f"{listing(_KEPT)}, or a predicate (position, tensor) -> bool")
 _OWN = {  # keys that `Config` holds itself
-    "mode": _words("none", "full", "selective"),
-    "policy": Key(None, lambda node: load_policy(node.value, where=node.location)),
-    "engine": _words("auto", "rerun", "replay"),
-    "verify": _words("first", "always", "never"),
-    "blocks": Key((), read.read_patterns),
-    "layers": Key(ALL, read.read_layer_spec),
-    "granularity": _words("block", "submodule"),
-    "strict": Key(False, read_bool),
-    "budget": _or_none(read_budget),
-    "optimizer": _or_none(word(*STATES)),
+    "mode": _words("required; alone, it is written without a mapping", "none", "full", "selective"),
+    "policy": Key(
+        None,
+        lambda node: load_policy(node.value, where=node.location),
+        "for `selective`: a shipped name, a path or a mapping; by default that of the model's family",
+    ),
+    "engine": _words("replay recorded ops, or [run Python again](engines.md)", "auto", "rerun", "replay"),
+    "verify": _words("when values are [compared](engines.md#which-values-are-compared)", "first", "always", "never"),
+    "blocks": Key((), read.read_patterns, "which modules are regions: paths, `*` for a segment, `**` for any number"),
+    "layers": Key(ALL, read.read_layer_spec, "which layers of each stack are regions, or how long chunks of them are"),
+    "granularity": _words("one region per block, or one per larger part of it", "block", "submodule"),
+    "strict": Key(False, read_bool, "a rule that matches nothing in the first step is an error, not a warning"),
+    "budget": _or_none(read_budget, "for `selective`: the most [memory of a step](budget.md#what-a-budget-is)"),
+    "optimizer": _or_none(word(*STATES), "with `budget`: reserve memory for the state of this optimizer", *STATES),
 }
 _OF_THE_CALL = {  # keys that are arguments of `sac.checkpoint` too
-    "use_reentrant": Key(False, read_bool),
-    "distribute_saved_activations": Key(False, read_bool),
-    "preserve_rng_state": Key(True, read_bool),
-    "early_stop": Key(True, read_bool),
+    "use_reentrant": Key(False, read_bool, "see [two modes](full-recompute.md#two-modes); not in `mode: selective`"),
+    "distribute_saved_activations": Key(False, read_bool, "the same as `scattered` in `store`"),
+    "preserve_rng_state": Key(True, read_bool, "restore random states for recomputation"),
+    "early_stop": Key(True, read_bool, "stop recomputation when backward has what it needs"),
 }
 _OF_FULL_CONFIG = {
-    "keep": Key("first", lambda node: node.value if callable(node.value) else _read_keep(node)),
-    "store": Key("whole", _read_store, _STORES),
-    "num_checkpoints": _or_none(read.whole(1)),
-    "state": Key((), _read_state),
-    "host_memory": _or_none(read_as(parse_bytes, LEGAL_BYTES)),
+    "keep": Key("first", _read_keep, "the inputs that `store` applies to; the others are held whole", _KEPT),
+    "store": Key("whole", _read_store, "[where they are kept](full-recompute.md#where-inputs-are-kept)", _STORES),
+    "num_checkpoints": _or_none(read.whole(1), "slots of a contiguous store: regions that wait for backward at once"),
+    "state": Key((), _read_state, "providers of [your own state](full-recompute.md#your-own-state)"),
+    "host_memory": _or_none(read_as(parse_bytes, LEGAL_BYTES), "the most host memory to pin for one device"),
 }
 CONFIG_KEYS: dict[str, Key] = _OWN | _OF_THE_CALL | _OF_FULL_CONFIG
 DEFAULTS: dict[str, Any] = {name: key.default for name, key in CONFIG_KEYS.items()}
@@ -166,7 +179,7 @@ _NOT_KEYS = {  # of a config value
 }
 CALL_ARGUMENTS = {  # of `sac.checkpoint`, outside `FullConfig`
     **_OF_THE_CALL,
-    "determinism_check": _words("default", "none"),
+    "determinism_check": _words("", "default", "none"),
     "get_rng_state_tracker": Key(None, _read_tracker),
     "tp_group": Key(None, lambda node: node.value),
 }

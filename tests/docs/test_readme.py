@@ -22,9 +22,9 @@ import sac
 from sac.blocks.install import regions_of
 from sac.compat import deepspeed
 from sac.config import parse_config
-from sac.config_keys import CONFIG_KEYS, OWN_KEYS
+from sac.config_keys import CALL_KEYS, CONFIG_KEYS, FULL_CONFIG_KEYS, OWN_KEYS
 from sac.full import RngTracker
-from tests.docs.pages import rows, snippets
+from tests.docs.pages import rows, snippets, text_of
 from tests.docs.snippet_models import WIDTH, Layer, Model
 from tests.support.rank_programs import ModelParallelUnit
 from tests.support.ranks import run_ranks
@@ -102,6 +102,34 @@ def test_snippets_run_and_train(page: str) -> None:
 
 def _in_code(cell: str) -> str:
     return re.fullmatch(r"`([^`]*)`", cell)[1]  # type: ignore[index]
+
+
+def table_of(head: str, names: tuple[str, ...]) -> str:
+    """A table of config keys as pages have to show it: each key with its values and its line."""
+
+    def row(name: str) -> str:
+        key = CONFIG_KEYS[name]
+        default = "–" if key.default in (None, ()) else f"`{getattr(key.default, 'form', key.default)}`".lower()
+        others = ("`true`", "`false`") if isinstance(key.default, bool) else (f"`{word}`" for word in key.words)
+        return f"| `{name}` | {', '.join(dict.fromkeys((default, *others)))} | {key.doc} |"
+
+    return "\n".join([f"| {head} | values, the default first | |", "|---|---|---|", *map(row, names), ""])
+
+
+@pytest.mark.parametrize(
+    ("page", "head", "names"),
+    [
+        ("docs/choosing-a-policy.md", "key", OWN_KEYS),
+        (PAGE, "key of `FullConfig`", FULL_CONFIG_KEYS),
+        (PAGE, "key of the call", CALL_KEYS),
+    ],
+)
+def test_tables_of_config_keys_show_the_lines_of_the_table_in_the_code(
+    page: str, head: str, names: tuple[str, ...]
+) -> None:
+    """Where it fails, the page has to show `table`."""
+    table = table_of(head, names)
+    assert table in text_of(page), table
 
 
 def test_stores_in_the_table_are_all_there_are():

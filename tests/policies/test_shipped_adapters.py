@@ -16,6 +16,7 @@ from tests.policies.training import kept_bytes, train, unequal
 from tests.support.model_zoo import tiny
 
 peft = pytest.importorskip("peft", reason="tests of adapters need peft")
+transformers = pytest.importorskip("transformers", reason="tests of adapters need transformers")
 
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
 CHOSEN = "policy adapters, since most parameters of the blocks are frozen; name a policy to use another"
@@ -62,3 +63,27 @@ def test_not_chosen_where_blocks_are_trained_or_frozen_as_a_whole(trained: str) 
         parameter.requires_grad_(trained in name)
     sac.apply(model, "selective")
     assert "adapters" not in policies_in(model)
+
+
+REAL = {  # the models of 8B parameters
+    "Llama": {"intermediate_size": 14336, "vocab_size": 128256},
+    "Qwen3": {"intermediate_size": 12288, "vocab_size": 151936, "head_dim": 128},
+}
+TARGETS = {"all-linear": "31%", ("q_proj", "v_proj"): "51%"}  # with bytes, of those that no checkpointing keeps
+
+
+@pytest.mark.parametrize("targets", TARGETS, ids=["all", "q and v"])
+@pytest.mark.parametrize("family", REAL)
+def test_recomputes_at_most_a_tenth_longer_than_a_plan_of_as_many_bytes(family: str, targets: Any) -> None:
+    """One layer of a model of real size without data, priced for an H100; its input needs a gradient, as in others."""
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = getattr(transformers, f"{family}Config")(**sizes, **REAL[family])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM"))
+        tokens = torch.zeros(1, 2048, dtype=torch.long)
+    model.enable_input_require_grads()
+    figures = sac.plan(model, {"input_ids": tokens, "labels": tokens}, TARGETS[targets], device="h100").figures
+    rows = {row.label: row for row in figures.rows}
+    assert rows["selective"].peak <= figures.budget
+    assert rows["selective"].seconds <= 1.10 * rows["plan"].seconds
