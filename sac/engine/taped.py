@@ -199,6 +199,7 @@ class TapedFrame(Frame):
         # Without rules a call on another rank may have no tape, and runs until it has all that autograd saved.
         is_asked = self._is_full or not self.early_stop
         if is_asked or (handle.state == KEPT and last >= time) or (handle.state == EXTERNAL and is_stored):
+            handle.parameter = handle.value if self._is_of_parameter(handle) else None
             handle.release()
         return (handle.index, value, time) if handle.state == MISSING else None
 

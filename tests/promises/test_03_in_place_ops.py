@@ -100,3 +100,26 @@ def normalized_twice() -> Stack:
 @pytest.mark.parametrize("do", ["save", "alternate"])
 def test_buffers_that_a_later_call_has_written_to(do: Any) -> None:
     assert_same_training(normalized_twice, selective(policy({"ops": "*", "do": do})))
+
+
+class Growing(nn.Module):
+    """It writes to its weight by `.data`, which no version shows: backward of both calls reads what the last one left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.weight = nn.Linear(32, 32), nn.Parameter(torch.eye(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x).tanh()
+        self.weight.data.add_(0.1)
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("value", [FULL, {**FULL, "engine": "replay"}, selective(policy(save("aten.tanh")))])
+def test_a_parameter_that_the_region_writes_to_unseen(value: Any, early_stop: bool) -> None:
+    def twice() -> Stack:
+        block = Growing()
+        return Stack(block, block)
+
+    assert_same_training(twice, {**value, "early_stop": early_stop})
