@@ -24,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import peft
 import torch
 import transformers
 from torch import Tensor, nn
@@ -33,8 +34,7 @@ from sac.blocks.install import regions_of
 from sac.memory_timeline import measure_memory
 
 transformers.logging.set_verbosity_error()
-Drawn = tuple[nn.Module, dict[str, Tensor]]
-DECODERS: dict[str, dict[str, Any]] = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "Llama": {"num_key_value_heads": 2},
     "Qwen3": {"num_key_value_heads": 2, "head_dim": 16},
     "Gemma2": {"num_key_value_heads": 2, "head_dim": 16},
@@ -42,36 +42,33 @@ DECODERS: dict[str, dict[str, Any]] = {
     "GPTNeoX": {"hidden_dropout": 0.1},
     "GPT2": {"resid_pdrop": 0.1, "attn_pdrop": 0.0},
     "Mamba": {"state_size": 8},
+    "ViT": {"image_size": 32, "patch_size": 8, "num_labels": 8},
+    "Bert": {},
+    "T5": {"d_kv": 16, "decoder_start_token_id": 0},
 }
+TASKS = {"ViT": "ImageClassification", "Bert": "MaskedLM", "T5": "Seq2SeqLM"}
+FAMILIES = [*CONFIGS, "Llama frozen", "Llama bfloat16", "Llama LoRA"]
 
 
-def drawn(family: str, draw: random.Random) -> Drawn:
+def drawn(family: str, draw: random.Random) -> tuple[nn.Module, dict[str, Tensor]]:
     """Return a model of a family with random sizes, and its inputs."""
     width, layers, rows = 32 * draw.choice([2, 4, 6]), draw.choice([3, 4, 6, 8]), draw.choice([2, 4])
     length = draw.choice([32, 64, 128])
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": 4, "vocab_size": 96, "use_cache": False}
-    tokens = torch.randint(0, 96, (rows, length))
-    if family == "ViT":
-        config = transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=8)
-        images = {"pixel_values": torch.randn(rows, 3, 32, 32), "labels": torch.zeros(rows, dtype=torch.long)}
-        return transformers.ViTForImageClassification(config), images
-    if family == "Bert":
-        return transformers.BertForMaskedLM(transformers.BertConfig(**sizes)), {"input_ids": tokens, "labels": tokens}
-    if family == "T5":
-        widths = {"d_model": width, "d_ff": 2 * width, "d_kv": 16, "num_layers": layers, "num_heads": 4}
-        config = transformers.T5Config(**widths, vocab_size=96, use_cache=False, decoder_start_token_id=0)
-        return transformers.T5ForConditionalGeneration(config), {"input_ids": tokens, "labels": tokens}
-    name = family.partition(" ")[0]
-    config = getattr(transformers, f"{name}Config")(**sizes, **DECODERS[name])
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    if family.endswith("frozen"):
+    sizes |= {"d_ff": 2 * width, "num_layers": layers}  # as T5 calls them
+    name, _, change = family.partition(" ")
+    config = getattr(transformers, f"{name}Config")(**sizes, **CONFIGS[name])
+    model = getattr(transformers, f"AutoModelFor{TASKS.get(name, 'CausalLM')}").from_config(config)
+    if change == "frozen":
         for parameter in [*model.parameters()][: len([*model.parameters()]) // 2]:
             parameter.requires_grad_(False)
-    return model, {"input_ids": tokens, "labels": tokens}
-
-
-FAMILIES = [*DECODERS, "Llama frozen", "ViT", "Bert", "T5", "Llama bfloat16"]
+    elif change == "LoRA":
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+    if family == "ViT":
+        return model, {"pixel_values": torch.randn(rows, 3, 32, 32), "labels": torch.zeros(rows, dtype=torch.long)}
+    tokens = torch.randint(0, 96, (rows, length))
+    return model.to(getattr(torch, change, torch.float32)), {"input_ids": tokens, "labels": tokens}
 
 
 def last_step(model: nn.Module, inputs: dict[str, Tensor], steps: int) -> int:
@@ -98,7 +95,6 @@ def pair(number: int) -> tuple[str, float, float, bool, bool]:
     family, share = FAMILIES[number % len(FAMILIES)], draw.uniform(0.03, 1.0)
     torch.manual_seed(number)
     model, inputs = drawn(family, draw)
-    model.to(torch.bfloat16 if "bfloat16" in family else torch.float32)
     with warnings.catch_warnings(record=True) as told, contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("always")
         sac.apply(model, {"mode": "selective", "budget": f"{100 * share:.2f}%"})

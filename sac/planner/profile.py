@@ -157,15 +157,15 @@ class RegionProfile:
     def late_replay(self, saved: Collection[int]) -> tuple[int, set[int]]:
         """Return when the replay begins if the entries ``saved`` are saved, and the storages that it starts from.
 
-        Backward, which reads the needs from the last to the first, begins it at a need that is in no saved storage:
-        that of the first result, or -1 if there is none.
+        Backward, which reads the needs from the last to the first, begins it at a need that is in no storage that is
+        saved or from outside; -1 if there is none.
         """
         kept = self._kept(saved)
         roots = {self.roots[value] for value in kept}
         missing = [
             (value, time)
             for value, time in self.needs
-            if value in self.maker and not (self.roots[value] in roots and self.tape.last_write(value) < time)
+            if (root := self.roots[value]) in self.maker and (root not in roots or self.tape.last_write(value) >= time)
         ]
         return max((time for _, time in missing), default=-1), self._schedule(kept, missing)[1]
 
