@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Does a budget hold, and is it used? Random trainings under random budgets, measured in real steps on the CPU.
+"""Does a budget hold, and is it used? Random trainings under random budgets, measured in real steps.
 
-    .venv/bin/python scripts/plan_accuracy.py --pairs 1000    a pair of a model and a budget takes about a second
+    .venv/bin/python scripts/plan_accuracy.py --pairs 1000     a pair of a model and a budget takes 1 to 20 s
+    .venv/bin/python scripts/plan_accuracy.py --device cuda    the same on a GPU, with its allocator
 
 Each pair is a family of models with random sizes, and a budget between the least peak and that without checkpointing.
 The first step is observed, the next ones may correct the plan, and then a step is measured by torch's profiler, with
@@ -71,7 +72,7 @@ def drawn(family: str, draw: random.Random) -> tuple[nn.Module, dict[str, Tensor
     return model.to(getattr(torch, change, torch.float32)), {"input_ids": tokens, "labels": tokens}
 
 
-def last_step(model: nn.Module, inputs: dict[str, Tensor], steps: int) -> int:
+def last_step(model: nn.Module, inputs: dict[str, Tensor], steps: int, device: str) -> int:
     """Train, and return the peak of the last step in bytes."""
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
     model.train()
@@ -86,19 +87,21 @@ def last_step(model: nn.Module, inputs: dict[str, Tensor], steps: int) -> int:
     states = [one for state in optimizer.state.values() for one in state.values() if isinstance(one, Tensor)]
     known = [*model.parameters(), *model.buffers(), *inputs.values(), *states]
     there = sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in known}.values())
-    return there + measure_memory(run).peak_bytes
+    there = torch.cuda.memory_allocated() if device == "cuda" else there
+    return there + measure_memory(run, device).peak_bytes
 
 
-def pair(number: int) -> tuple[str, float, float, bool, bool]:
+def pair(number: int, device: str) -> tuple[str, float, float, bool, bool]:
     """Return family, share of the range, room used, whether a step was too large, and whether a faster option fits."""
     draw = random.Random(number)
     family, share = FAMILIES[number % len(FAMILIES)], draw.uniform(0.03, 1.0)
     torch.manual_seed(number)
     model, inputs = drawn(family, draw)
+    model, inputs = model.to(device), {name: one.to(device) for name, one in inputs.items()}
     with warnings.catch_warnings(record=True) as told, contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("always")
         sac.apply(model, {"mode": "selective", "budget": f"{100 * share:.2f}%"})
-        peak = last_step(model, inputs, 6)
+        peak = last_step(model, inputs, 6, device)
     plan = next(regions_of(model)).applied.fitting.fitted
     over = peak > plan.budget or any("more than the budget" in str(one.message) for one in told)
     room = plan.budget - plan.least
@@ -111,11 +114,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=120)
     parser.add_argument("--first", type=int, default=0, help="number of the first pair")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows, begun = [], time.time()
     for number in range(options.first, options.first + options.pairs):
-        rows.append(pair(number))
+        rows.append(pair(number, options.device))
         if rows[-1][3] or not rows[-1][2] >= 0.97:
             print(f"pair {number}: {rows[-1][0]} at {rows[-1][1]:.0%} of the range, {rows[-1][2]:.1%} of the room used"
                   + (", ABOVE THE BUDGET" if rows[-1][3] else ""), flush=True)  # fmt: skip

@@ -103,7 +103,7 @@ def test_buffers_that_a_later_call_has_written_to(do: Any) -> None:
 
 
 class Growing(nn.Module):
-    """It writes to its weight by `.data`, which no version shows: backward of both calls reads what the last one left."""
+    """It writes to its weight by `.data`, which no version shows: backward of both calls reads what the last left."""
 
     def __init__(self) -> None:
         super().__init__()
