@@ -155,8 +155,11 @@ class Autocast:
 
     def now(self) -> Autocast:
         """Return autocast as it is now, for the same devices."""
-        now = self if self._now() == self._then else copy(self)
-        now._then = self._now()
+        then = self._now()
+        if then == self._then:
+            return self
+        now = copy(self)
+        now._then = then
         return now
 
     def _now(self) -> Any:

@@ -229,8 +229,8 @@ class UnitCall:
         self.hidden: set[int] = set()
         self.saved: list[weakref.ref[Handle]] = []
         self.copies: dict[int, Any] = {}  # root -> an argument, its contents before the call
-        # Where all calls were explained, none are taken; the first one that is not keeps its results.
-        self.states = states_of(mode.generators) if known is None or known.is_unit else None
+        # Where all calls were explained, and no rule decides, none are taken; the first that is not keeps its results.
+        self.states = states_of(mode.generators) if known is None or known.is_unit or site.conditional_rules else None
 
     def look(self, tensors: Iterable[Tensor]) -> None:
         """Notice storages that have changed since an op left them."""

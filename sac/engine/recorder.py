@@ -143,7 +143,7 @@ class TapeMode(RegionMode):
                 tape.waits.add(entry)
         for value in written:
             tape.wrote(value, entry)
-        if site.is_uninitialised:  # of a library
+        if site.is_uninitialised and any(tensor.numel() for tensor in tensors_of(out)):  # of a library
             tape.fresh.update(tape.roots[value] for value in tape.results(entry))
         if moved := advanced(states):
             (generator, state), *others = moved

@@ -198,8 +198,9 @@ class DrawsLater(torch.autograd.Function):
         return grad if ctx.mask is None else grad * ctx.mask
 
 
-def test_a_function_that_ops_explained_may_become_a_kernel_that_draws() -> None:
-    models = model_of(), model_of(SELECTIVE)
+@pytest.mark.parametrize("rules", [[], [{"id": "again", "function": "DrawsLater", "do": "recompute"}]])
+def test_a_function_that_ops_explained_may_become_a_kernel_that_draws(rules: list[Any]) -> None:
+    models = model_of(), model_of({**SELECTIVE, "policy": {**RULE, "rules": [*RULE["rules"], *rules]}})
     for model in models:
         for block in model:
             block.function = lambda x: (torch.rand(3), DrawsLater.apply(x))[1]  # a draw that backward skips
