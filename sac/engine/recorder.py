@@ -18,7 +18,7 @@ from sac.engine.handles import EXTERNAL, KEPT, Handle
 from sac.engine.op_trace import OpTraceRecorder
 from sac.engine.rng import GeneratorStates, advanced, default_generators, states_of
 from sac.engine.table import NO_RULE, CallSite, DecisionTable, decide, gathers, run_op
-from sac.engine.tape import HOLE, Tape, as_refs
+from sac.engine.tape import HOLE, Ref, Tape, as_refs
 from sac.engine.tracker import RegionMode
 from sac.engine.wrappers import is_in_flight
 from sac.ops.facts import FILLING
@@ -55,42 +55,35 @@ class TapeMode(RegionMode):
         self.paused = False  # ops of a recomputation that backward asks for before the forward is over
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run and record an op; look for unseen writes if the call of an autograd function is examined."""
-        scope = self.tape.scope
-        if scope is None or not scope.examines or self.paused:
-            return self._dispatch(func, args, kwargs or {})
-        scope.look(tensors_of(args))
-        out = self._dispatch(func, args, kwargs or {})
-        scope.note([*tensors_of(out), *written_tensors(self.sites[id(func)], args, kwargs or {})])
-        return out
-
-    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run and record an op."""
+        tape, kwargs = self.tape, kwargs or {}
         site = self.sites.get(id(func))
         if site is None:
             site = self.table.add_site(func, self.path, self.unit_rule)
         if self.paused:
             return run_op(site, args, kwargs)
-        if site.is_unrecorded:
-            return self._run_unrecorded(site, args, kwargs)
-        tape = self.tape
-        reads: list[int] = []
-        if site.is_flat:
-            ids, template, keywords, count = tape.ids, [*args], kwargs, len(args)
-            for position in site.tensor_positions:
-                if position < count and isinstance(argument := args[position], Tensor):
-                    known = ids.get(id(argument))
-                    is_known = known is not None and known[0]() is argument
-                    reads.append(known[1] if known is not None and is_known else tape.find(argument, site))
-                    template[position] = HOLE
-        else:
-            find = partial(tape.find, reader=site)
-            template, keywords = as_refs(args, find, reads), kwargs and as_refs(kwargs, find, reads)
+        if tape.scope is not None and tape.scope.examines:
+            return self._examine(site, func, args, kwargs)
         if not site.is_ordinary:
-            return self._run_special(site, func, args, kwargs, template, keywords, reads)
+            return self._run_other(site, func, args, kwargs)
+        reads: list[int] = []
+        ids, template, count = tape.ids, [*args], len(args)
+        for position in site.tensor_positions:
+            if position >= count:
+                break
+            argument = args[position]
+            known = ids.get(id(argument))
+            if known is not None and known[0]() is argument:
+                reads.append(known[1])
+            elif isinstance(argument, Tensor):
+                reads.append(tape.find(argument, site))
+            else:
+                continue
+            template[position] = HOLE
         if tape.fresh:  # `baddbmm(torch.empty(…), …, beta=0)` does not read its first argument
             self._check_fresh(site, reads[kwargs.get("beta", 1) == 0 :], ())
         out = site.run(*args, **kwargs)
-        entry = tape.append(site, template, reads, keywords)
+        entry = tape.append(site, template, reads, kwargs)
         if isinstance(out, Tensor):
             tape.add_value(out, tape.roots[reads[0]] if site.is_view else -1, entry)
             if type(out) is not Tensor:
@@ -102,6 +95,29 @@ class TapeMode(RegionMode):
         if site.has_decision or self.op_trace is not None:
             self._decide(site, entry, args, kwargs, out)
         return out
+
+    def _examine(self, site: CallSite, func: Any, args: Any, kwargs: Any) -> Any:
+        """Look for unseen writes around an op, since the call of an autograd function is examined."""
+        scope = self.tape.scope
+        scope.look(tensors_of(args))
+        scope.examines = False
+        try:
+            out = self.__torch_dispatch__(func, (), args, kwargs)
+        finally:
+            scope.examines = True
+        scope.note([*tensors_of(out), *written_tensors(site, args, kwargs)])
+        return out
+
+    def _run_other(self, site: CallSite, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op that is not ordinary."""
+        if site.is_unrecorded:
+            return self._run_unrecorded(site, args, kwargs)
+        reads: list[int] = []
+        find = partial(self.tape.find, reader=site)
+        template, keywords = as_refs(args, find, reads), kwargs and as_refs(kwargs, find, reads)
+        if site.is_flat:
+            template = [HOLE if type(argument) is Ref else argument for argument in template]
+        return self._run_special(site, func, args, kwargs, template, keywords, reads)
 
     def _run_unrecorded(self, site: CallSite, args: Any, kwargs: Any) -> Any:
         """Run a profiler mark, or an op that reads a size, a stride or a number."""
@@ -235,29 +251,34 @@ class TapeMode(RegionMode):
     def pack(self, tensor: Tensor, handle: Handle) -> None:
         """Decide what the handle of a tensor that autograd saves now holds."""
         tape = self.tape
-        value = tape.known(tensor)
-        if value is None:  # a parameter is saved before the op that reads it runs
+        known = tape.ids.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            value = known[1]
+        else:  # a parameter is saved before the op that reads it runs
             value = tape.find(tensor) if type(tensor) is Parameter else self.same_as(tensor)
         handle.position = value, len(tape.sites)
-        if tape.scope is not None:  # decided at the end of the call; until then its own forward may use it
+        if tape.scope is None:
+            self.decide_on(handle, tensor)
+        else:  # decided at the end of the call; until then its own forward may use it
             tape.scope.saved.append(weakref.ref(handle))
             handle.hold(tensor, KEPT)
-            return
-        self.decide_on(handle, tensor)
 
     def decide_on(self, handle: Handle, tensor: Tensor) -> None:
         """Decide what the handle of a tensor holds; take the checksum of one that will be replayed."""
         tape = self.tape
-        handle.release()
         root = tape.roots[handle.position[0]]
         if tape.makers[root] < 0 and root not in tape.of_unknown_origin:
             handle.hold(tensor, EXTERNAL)
         elif root in tape.kept_roots:
             handle.hold(tensor, KEPT)
-        elif self.sums is not None:
-            is_seed = tensor.numel() <= 2 and not tensor.is_floating_point()  # undefined in attention without dropout
-            if not (is_seed or tape.is_in_flight(root) or is_in_flight(tensor)):
-                self.sums[handle.index] = checksum(tensor)
+        else:
+            handle.release()
+            if self.sums is not None:
+                is_seed = (
+                    tensor.numel() <= 2 and not tensor.is_floating_point()
+                )  # undefined in attention without dropout
+                if not (is_seed or tape.is_in_flight(root) or is_in_flight(tensor)):
+                    self.sums[handle.index] = checksum(tensor)
 
     def same_as(self, tensor: Tensor) -> int:
         """Return the value of a tensor that autograd has made of one on the tape."""

@@ -39,10 +39,12 @@ def replay(tape: Tape, schedule: Schedule, wanted: list[tuple[int, int, int]]) -
             yield _filled(values, fill)
         for entry, fills, drops in schedule.steps:
             site = sites[entry]
-            is_async = site.is_collective and getattr(site.op, "namespace", "") == "c10d"
-            if works and not is_async:
+            if site.is_ordinary:
+                if works:
+                    _wait(works)
+                _run(tape, entry, site, values)
+            elif entry in units:
                 _wait(works)
-            if entry in units:
                 guards.close()  # it runs as in forward: with autograd and autocast
                 run_unit(tape, entry, values)
                 if not tape.differing:  # what reads its results differs, too
@@ -50,6 +52,9 @@ def replay(tape: Tape, schedule: Schedule, wanted: list[tuple[int, int, int]]) -
                     tape.differing = [entry] if differs(tape, entry, values, unneeded) else []
                 _go_below_autograd(guards)
             else:
+                is_async = site.is_collective and getattr(site.op, "namespace", "") == "c10d"
+                if not is_async:
+                    _wait(works)
                 out = _run(tape, entry, site, values)
                 if is_async:
                     works += tensors_of(out, torch.ScriptObject)
@@ -58,7 +63,7 @@ def replay(tape: Tape, schedule: Schedule, wanted: list[tuple[int, int, int]]) -
                 for fill in fills:
                     yield _filled(values, fill)
             for value in drops:
-                values.pop(value, None)
+                values[value] = None
         _wait(works)
 
 
@@ -138,22 +143,28 @@ def _run(tape: Tape, entry: int, site: Any, values: dict[int, Any]) -> Any:
         args = tensors
     else:
         args, kwargs = from_refs(args, values), kwargs and from_refs(kwargs, values)
-    if site.is_inplace_view:
-        args[0] = args[0].detach()
-    if states := tape.states.get(entry):
-        set_states(states)
-    if site.is_custom_op:
-        with as_then(tape.autocast[entry]):
-            out = site.op(*args, **(kwargs or {}))
-    else:
+    if site.is_ordinary:  # it neither draws nor writes, and is not of a library
         out = site.run(*args, **kwargs) if kwargs else site.run(*args)
-    count = tape.counts.get(entry, 1)
-    if count == 1 and isinstance(out, Tensor):
-        values[tape.firsts[entry]] = out
-    elif count:
+        if isinstance(out, Tensor):
+            values[tape.firsts[entry]] = out
+            return out
+    else:
+        out = _run_special(tape, entry, site, args, kwargs or {})
+    if count := tape.counts.get(entry, 1):
         results = tensors_of(out)
         if len(results) != count:
             found = f"{site.op} returned {count} tensors in forward and {len(results)} in its replay"
             raise DiffersError(found)
         values.update(zip(tape.results(entry), results, strict=True))
     return out
+
+
+def _run_special(tape: Tape, entry: int, site: Any, args: Any, kwargs: Any) -> Any:
+    if site.is_inplace_view:
+        args[0] = args[0].detach()
+    if states := tape.states.get(entry):
+        set_states(states)
+    if site.is_custom_op:
+        with as_then(tape.autocast[entry]):
+            return site.op(*args, **kwargs)
+    return site.run(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -128,8 +129,15 @@ class TapedFrame(Frame):
                 for root, held in tape.before.items()
                 if root in tape.input_roots or storage_address(held[0]) in own
             }
-        seen = self._seen(handles, draws=not group.careful and bool(advanced(self.state.random)))
-        self._wanted = [handle for handle in map(self._missing, handles) if handle is not None]
+        seen = Counter[Any]()
+        if self._is_full:  # else no call of the group runs without a mode
+            seen = self._seen(handles, draws=not group.careful and bool(advanced(self.state.random)))
+        # Without rules a call on another rank may have no tape, and runs until it has all that autograd saved.
+        is_asked = self._is_full or not self.early_stop
+        if tape.writers or tape.fresh or tape.stored or is_asked:
+            for handle in handles:
+                self._look_at(handle, is_asked=is_asked)
+        self._wanted = [(handle.index, *handle.position) for handle in handles if handle.state == MISSING]
         if self._python is not None and self._python != python_random():
             self.state.python, tape.is_careful = self._python, True
         group.learn(seen, is_careful=tape.is_careful)
@@ -169,9 +177,9 @@ class TapedFrame(Frame):
         tape = self.tape
         roots = {tape.roots[value] for value in tape.kept}
         living: dict[int, Tensor] = {}
-        for value, reference in enumerate(tape.refs):
-            if tape.roots[value] in roots and (tensor := reference()) is not None and type(tensor) is Tensor:
-                living.setdefault(tape.roots[value], tensor)
+        for root, reference in zip(tape.roots, tape.refs, strict=True):
+            if root in roots and type(tensor := reference()) is Tensor:
+                living.setdefault(root, tensor)
         for value, kept in tape.kept.items():
             tensor = living.get(tape.roots[value])
             if tensor is None or type(kept) is not Tensor or tensor.dtype is not kept.dtype:
@@ -182,8 +190,11 @@ class TapedFrame(Frame):
                     held = held.as_strided(shape, stride, offset).detach()  # a view would hold its base
                 tape.kept[value] = held
 
-    def _missing(self, handle: Handle) -> tuple[int, int, int] | None:
-        """Return the handle's index, value and time if it is missing, None if it is not."""
+    def _look_at(self, handle: Handle, *, is_asked: bool) -> None:
+        """Find out whether a handle is missing, and what is written to its tensor after it was saved.
+
+        ``is_asked``: a recomputation gives back all that autograd saved.
+        """
         tape, (value, time) = self.tape, handle.position
         last = tape.last_write(value)
         if last == time:  # saved by the op that then wrote to it
@@ -196,12 +207,9 @@ class TapedFrame(Frame):
             tape.fail("autograd saved memory that no op has written to")
         handle.is_written_later = last >= time
         is_stored = tape.roots[value] in tape.stored
-        # Without rules a call on another rank may have no tape, and runs until it has all that autograd saved.
-        is_asked = self._is_full or not self.early_stop
         if is_asked or (handle.state == KEPT and last >= time) or (handle.state == EXTERNAL and is_stored):
             handle.parameter = handle.value if self._is_of_parameter(handle) else None
             handle.release()
-        return (handle.index, value, time) if handle.state == MISSING else None
 
     def _schedule_replay(self) -> None:
         """Take the schedule of the group's last call if the tape is the same; otherwise make one."""
