@@ -107,9 +107,9 @@ class Frame:
 
     def end(self) -> None:
         """End the forward."""
-        self._end(self.state.end())
+        is_missing = self._end(self.state.end())
         self.is_open = False
-        if self._owes is not None or any(handle.state == MISSING for handle in alive(self._handles)):
+        if self._owes is not None or is_missing:
             on_device, on_host = self.inputs.bytes
             before = self.tape.before if self.tape is not None else {}  # of inputs and buffers, before a write
             self.input_bytes = on_device + sum(copy.nbytes() for _, copy in before.values()), on_host
@@ -133,9 +133,10 @@ class Frame:
         self._packed.append((tensor, tensor._version))
         return handle
 
-    def _end(self, written: list[Tensor]) -> None:
-        """End the forward, which has ``written`` to tensors of the modules."""
-        for handle in alive(self._handles):
+    def _end(self, written: list[Tensor]) -> bool:
+        """End the forward, which has ``written`` to tensors of the modules; return whether handles are missing."""
+        handles = alive(self._handles)
+        for handle in handles:
             tensor, version = self._packed[handle.index]
             handle.is_written_later = tensor._version != version
         is_new = self._is_new(written)
@@ -149,6 +150,7 @@ class Frame:
         else:
             self.inputs.end(self._packer())
         self._packed = []
+        return bool(handles) and not is_new
 
     def _is_new(self, written: list[Tensor]) -> bool:
         """Return whether this call does what only a recorded one may; tell the group."""

@@ -171,8 +171,8 @@ class UnitSite:
     ``name``: in messages; ``rule_name``: the same with the module of the class, as a rule names it.
     """
 
-    is_ordinary = is_flat = is_view = is_inplace_view = is_custom_op = is_collective = may_save = writes = False
-    has_decision, must_save, savable_if, traits = False, False, None, OpTraits()
+    is_ordinary = is_view = is_inplace_view = is_custom_op = is_collective = may_save = has_decision = writes = False
+    must_save, savable_if, traits = False, None, OpTraits()
     final_decision, final_rule = Decision.RECOMPUTE, None
 
     def __init__(self, op: Any, path: str, rules: Any) -> None:

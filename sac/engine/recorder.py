@@ -18,7 +18,7 @@ from sac.engine.handles import EXTERNAL, KEPT, Handle
 from sac.engine.op_trace import OpTraceRecorder
 from sac.engine.rng import GeneratorStates, advanced, default_generators, states_of
 from sac.engine.table import NO_RULE, CallSite, DecisionTable, decide, gathers, run_op
-from sac.engine.tape import HOLE, Ref, Tape, as_refs
+from sac.engine.tape import Tape, as_refs
 from sac.engine.tracker import RegionMode
 from sac.engine.wrappers import is_in_flight
 from sac.ops.facts import FILLING
@@ -67,7 +67,7 @@ class TapeMode(RegionMode):
         if not site.is_ordinary:
             return self._run_other(site, func, args, kwargs)
         reads: list[int] = []
-        ids, template, count = tape.ids, [*args], len(args)
+        ids, count, last = tape.ids, len(args), -1
         for position in site.tensor_positions:
             if position >= count:
                 break
@@ -79,7 +79,8 @@ class TapeMode(RegionMode):
                 reads.append(tape.find(argument, site))
             else:
                 continue
-            template[position] = HOLE
+            last = position
+        template = args[len(reads) :] if last < len(reads) else as_refs([*args], tape.find, [])
         if tape.fresh:  # `baddbmm(torch.empty(…), …, beta=0)` does not read its first argument
             self._check_fresh(site, reads[kwargs.get("beta", 1) == 0 :], ())
         out = site.run(*args, **kwargs)
@@ -114,9 +115,7 @@ class TapeMode(RegionMode):
             return self._run_unrecorded(site, args, kwargs)
         reads: list[int] = []
         find = partial(self.tape.find, reader=site)
-        template, keywords = as_refs(args, find, reads), kwargs and as_refs(kwargs, find, reads)
-        if site.is_flat:
-            template = [HOLE if type(argument) is Ref else argument for argument in template]
+        template, keywords = as_refs([*args], find, reads), kwargs and as_refs(kwargs, find, reads)
         return self._run_special(site, func, args, kwargs, template, keywords, reads)
 
     def _run_unrecorded(self, site: CallSite, args: Any, kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from sac.engine.flags import as_then
 from sac.engine.functions import differs, run_unit
 from sac.engine.rng import set_states, states_of
 from sac.engine.schedule import Schedule, UnobtainableError, schedule_replay
-from sac.engine.tape import HOLE, CannotReplayError, DiffersError, Tape, from_refs
+from sac.engine.tape import CannotReplayError, DiffersError, Tape, from_refs
 from sac.outer_hooks import fetch, is_written
 from sac.tensors import copy_of, is_wrapper, placed_on, storage_bytes, tensors_of
 from sac.torch_private import BelowAutograd, WithoutAutocast
@@ -135,12 +135,8 @@ def _filled(values: dict[int, Any], fill: tuple[int, int, bool]) -> tuple[int, T
 
 def _run(tape: Tape, entry: int, site: Any, values: dict[int, Any]) -> Any:
     args, kwargs = tape.args[entry], tape.kwargs.get(entry)
-    if site.is_flat:
-        tensors = [values[read] for read in tape.reads[entry]]
-        if len(tensors) < len(args):
-            rest = iter(tensors)
-            tensors = [next(rest) if argument is HOLE else argument for argument in args]
-        args = tensors
+    if type(args) is tuple:
+        args = *map(values.__getitem__, tape.reads[entry]), *args
     else:
         args, kwargs = from_refs(args, values), kwargs and from_refs(kwargs, values)
     if site.is_ordinary:  # it neither draws nor writes, and is not of a library

@@ -99,7 +99,7 @@ class CallSite:
             or is_custom_op(op)
         )
         self.has_decision = False  # whether a rule, the default or the must-save tier decides on its result
-        self.is_flat, self.is_uninitialised = traits.is_flat, traits.is_uninitialised
+        self.is_uninitialised = traits.is_uninitialised
         self.tensor_positions = traits.tensor_positions
         self.savable = not traits.unsavable_reason or bool(traits.savable_if)
         self.savable_if = condition_of(traits.savable_if) if traits.savable_if else None

@@ -33,7 +33,6 @@ from sac.torch_private import next_node_number
 # t) means reading what the writers of its root among the entries before t have left there. The tape holds leaves and
 # kept values; of all others it has weak references only.
 
-HOLE = object()  # stands for a tensor among the arguments of an entry; its value is the next one of the entry's reads
 _COPIED = 64  # of leaves of at most so many bytes the contents are held: counters, scales
 _SMALL = 16  # unknown tensors with at most so many elements are held: they are constants made for one op
 
@@ -62,7 +61,7 @@ class Tape:
     def __init__(self, table: DecisionTable, owners: Sequence[nn.Module]) -> None:
         self.table, self._owners = table, owners
         self.sites: list[Any] = []  # call sites, of ops and of units
-        self.args: list[Any] = []  # arguments, with HOLE for tensors; Ref where the site is not flat
+        self.args: list[Any] = []  # a tuple: what follows the tensors it reads; a list: arguments, with Ref for tensors
         self.reads: list[list[int]] = []  # the values of these tensors
         self.firsts: list[int] = []  # the first value that the entry makes
         self.kwargs: dict[int, Any] = {}  # only of entries that have some
@@ -187,7 +186,7 @@ class Tape:
         """Return the value of a tensor that was taken out of a wrapper; add an entry for that."""
         reference, value, path = self.parts.get(id(tensor), (None, 0, ()))
         if reference is not None and reference() is tensor:
-            entry = self.append(PART, [HOLE, path], [value], {})
+            entry = self.append(PART, (path,), [value], {})
             return self.add_value(tensor, self.roots[value], entry)
         return None
 
@@ -202,7 +201,7 @@ class Tape:
     def _add_wrapper(self, tensor: Tensor, reader: Any) -> int:
         """Add an entry that makes a wrapper around known tensors."""
         reads = [self.find(part, reader) for part in inner_tensors(tensor)]
-        entry = self.append(WRAP, [*wrap_arguments(tensor), *[HOLE] * len(reads)], reads, {})
+        entry = self.append(WRAP, wrap_arguments(tensor), reads, {})
         value = self.add_value(tensor, -1, entry)
         self.joined.update(self.roots[read] for read in (*reads, value))
         return value
@@ -235,7 +234,7 @@ class Tape:
     def _add_entry(self, op: Any, base: int, rest: Any, kwargs: Any, out: Tensor, root: int = -1) -> int:
         """Add an entry that makes ``out`` of the value ``base``."""
         site = self.table.sites_of("").get(id(op)) or self.table.add_site(op, "")
-        entry = self.append(site, [HOLE, *rest], [base], kwargs)
+        entry = self.append(site, tuple(rest), [base], kwargs)
         return self.add_value(out, root, entry)
 
     def append(self, site: Any, args: Any, reads: list[int], kwargs: Any) -> int:

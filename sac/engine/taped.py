@@ -117,7 +117,7 @@ class TapedFrame(Frame):
 
     # -- The end of the forward
 
-    def _end(self, written: list[Tensor]) -> None:
+    def _end(self, written: list[Tensor]) -> bool:
         tape, group, mode = self.tape, self.group, self.mode
         assert mode is not None
         handles = alive(self._handles)
@@ -162,12 +162,14 @@ class TapedFrame(Frame):
         del every
         if self.call is not None and tape.table.offloads:
             self.offloads = offload(tape, handles, self.settings, self.call, is_packed=self._outer is not None)
-        held = [handle for handle in handles if handle.state == EXTERNAL and not self._is_of_parameter(handle)]
-        inputs = [handle.value for handle in held if tape.roots[handle.position[0]] in tape.input_roots]
-        self.input_bytes = sum({storage_address(one): storage_bytes(one) for one in inputs}.values()), 0
+        if not self._wanted:  # what of the inputs autograd saved
+            held = [handle for handle in handles if handle.state == EXTERNAL and not self._is_of_parameter(handle)]
+            inputs = [handle.value for handle in held if tape.roots[handle.position[0]] in tape.input_roots]
+            self.input_bytes = sum({storage_address(one): storage_bytes(one) for one in inputs}.values()), 0
         self._pack_outside(handles)
         tape.close()
         self.mode = None
+        return bool(self._wanted)
 
     def _share_versions(self) -> None:
         """Give kept values the version counters of the tensors that live on, so that later writes to these are seen.

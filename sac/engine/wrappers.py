@@ -18,7 +18,6 @@ from sac.tensors import inner_tensors, is_wrapper, storage_address, tensor_parts
 class WrapperSite:
     """Stands for a call site in the tape. ``run``: makes the result from the arguments of the entry."""
 
-    is_flat = True
     is_ordinary = is_inplace_view = is_custom_op = is_collective = may_save = has_decision = must_save = writes = False
     path = ""
     traits = OpTraits()
@@ -33,8 +32,8 @@ def _taken(wrapper: Tensor, path: tuple[int, ...]) -> Tensor:
     return wrapper
 
 
-def _made(cls: Any, names: tuple[str, ...], others: dict[str, Any], spec: tuple[Any, Any, Any], *parts: Tensor) -> Any:
-    context, size, stride = spec
+def _made(*arguments: Any) -> Any:
+    *parts, cls, names, others, context, size, stride = arguments
     return cls.__tensor_unflatten__(others | dict(zip(names, parts, strict=True)), context, size, stride)
 
 
@@ -50,13 +49,13 @@ def parts_of(wrapper: Tensor, path: tuple[int, ...] = ()) -> Iterator[tuple[Tens
             yield from parts_of(part, (*path, index))
 
 
-def wrap_arguments(wrapper: Any) -> list[Any]:
-    """Return the arguments of an entry that makes ``wrapper``, before the tensors in it."""
+def wrap_arguments(wrapper: Any) -> tuple[Any, ...]:
+    """Return the arguments of an entry that makes ``wrapper``, after the tensors in it."""
     names, context = wrapper.__tensor_flatten__()
     held = {name: getattr(wrapper, name) for name in names}  # with the mesh of a DTensor in torch 2.13
     others = {name: value for name, value in held.items() if not isinstance(value, Tensor)}
     tensors = tuple(name for name in names if name not in others)
-    return [type(wrapper), tensors, others, (context, wrapper.size(), wrapper.stride())]
+    return type(wrapper), tensors, others, context, wrapper.size(), wrapper.stride()
 
 
 def memory_of(tensor: Tensor) -> Any:
