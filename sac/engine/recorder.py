@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.overrides import has_torch_function
 
 from sac.checksums import checksum, sums_of
 from sac.engine.flags import Autocast, callers_autocast
@@ -83,7 +84,7 @@ class TapeMode(RegionMode):
         template = args[len(reads) :] if last < len(reads) else as_refs([*args], tape.find, [])
         if tape.fresh:  # `baddbmm(torch.empty(…), …, beta=0)` does not read its first argument
             self._check_fresh(site, reads[kwargs.get("beta", 1) == 0 :], ())
-        out = site.run(*args, **kwargs)
+        out = (site.run if has_torch_function(args) else site.bound)(*args, **kwargs)
         entry = tape.append(site, template, reads, kwargs)
         if isinstance(out, Tensor):
             tape.add_value(out, tape.roots[reads[0]] if site.is_view else -1, entry)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from sac.engine.flags import as_then
 from sac.engine.functions import differs, run_unit
@@ -140,7 +141,8 @@ def _run(tape: Tape, entry: int, site: Any, values: dict[int, Any]) -> Any:
     else:
         args, kwargs = from_refs(args, values), kwargs and from_refs(kwargs, values)
     if site.is_ordinary:  # it neither draws nor writes, and is not of a library
-        out = site.run(*args, **kwargs) if kwargs else site.run(*args)
+        run = site.run if has_torch_function(args) else site.bound
+        out = run(*args, **kwargs) if kwargs else run(*args)
         if isinstance(out, Tensor):
             values[tape.firsts[entry]] = out
             return out

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.blocks import FunctionBlock, Stack
 from tests.support.oracle import assert_exact, assert_replayed_exactly, built_model, on_every_way
-from tests.support.programs import CATALOGUE, WIDTH, Block, Program, programs
+from tests.support.programs import CATALOGUE, WIDTH, Block, HalvedProducts, Program, programs
 from tests.support.training import assert_same, built
 from tests.support.ways import NONE, POLICIES, WAYS
 
@@ -111,6 +111,15 @@ def test_backward_under_other_modes(program: Program, way: str, policy: str) -> 
     assert_exact(program, way, policy, steps=2, backward=backward_under_other_modes)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("way", ["auto", "replay"])
+def test_an_op_of_a_traced_function_under_a_mode(way: str) -> None:
+    """No function is called there that the mode would see."""
+    sine = torch.jit.trace(lambda x: torch.sin(x), torch.ones(2, 2))
+    program = Program("traced", lambda block, x: block.down(sine(x) * block.up(x)), around=HalvedProducts)
+    assert_exact(program, way, "matmuls", steps=2)
+
+
 @contextlib.contextmanager
 def innermost_mode(mode: Any) -> Iterator[None]:
     with torch.device("cpu"), mode():
@@ -131,15 +140,18 @@ def test_backward_called_through_a_function_mode(way: str) -> None:
 
 
 class SaysCosine(Tensor):
-    """A subclass that gives another result for one function."""
+    """A subclass that gives other results for functions."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return super().__torch_function__(torch.Tensor.cos if func is torch.Tensor.sin else func, types, args, kwargs)
+        others = {torch.Tensor.sin: torch.Tensor.cos, torch.cos: torch.sin}
+        return super().__torch_function__(others.get(func, func), types, args, kwargs)
 
 
+@pytest.mark.filterwarnings("error::sac.errors.SacWarning")
+@pytest.mark.parametrize("turns_off", [True, False])
 @pytest.mark.parametrize("way", ["full", "auto", "replay", "served rerun", "checkpoint"])
-def test_backward_called_on_a_subclass(way: str) -> None:
+def test_backward_called_on_a_subclass(way: str, turns_off: bool) -> None:
     """torch turns subclasses off while `backward` is called on one."""
 
     def gradients(put: Callable[[Stack], Any]) -> dict[str, Tensor]:
@@ -147,7 +159,8 @@ def test_backward_called_on_a_subclass(way: str) -> None:
         put(model)
         torch.manual_seed(1)
         x = torch.randn(8, 8).as_subclass(SaysCosine).requires_grad_()
-        model(x).sum().backward()
+        loss = model(x).sum()
+        (loss if turns_off else loss.as_subclass(Tensor)).backward()
         return {"input": x.grad.as_subclass(Tensor), "a": model.blocks[0].a.grad.as_subclass(Tensor)}
 
     assert_same(gradients(lambda model: None), gradients(lambda model: WAYS[way].put(model, POLICIES["matmuls"])))

@@ -1,9 +1,13 @@
+from typing import Any
+
 import pytest
 import torch
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac.ops.facts import traits_of
 from sac.ops.registry import find_ops, op_name, read_registry
+from sac.torch_private import BOUND, bound_function
 
 aten = torch.ops.aten
 OPS = [op for packet, overloads in read_registry().packets.items() for op in find_ops(packet, overloads)]
@@ -27,6 +31,53 @@ def test_every_op_has_the_traits_that_its_schema_tells():
     assert traits_of(aten.add.out).mutated_kwargs == ("out",)
     assert traits_of(aten.add_.Tensor).mutated_args == (0,)
     assert traits_of(aten.rrelu_with_noise.default).mutated_args == (1,)
+
+
+A, SQUARE, ROWS = torch.randn(4, 6), torch.randn(4, 4), torch.tensor([1, 2])
+# Of overloads that the functions of torch's bindings stand for; of the others one tensor.
+CALLS = {
+    **{
+        f"aten.{name}.Tensor": [(A, A), (A, 2.5), (2.5, A), (A, torch.tensor(3.0))]
+        for name in ("add", "div", "mul", "sub")
+    },
+    "aten._softmax.default": [(A, -1, False)],
+    "aten.addmm.default": [(SQUARE, SQUARE, SQUARE)],
+    "aten.bmm.default": [(torch.randn(2, 4, 4), torch.randn(2, 4, 4))],
+    "aten.embedding.default": [(A, ROWS), (A, ROWS, 0, False, True)],
+    "aten.expand.default": [(A, [2, -1, 6])],
+    "aten.mean.dim": [(A, [-1], True), (A, None), (A, [])],
+    "aten.mm.default": [(SQUARE, SQUARE)],
+    "aten.native_layer_norm.default": [(A, [6], None, None, 1e-5), (A, [6], A[0], A[1], 1e-5)],
+    "aten.permute.default": [(A, [1, 0])],
+    "aten.pow.Tensor_Scalar": [(A, 2)],
+    "aten.select.int": [(A, -1, 2)],
+    "aten.sum.dim_IntList": [(A, [-1], True), (A, None)],
+    "aten.transpose.int": [(A, -1, 0)],
+    "aten.unsqueeze.default": [(A, 0)],
+    "aten.view.default": [(A, [-1])],
+}
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.made.append(f"{func} {args} {kwargs}")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", sorted(BOUND))
+def test_the_function_of_an_op_calls_this_op(name: str) -> None:
+    op, function = getattr(getattr(aten, name.split(".")[1]), name.split(".")[2]), bound_function(name)
+    for args in CALLS.get(name, [(A,)]):
+        with Calls() as by_function:
+            function(*args)
+        with Calls() as by_op:
+            op(*args)
+        assert by_function.made == by_op.made
+        assert len(by_op.made) == 1
 
 
 def test_attention_draws_only_with_dropout():
