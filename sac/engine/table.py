@@ -18,7 +18,7 @@ from sac.ops.names import OpMatcher, check_sets, is_must_save, resolve_ops
 from sac.ops.registry import op_name, read_registry
 from sac.ops.save_sets import condition_of
 from sac.policy.model import ALTERNATE, Decision, Policy, Rule
-from sac.torch_private import OpOverload, bound_function
+from sac.torch_private import BOUND, OpOverload
 
 # -- Decision tables: per module path and op, a call site that takes one lookup
 
@@ -77,7 +77,7 @@ class CallSite:
         self.op = op
         self.run = op._op if type(op) is OpOverload else op  # what calling the op calls
         # The same, where no torch-function mode or class would see it.
-        self.bound = bound_function(op_name(op)) or self.run
+        self.bound = BOUND.get(op_name(op), self.run)
         self.path = path
         self.traits = traits
         self.is_view = traits.is_view

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sac.ops.facts import traits_of
 from sac.ops.registry import find_ops, op_name, read_registry
-from sac.torch_private import BOUND, bound_function
+from sac.torch_private import BOUND
 
 aten = torch.ops.aten
 OPS = [op for packet, overloads in read_registry().packets.items() for op in find_ops(packet, overloads)]
@@ -70,10 +70,11 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", sorted(BOUND))
 def test_the_function_of_an_op_calls_this_op(name: str) -> None:
-    op, function = getattr(getattr(aten, name.split(".")[1]), name.split(".")[2]), bound_function(name)
+    _, packet, overload = name.split(".")
+    op = getattr(getattr(aten, packet), overload)
     for args in CALLS.get(name, [(A,)]):
         with Calls() as by_function:
-            function(*args)
+            BOUND[name](*args)
         with Calls() as by_op:
             op(*args)
         assert by_function.made == by_op.made
