@@ -34,7 +34,7 @@ from sac.blocks.kv_cache import refuse_shared_kv, turn_off_cache
 from sac.blocks.other_checkpointing import enable_guards, refuse_existing_checkpointing
 from sac.blocks.paths import parts_of, walk
 from sac.config import Config, family_policy, parse_config, settings_of
-from sac.engine.op_trace import check_trace_target
+from sac.decision_log import check_trace_target
 from sac.engine.region import FULL, RegionGroup
 from sac.engine.settings import PLAIN, Settings
 from sac.engine.table import ResolvedPolicy, resolve_policy

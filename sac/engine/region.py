@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from sac.decision_log import log_decisions
 from sac.engine.fp8 import REASON, Fp8Function, keeps_fp8_state
 from sac.engine.frame import Frame
 from sac.engine.functions import install
 from sac.engine.objects import attributes_of, cells
-from sac.engine.op_trace import OpTraceRecorder, OpTraceRow, RegionStats, log_decisions
+from sac.engine.op_trace import OpTraceRecorder, OpTraceRow, RegionStats
 from sac.engine.reentrant import ReentrantFrame, can_be_reentrant
 from sac.engine.schedule import Schedule
 from sac.engine.settings import ALWAYS, REPLAY, RERUN, Settings, as_torch_says

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sac.engine.op_trace import check_trace_target
+from sac.decision_log import check_trace_target
 from sac.engine.table import ResolvedRule, resolve_policy
 from sac.errors import ConfigError, Problem, nearest
 from sac.extras import import_extra
