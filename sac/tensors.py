@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from ctypes import string_at
+from ctypes import CDLL, CFUNCTYPE, c_int, c_size_t, c_void_p
 from typing import Any, TypeGuard
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from sac.torch_private import UnseenByModes, neg_view
 
 _STRIDED = torch.strided
+_compared = CFUNCTYPE(c_int, c_void_p, c_void_p, c_size_t)(("memcmp", CDLL(None)))
 
 # -- Storages, version and metadata of a tensor
 
@@ -99,7 +100,7 @@ def version_watch(tensor: torch.Tensor) -> torch.Tensor:
 
 def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Return whether two generator states are equal, unseen by any mode; ``torch.equal`` compares byte by byte."""
-    return string_at(left.data_ptr(), left.nbytes) == string_at(right.data_ptr(), right.nbytes)
+    return left.nbytes == right.nbytes and not _compared(left.data_ptr(), right.data_ptr(), left.nbytes)
 
 
 def overwrite(storage: torch.UntypedStorage, source: torch.UntypedStorage) -> None:

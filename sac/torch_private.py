@@ -285,7 +285,7 @@ def is_traced() -> bool:
 
 def compiler_is_tracing() -> bool:
     """Return whether Dynamo or AOTAutograd is at work, also where it only runs ops on fake tensors. 2.11 to 2.13."""
-    return torch._guards.TracingContext.try_get() is not None
+    return getattr(torch._guards._TLS, "tracing_context", None) is not None
 
 
 def fake_mode_is_active() -> bool:
@@ -395,6 +395,10 @@ in_kernel: Any = _fake_tensor.in_kernel_invocation_manager
 # -- Calls of autograd functions
 
 apply_function: Any = vars(_C._FunctionBase)["apply"]  # passes the class on: `apply_function(cls, *args)`
+
+# Gives a tensor that requires grad on the same memory, which is no leaf and no view, so that it may be written to; its
+# backward raises. The node with which torch keeps `once_differentiable` from a second backward. 1.0 to 2.13.
+not_leaf_of: Callable[[Tensor], Tensor] = _C._functions.DelayedError("a unit that runs again has no backward", 1)
 
 # An `apply` on these classes sees every call. In 2.11 to 2.13 `Function.apply` ends in `super().apply(...)`, and Dynamo
 # tests what it is; in 2.15 it is the method above itself.

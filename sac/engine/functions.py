@@ -12,7 +12,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -25,7 +25,7 @@ from torch.compiler import is_dynamo_compiling
 from sac.checksums import checksum, find_different
 from sac.engine.flags import Autocast
 from sac.engine.handles import Handle
-from sac.engine.objects import NotLeaf, copied, tensors_in
+from sac.engine.objects import copied, tensors_in
 from sac.engine.rng import advanced, set_states, states_of
 from sac.engine.serve import Served
 from sac.engine.table import NO_RULE, decide, site_name
@@ -36,12 +36,13 @@ from sac.engine.wrappers import is_in_flight
 from sac.errors import Problem, RegionError
 from sac.ops.facts import OpTraits
 from sac.policy.model import Decision
-from sac.tensors import copy_of, detached, is_wrapper, storage_address, storage_bytes, tensors_of
+from sac.tensors import copy_of, detached, is_wrapper, storage_address, storage_bytes
 from sac.torch_private import (
     FUNCTION_CLASSES,
     UnseenByModes,
     apply_function,
     compiler_is_tracing,
+    not_leaf_of,
     transform_is_active,
     tree_flatten,
     tree_unflatten,
@@ -218,9 +219,9 @@ class UnitCall:
         self.mode, self.site, self.key, self.call, self.args = mode, site, key, call, args
         self.tape: Tape = mode.tape
         self.reads: list[int] = []
-        self.template = as_refs(args, self.tape.find, self.reads)
-        self.arguments = tensors_of(args)
-        self.needs = [one.requires_grad for one in self.arguments]
+        self.arguments: list[Tensor] = []
+        self.needs: dict[int, bool] = {}
+        self.template = as_refs(args, self._find, self.reads)
         known: Facts | None = mode.facts.get(key)
         self.examines = mode.probes and (known is None or mode.verifies)
         self.facts = known or Facts(strict=not mode.probes)
@@ -231,6 +232,13 @@ class UnitCall:
         self.copies: dict[int, Any] = {}  # root -> an argument, its contents before the call
         # Where all calls were explained, and no rule decides, none are taken; the first that is not keeps its results.
         self.states = states_of(mode.generators) if known is None or known.is_unit or site.conditional_rules else None
+
+    def _find(self, tensor: Tensor) -> int:
+        """Return the value of an argument, and note the argument."""
+        value = self.tape.find(tensor)
+        self.needs[value] = tensor.requires_grad
+        self.arguments.append(tensor)
+        return value
 
     def look(self, tensors: Iterable[Tensor]) -> None:
         """Notice storages that have changed since an op left them."""
@@ -314,23 +322,32 @@ class UnitCall:
         """Decide what is explained; add the unit."""
         tape, mode = self.tape, self.mode
         roots, makers = tape.roots, tape.makers
-        self.handles = {number: handle for number, reference in enumerate(self.saved) if (handle := reference())}
-        self.results = self._results(out)
-        writing = (entry for entry in range(self.first, len(tape.sites)) if tape.sites[entry].writes)
+        self.results = []  # whether returned and which of these, tensor, value
+        for number, tensor in enumerate(tensors_in(out)):
+            value = tape.known(tensor)
+            self.results.append(((True, number), tensor, mode.same_as(tensor) if value is None else value))
+        self.handles = []
+        for number, reference in enumerate(self.saved):
+            if (handle := reference()) is not None:
+                self.handles.append(handle)
+                self.results.append(((False, number), handle.value, handle.position[0]))
+        entries = range(self.first, len(tape.sites)) if tape.writers else ()
+        writing = [entry for entry in entries if tape.sites[entry].writes]
         op_written = {root for entry in writing for root in tape.writes_of(entry) if makers[root] < self.first}
         written = self._written(op_written)
         self.sends = bool(tape.collectives) and tape.collectives[-1] >= self.first
-        self.decision, rule = Decision.RECOMPUTE, None
+        self.decision, rule = self.site.final_decision, None
         if self.site.conditional_rules:
             self.decision, rule = decide(mode, self.site, self.args, {}, out)
             self.strict = self.strict or self.decision.keeps
+        given = {roots[value] for _, _, value in self.results}
         bad = _unexplained(tape, self)
-        wanted = bad.intersection(roots[value] for _, _, value in self.results)
+        wanted = bad & given
         is_unit = bool(wanted or written or (self.opaque and op_written))
         if is_unit and (op_written or written or self.sends) and not self.strict:  # it must write or communicate once
             self.strict = True
             bad = _unexplained(tape, self)
-            wanted = bad.intersection(roots[value] for _, _, value in self.results)
+            wanted = bad & given
         # Under `verify: never` most Functions are units, whose ops a rerun on another rank would send again.
         is_new, self.facts.is_unit = self.states is None, self.facts.is_unit or is_unit
         if is_unit and rule is None:
@@ -346,14 +363,14 @@ class UnitCall:
                 mode.op_trace.add_unit(self.site, rule, self.decision, self.arguments, returned, self.first_row)
         tape.fresh = {root for root in tape.fresh if root < self.first_value}
         for value in range(self.first_value, last):  # tensors that live on and that nothing can give again
-            tensor = tape.refs[value]()
-            if tensor is not None and roots[value] in bad and tape.known(tensor) == value:
-                is_part = tape.parts.get(id(tensor), (None, 0))[1] >= last  # to be taken out of a result of the unit
-                if is_part or cast_of(tensor) is not None:  # or to be cast again: autocast keeps it
-                    del tape.ids[id(tensor)]
+            living = tape.refs[value]() if roots[value] in bad else None
+            if living is not None and tape.known(living) == value:
+                is_part = tape.parts.get(id(living), (None, 0))[1] >= last  # to be taken out of a result of the unit
+                if is_part or cast_of(living) is not None:  # or to be cast again: autocast keeps it
+                    del tape.ids[id(living)]
                 else:
                     tape.fresh.add(roots[value])
-        for handle in self.handles.values():
+        for handle in self.handles:
             mode.decide_on(handle, handle.value)
         if inner:
             self._drop_kept(inner, {value for _, _, value in self.results if roots[value] not in wanted})
@@ -369,14 +386,6 @@ class UnitCall:
         for value in inner - needed:
             del tape.kept[value]
             tape.kept_roots.discard(tape.roots[value])
-
-    def _results(self, out: Any) -> list[tuple[tuple[bool, int], Tensor, int]]:
-        """Return the tensors that the call returned or saved: whether returned and which of these, tensor, value."""
-        results = []
-        for number, tensor in enumerate(tensors_in(out)):
-            value = self.tape.known(tensor)
-            results.append(((True, number), tensor, self.mode.same_as(tensor) if value is None else value))
-        return results + [((False, number), one.value, one.position[0]) for number, one in self.handles.items()]
 
     def _written(self, op_written: set[int]) -> set[int]:
         """Return the roots of the arguments that were written to where no op is seen to."""
@@ -419,12 +428,11 @@ class UnitCall:
             rule = tape.rule_of[min(inner)] if inner else NO_RULE
         new_values: dict[int, int] = {}
         new_roots: dict[int, int] = {}
-        results = [result for result in self.results if roots[result[2]] in wanted]
         described = []
-        for which, tensor, value in results:
-            if value in new_values:
-                continue
+        for which, tensor, value in self.results:
             root = roots[value]
+            if root not in wanted or value in new_values:
+                continue
             new = new_values[value] = tape.add_value(tensor, new_roots.get(root, -1), unit)
             new_roots.setdefault(root, new)
             described.append(which)
@@ -434,7 +442,7 @@ class UnitCall:
                 tape.rule_of[new] = rule
         if len(described) != 1:
             tape.counts[unit] = len(described)
-        for handle in self.handles.values():  # of what the call has written to, autograd saves what it has left there
+        for handle in self.handles:  # of what the call has written to, autograd saves what it has left there
             value = handle.position[0]
             if value in new_values or roots[value] in written:
                 handle.position = new_values.get(value, value), unit + 1
@@ -443,18 +451,11 @@ class UnitCall:
             tape.wrote(root, unit)
         if moved := advanced(self.states or []):
             tape.states[unit] = moved
-        new_unit = tape.units[unit] = Unit(
-            call=self.call,
-            results=described,
-            needs=dict(zip(self.reads, self.needs, strict=True)),
-            grad=torch.is_grad_enabled(),
-            autocast=self.mode.autocast.now(),
-            facts=self.facts,
-            inside=range(first, unit),
-            served=served,
-        )
+        now, inside = self.mode.autocast.now(), range(first, unit)
+        new_unit = Unit(self.call, described, self.needs, torch.is_grad_enabled(), now, self.facts, inside, served)
+        tape.units[unit] = new_unit
         if self.examines and not self.sends:
-            made = [(new_values[value], tensor) for _, tensor, value in results]
+            made = [(new_values[value], tensor) for _, tensor, value in self.results if value in new_values]
             made += [pair for pair in self.pairs if roots[pair[0]] in written]
             read = (pair for pair in self.pairs if tape.makers[roots[pair[0]]] >= 0 and roots[pair[0]] not in written)
             new_unit.given = [(value, checksum(tensor)) for value, tensor in read if not is_in_flight(tensor)]
@@ -467,12 +468,11 @@ class UnitCall:
     def _read_inside(self, unit: int) -> list[int]:
         """Return the values from outside that ops of the call read and that are no arguments."""
         tape = self.tape
-        read = {value for entry in range(self.first, unit) for value in tape.reads[entry]}
-        read = {value for value in read.difference(self.reads) if value < self.first_value or value in tape.leaves}
-        arguments = {tape.roots[value] for value in self.reads}
+        read = {value for reads in tape.reads[self.first : unit] for value in reads}.difference(self.reads)
+        read = {value for value in read if value < self.first_value or value in tape.leaves}
         for value in read if self.site.is_named else ():  # it would hold the graph that leads to its region
             maker = tape.makers[tape.roots[value]]
-            if maker < 0 or tape.roots[value] in arguments:
+            if maker < 0 or tape.roots[value] in {tape.roots[argument] for argument in self.reads}:
                 continue
             is_cast = tape.sites[maker].op is torch.ops.aten._to_copy.default and tape.reads[maker][0] in tape.leaves
             if not is_cast:  # by autocast, of a parameter
@@ -510,20 +510,19 @@ def _unexplained(tape: Tape, call: UnitCall) -> set[int]:
     """Return the roots, of those made inside, whose contents the entries do not give again."""
     roots, makers, bad = tape.roots, tape.makers, {*call.opaque}
     fresh: set[int] = set()
-    for entry in range(call.first, len(tape.sites)):
-        site = tape.sites[entry]
-        new = [roots[value] for value in tape.results(entry) if roots[value] == value]
+    for entry, site in enumerate(tape.sites[call.first :], call.first):
         writes = tape.writes_of(entry) if tape.writers else []
         is_bad = call.strict and not site.is_view
         if not (is_bad or site.is_view or site.traits.is_factory):
             read = {roots[value] for value in tape.reads[entry]}
             is_bad = bool(read & bad or (read & fresh).difference(writes))
-        fresh.difference_update(writes)
+        if writes:
+            fresh.difference_update(writes)
         if is_bad:
-            bad.update(new)
+            bad.update(value for value in tape.results(entry) if roots[value] == value)
             bad.update(root for root in writes if makers[root] >= call.first)
         elif site.traits.is_uninitialised:
-            fresh.update(new)
+            fresh.update(tape.results(entry))  # of which all are roots
     return bad | fresh
 
 
@@ -542,14 +541,13 @@ def run_unit(tape: Tape, entry: int, values: dict[int, Any]) -> None:
             again[which] = held
         return held
 
-    with ExitStack() as stack:
-        stack.enter_context(without_mode())
+    hooks = saved_tensors_hooks(pack, lambda held: held)
+    with without_mode(), torch.set_grad_enabled(unit.grad), hooks, ExitStack() as stack:
         unit.autocast.enter_on(stack)
         set_states(tape.states.get(entry) or [])
-        stack.enter_context(torch.set_grad_enabled(unit.grad))
-        stack.enter_context(saved_tensors_hooks(pack, lambda held: held))
         arguments = from_refs(tape.args[entry], _arguments(tape, unit, values))
-        stack.enter_context(Served(tape, unit.inside, tape.sites[entry].path) if unit.served else nullcontext())
+        if unit.served:
+            stack.enter_context(Served(tape, unit.inside, tape.sites[entry].path))
         results = tensors_in(unit.call(*arguments))
         again.update(((True, number), detached(result)) for number, result in enumerate(results))
     for value, which in zip(tape.results(entry), unit.results, strict=True):
@@ -561,6 +559,8 @@ def run_unit(tape: Tape, entry: int, values: dict[int, Any]) -> None:
 def differs(tape: Tape, entry: int, values: dict[int, Any], unneeded: set[int]) -> bool:
     """Return whether a unit has given other values than in the forward; use those of the forward if they are there."""
     unit: Unit = tape.units[entry]
+    if not unit.then:
+        return False
     compared = [one for one in unit.then if one[0] not in unneeded]
     again = [values[value] for value, _, _ in compared]
     pairs = [(one[2], checksum(tensor)) for one, tensor in zip(compared, again, strict=True)]
@@ -582,6 +582,6 @@ def _arguments(tape: Tape, unit: Unit, values: dict[int, Any]) -> dict[int, Any]
         if leaf is None or not leaf.is_parameter or argument.requires_grad is not requires_grad:
             argument = argument.detach().requires_grad_(requires_grad)
             if requires_grad and not is_wrapper(argument):
-                argument = apply_function(NotLeaf, argument)  # the call may write to it
+                argument = not_leaf_of(argument)  # the call may write to it
         arguments[value] = argument
     return arguments

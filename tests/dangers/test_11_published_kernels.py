@@ -129,6 +129,19 @@ class GatheredProduct(torch.autograd.Function):
         return (grad @ weight).view(2, *x.shape).sum(0), grad.t() @ whole, None
 
 
+class Scaled(torch.autograd.Function):
+    """Its factors are in a dict, where autograd does not look for tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factors: dict[str, Tensor]) -> Tensor:
+        ctx.save_for_backward(factors["scale"])
+        return fresh(x, at(x) * at(factors["scale"]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.saved_tensors[0], None
+
+
 # -- Blocks that use them
 
 
@@ -206,11 +219,17 @@ class GatheredUnseen(Gathered):
     unseen = True
 
 
+class WithADict(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return x + self.down(Scaled.apply(h, {"scale": h.detach().exp()}).sin())
+
+
 def rows(step: int) -> tuple[Tensor, ...]:
     return (torch.randn(TOKENS, WIDTH),)
 
 
-LAYERS = (Decoder, RotatedProjections, Interpreted, WithALoss, Adapted, InTiles, Gathered, GatheredUnseen)
+LAYERS = (Decoder, RotatedProjections, Interpreted, WithALoss, Adapted, InTiles, Gathered, GatheredUnseen, WithADict)
 # A module's results that are saved as a whole are overwritten by a kernel that tells nobody.
 NOT_UNDER = dict.fromkeys((RotatedProjections, Interpreted), frozenset({"whole modules"}))
 KERNELS = [
