@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -179,3 +180,51 @@ class RegionProfile:
         tape.kept = dict.fromkeys(kept)
         schedule = schedule_replay(tape, [(handle, *need) for handle, need in enumerate(needs)])
         return [step[0] for step in schedule.steps], {self.roots[value] for value in schedule.kept}
+
+
+class Tally:
+    """Bytes that are held and ``costs`` of the entries that run again, while entries are saved or dropped one by one.
+
+    Needs and entries that run count what they read, and values that are counted count their entry or, if they are
+    kept, their storage. So a change takes as long as what it changes is large.
+    """
+
+    def __init__(self, profile: RegionProfile, *costs: Sequence[int]) -> None:
+        self._profile, self._counts = profile, Counter[int]()
+        # Values have their numbers, entries these inverted, and storages come after the values.
+        self._counted: dict[int, Collection[int]] = {value: (~entry,) for value, entry in profile.maker.items()}
+        self._costs = {len(profile.roots) + root: (size, *[0] * len(costs)) for root, size in enumerate(profile.bytes)}
+        self.sums = [0] * (1 + len(costs))
+        for entry, *each in zip(profile.entries, *costs, strict=True):
+            self._costs[~entry.number] = (0, *each)
+            self._counted[~entry.number] = self._read((value, entry.number) for value in entry.reads)
+            if entry.must_save:
+                self.change(entry.number)
+        self._count([len(profile.roots) + root for root in profile.routed], 1)
+        self._count(self._read(profile.needs), 1)
+
+    def _read(self, reads: Iterable[tuple[int, int]]) -> set[int]:
+        """Return what is counted if these values are read at these times: they, and what has written to them."""
+        roots, makers, writers = self._profile.roots, self._profile.maker, self._profile.tape.writers
+        found = set[int]()
+        for value, time in reads:
+            found |= {value} & makers.keys() | {~one for one in writers.get(roots[value], ()) if one < time}
+        return found
+
+    def change(self, number: int) -> None:
+        """Save an entry, or drop it if it is saved."""
+        for value in self._profile.entries[number].makes:
+            old, kept = self._counted[value], len(self._profile.roots) + self._profile.roots[value]
+            self._counted[value] = (kept,) if old == (~number,) else (~number,)
+            if self._counts[value]:
+                self._count(old, -1)
+                self._count(self._counted[value], 1)
+
+    def _count(self, nodes: Iterable[int], sign: int) -> None:
+        waiting = [*nodes]
+        for node in waiting:
+            self._counts[node] += sign
+            if self._counts[node] == (sign > 0):  # it counts from now on, or no more
+                waiting += self._counted.get(node, ())
+                for at, cost in enumerate(self._costs.get(node, ())):
+                    self.sums[at] += sign * cost
