@@ -19,7 +19,7 @@ from sac.errors import PlanError, Problem
 from sac.planner.cost import Device, seconds
 from sac.planner.explain import Explanation
 from sac.planner.observing import BACKWARD, BETWEEN, FORWARD, StepPhase, StepRecord
-from sac.planner.profile import Option, RegionProfile, Tally
+from sac.planner.profile import Option, RegionProfile
 from sac.planner.rules import PlannedRegion, policy_of, saved_by
 from sac.policy.model import Policy
 from sac.stores import transfers
@@ -69,7 +69,6 @@ from sac.tables import Table, bytes_text, flops_text, seconds_text
 _PARTS = BETWEEN, FORWARD, BACKWARD
 _RECORD_S = 3.5e-6  # per op of a forward; measured with torch 2.13.0+cpu on a core of an AMD EPYC
 _CALL_S = 150e-6  # per call of a region
-_TICKS = 2**120  # per second: times of ops are whole numbers in so small a unit, and their sums exact
 
 Choice = tuple[int, ...]  # the number of the option of each region
 
@@ -508,51 +507,36 @@ def options_of(profile: RegionProfile, shipped: frozenset[int], device: Device) 
     Bytes ascend and seconds descend. ``shipped``: entries that are an option in any case.
     See Note [The search for save options].
     """
-    ops = [seconds(entry, device) for entry in profile.entries]
-    behind = [0.0 if device.name == "cpu" else max(0.0, time - device.launch_s) for time in ops]
-    costs = [[int(time * _TICKS) for time in times] for times in (ops, behind)]
-    tally = Tally(profile, *costs)
-
-    def option(saved: frozenset[int], size: int, again: int, behind_again: int) -> Option:
-        host_s = max(0.0, _CALL_S + _RECORD_S * len(ops) - (behind_forward + behind_again) / _TICKS)
-        return Option(saved, size, seconds=again / _TICKS + host_s, ops_s=again / _TICKS)
+    times = [seconds(entry, device) for entry in profile.entries]
+    behind = [0.0 if device.name == "cpu" else max(0.0, time - device.launch_s) for time in times]
 
     def priced(saved: frozenset[int]) -> Option:
         again, held = profile.recomputed(saved)
-        sums = (sum(each[number] for number in again) for each in costs)
+        behind_s = math.fsum((*behind, *(behind[number] for number in again)))
+        host_s = max(0.0, _CALL_S + _RECORD_S * len(times) - behind_s)
+        ops_s = math.fsum(times[number] for number in again)
         flops = sum(profile.entries[number].flops for number in again)
-        return replace(option(saved, profile.bytes_of(held), *sums), entries=again, held=held, flops=flops)
+        return Option(saved, profile.bytes_of(held), again, held, ops_s + host_s, ops_s, flops)
 
-    def kept(one: Option) -> Option:
-        one = priced(one.saved)
-        holding = frozenset(number for number in one.saved if profile.roots_of(number) & one.held)
-        return one if holding == one.saved else priced(holding)
+    def changed(now: Option, number: int) -> Option:
+        saved, roots = (now.saved or frozenset()) ^ {number}, profile.roots_of(number)
+        reads = number in now.entries or roots & (now.held | profile.tape.writers.keys())
+        return priced(saved) if reads or profile.entries[number].is_collective else replace(now, saved=saved)
 
-    behind_forward, writers = sum(costs[1]), profile.tape.writers.keys()
     candidates = frozenset(entry.number for entry in profile.candidates)
-    # Written storages that are kept or from outside, and other ranks, have rules of their own.
-    written = frozenset(number for number in candidates if profile.roots_of(number) & writers)
-    is_plain = not (profile.tape.collectives or writers - profile.maker.keys() or writers & profile.routed)
     full = now = priced(frozenset())
     best: list[Option] = []
-    saved = frozenset[int]()
-    for goal, sign in (candidates, 1), (saved, -1):
-        while saved != goal:
-            tried = {}
-            for number in sorted(saved ^ goal, reverse=goal != candidates):
-                after = saved ^ {number}
-                tally.change(number)
-                tried[number] = option(after, *tally.sums) if is_plain and after.isdisjoint(written) else priced(after)
-                tally.change(number)
-            rates = {n: _rate(one, now) if sign > 0 else -_rate(now, one) for n, one in tried.items()}
-            taken = max(rates, key=rates.__getitem__)
-            tally.change(taken)
-            saved, now = saved ^ {taken}, tried[taken]
-            known, best = sorted([*best, *tried.values()], key=lambda one: (one.bytes, one.seconds, len(one.saved or ()))), []
-            for one in known:
+    for goal, sign in (candidates, 1), (frozenset[int](), -1):
+        while now.saved != goal:
+            tried = [changed(now, number) for number in sorted((now.saved or frozenset()) ^ goal)[::sign]]
+            rates = [_rate(one, now) if sign > 0 else -_rate(now, one) for one in tried]
+            now = tried[rates.index(max(rates))]
+            found, best = sorted([*best, *tried], key=lambda one: (one.bytes, one.seconds, len(one.saved or ()))), []
+            for one in found:
                 if one.seconds < (best[-1] if best else full).seconds:
                     best.append(one)
-    chosen = dict.fromkeys([full, *map(kept, best), priced(shipped)])
+    holding = [[number for number in one.saved or () if profile.roots_of(number) & one.held] for one in best]
+    chosen = dict.fromkeys([full, *map(priced, map(frozenset, holding)), priced(shipped)])
     found = sorted(chosen, key=lambda one: (one is not full, one.bytes, -one.seconds))
     if not profile.reason:
         found.append(Option(None, profile.bytes_of(profile.needed | profile.routed)))

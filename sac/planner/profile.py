@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -103,6 +102,7 @@ class RegionProfile:
     tape: Tape = field(init=False, compare=False, repr=False)
     needed: frozenset[int] = field(init=False, compare=False, repr=False)  # storages: autograd saves, the region makes
     routed: frozenset[int] = field(init=False, compare=False, repr=False)  # held in any case: of what must be saved
+    reads: list[list[int]] = field(init=False, compare=False, repr=False)  # of each entry: values, inverted writers
 
     def __post_init__(self) -> None:
         maker = {value: entry.number for entry in self.entries for value in entry.makes}
@@ -111,6 +111,9 @@ class RegionProfile:
         object.__setattr__(self, "tape", _tape_of(self.entries, self.roots, maker))
         object.__setattr__(self, "needed", frozenset(self.roots[value] for value, _ in self.needs if value in maker))
         object.__setattr__(self, "routed", frozenset(routed))
+        object.__setattr__(
+            self, "reads", [self._read((value, one.number) for value in one.reads) for one in self.entries]
+        )
 
     @property
     def candidates(self) -> tuple[Entry, ...]:
@@ -176,55 +179,26 @@ class RegionProfile:
 
     def _schedule(self, kept: Collection[int], needs: Sequence[tuple[int, int]]) -> tuple[list[int], set[int]]:
         """Return the entries that run again, and the storages of kept values that they start from."""
-        tape = copy(self.tape)
-        tape.kept = dict.fromkeys(kept)
-        schedule = schedule_replay(tape, [(handle, *need) for handle, need in enumerate(needs)])
-        return [step[0] for step in schedule.steps], {self.roots[value] for value in schedule.kept}
-
-
-class Tally:
-    """Bytes that are held and ``costs`` of the entries that run again, while entries are saved or dropped one by one.
-
-    Needs and entries that run count what they read, and values that are counted count their entry or, if they are
-    kept, their storage. So a change takes as long as what it changes is large.
-    """
-
-    def __init__(self, profile: RegionProfile, *costs: Sequence[int]) -> None:
-        self._profile, self._counts = profile, Counter[int]()
-        # Values have their numbers, entries these inverted, and storages come after the values.
-        self._counted: dict[int, Collection[int]] = {value: (~entry,) for value, entry in profile.maker.items()}
-        self._costs = {len(profile.roots) + root: (size, *[0] * len(costs)) for root, size in enumerate(profile.bytes)}
-        self.sums = [0] * (1 + len(costs))
-        for entry, *each in zip(profile.entries, *costs, strict=True):
-            self._costs[~entry.number] = (0, *each)
-            self._counted[~entry.number] = self._read((value, entry.number) for value in entry.reads)
-            if entry.must_save:
-                self.change(entry.number)
-        self._count([len(profile.roots) + root for root in profile.routed], 1)
-        self._count(self._read(profile.needs), 1)
-
-    def _read(self, reads: Iterable[tuple[int, int]]) -> set[int]:
-        """Return what is counted if these values are read at these times: they, and what has written to them."""
-        roots, makers, writers = self._profile.roots, self._profile.maker, self._profile.tape.writers
-        found = set[int]()
-        for value, time in reads:
-            found |= {value} & makers.keys() | {~one for one in writers.get(roots[value], ()) if one < time}
-        return found
-
-    def change(self, number: int) -> None:
-        """Save an entry, or drop it if it is saved."""
-        for value in self._profile.entries[number].makes:
-            old, kept = self._counted[value], len(self._profile.roots) + self._profile.roots[value]
-            self._counted[value] = (kept,) if old == (~number,) else (~number,)
-            if self._counts[value]:
-                self._count(old, -1)
-                self._count(self._counted[value], 1)
-
-    def _count(self, nodes: Iterable[int], sign: int) -> None:
-        waiting = [*nodes]
+        roots, tape = {self.roots[value] for value in kept}, self.tape
+        if tape.collectives or any(root in roots or root not in self.maker for root in tape.writers):
+            tape = copy(tape)
+            tape.kept = dict.fromkeys(kept)
+            schedule = schedule_replay(tape, [(handle, *need) for handle, need in enumerate(needs)])
+            return [step[0] for step in schedule.steps], {self.roots[value] for value in schedule.kept}
+        # Elsewhere a value is kept, or what makes it runs again, and all that have written to it by then.
+        run, starts, waiting = set[int](), set[int](), self._read(needs)
         for node in waiting:
-            self._counts[node] += sign
-            if self._counts[node] == (sign > 0):  # it counts from now on, or no more
-                waiting += self._counted.get(node, ())
-                for at, cost in enumerate(self._costs.get(node, ())):
-                    self.sums[at] += sign * cost
+            if node in kept:
+                starts.add(self.roots[node])
+            elif (entry := self.maker.get(node, ~node)) not in run:
+                run.add(entry)
+                waiting += self.reads[entry]
+        return sorted(run), starts
+
+    def _read(self, reads: Iterable[tuple[int, int]]) -> list[int]:
+        """Return the values of the region that are read, each at a time, and inverted the writers before that time."""
+        found = []
+        for value, time in reads:
+            found += [value] if value in self.maker else []
+            found += [~one for one in self.tape.writers.get(self.roots[value], ()) if one < time]
+        return found
