@@ -313,12 +313,9 @@ class Prediction:
 
     def _take_over(self, choice: Choice, measured: Iterable[tuple[str, int, int]]) -> None:
         """Take over the largest of the bytes that were measured of an option: (part, region, bytes)."""
-        largest: dict[tuple[str, int, int], int] = {}
-        for part, own, size in measured:
-            key = part, self.kinds[own], choice[own]
-            largest[key] = max(largest.get(key, size), size)
-        for (part, kind, option), size in largest.items():
-            self._more[part, kind][option] = size if option else 0
+        for part, own, size in sorted(measured, key=lambda one: one[2]):
+            option = choice[own]
+            self._more[part, self.kinds[own]][option] = size if option else 0
 
     def live(self, choice: Sequence[int]) -> list[int]:
         """Return the predicted peak at each place of the step."""
@@ -420,9 +417,8 @@ class Prediction:
     def refuse(self, where: str, written: str, allowed: int) -> TooSmallError:
         """Return the error for a budget below the least peak: the peak, and its parts, the largest first."""
         phase, least = max(self.record.phases, key=lambda one: one.peak), self.peak_of(self.full)
-        place = "outside of blocks, as in the head and the loss"
-        if phase.part != BETWEEN:
-            place = f"in the {phase.part} of {phase.path}"
+        where_in = f"in the {phase.part} of {phase.path}"
+        place = where_in if phase.part != BETWEEN else "outside of blocks, as in the head and the loss"
         parts = {
             "there when the step begins (parameters, gradients, optimizer state, inputs)": self.record.static,
             "state that the optimizer is going to make": self.extra,
@@ -531,10 +527,9 @@ def options_of(profile: RegionProfile, shipped: frozenset[int], device: Device) 
             tried = [changed(now, number) for number in sorted((now.saved or frozenset()) ^ goal)[::sign]]
             rates = [_rate(one, now) if sign > 0 else -_rate(now, one) for one in tried]
             now = tried[rates.index(max(rates))]
-            found, best = sorted([*best, *tried], key=lambda one: (one.bytes, one.seconds, len(one.saved or ()))), []
-            for one in found:
-                if one.seconds < (best[-1] if best else full).seconds:
-                    best.append(one)
+            found = sorted([*best, *tried], key=lambda one: (one.bytes, one.seconds, len(one.saved or ())))
+            fastest = accumulate((one.seconds for one in found), min, initial=full.seconds)  # of those before
+            best = [one for one, least in zip(found, fastest, strict=False) if one.seconds < least]
     holding = [[number for number in one.saved or () if profile.roots_of(number) & one.held] for one in best]
     chosen = dict.fromkeys([full, *map(priced, map(frozenset, holding)), priced(shipped)])
     found = sorted(chosen, key=lambda one: (one is not full, one.bytes, -one.seconds))

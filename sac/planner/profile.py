@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from copy import copy
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,9 +110,8 @@ class RegionProfile:
         object.__setattr__(self, "tape", _tape_of(self.entries, self.roots, maker))
         object.__setattr__(self, "needed", frozenset(self.roots[value] for value, _ in self.needs if value in maker))
         object.__setattr__(self, "routed", frozenset(routed))
-        object.__setattr__(
-            self, "reads", [self._read((value, one.number) for value in one.reads) for one in self.entries]
-        )
+        reads = ([(value, entry.number) for value in entry.reads] for entry in self.entries)
+        object.__setattr__(self, "reads", [*map(self._read, reads)])
 
     @property
     def candidates(self) -> tuple[Entry, ...]:
@@ -181,7 +179,6 @@ class RegionProfile:
         """Return the entries that run again, and the storages of kept values that they start from."""
         roots, tape = {self.roots[value] for value in kept}, self.tape
         if tape.collectives or any(root in roots or root not in self.maker for root in tape.writers):
-            tape = copy(tape)
             tape.kept = dict.fromkeys(kept)
             schedule = schedule_replay(tape, [(handle, *need) for handle, need in enumerate(needs)])
             return [step[0] for step in schedule.steps], {self.roots[value] for value in schedule.kept}
@@ -195,10 +192,7 @@ class RegionProfile:
                 waiting += self.reads[entry]
         return sorted(run), starts
 
-    def _read(self, reads: Iterable[tuple[int, int]]) -> list[int]:
+    def _read(self, reads: Sequence[tuple[int, int]]) -> list[int]:
         """Return the values of the region that are read, each at a time, and inverted the writers before that time."""
-        found = []
-        for value, time in reads:
-            found += [value] if value in self.maker else []
-            found += [~one for one in self.tape.writers.get(self.roots[value], ()) if one < time]
-        return found
+        wrote = [(one, time) for value, time in reads for one in self.tape.writers.get(self.roots[value], ())]
+        return [*(value for value, _ in reads if value in self.maker), *(~one for one, time in wrote if one < time)]
