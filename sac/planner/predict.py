@@ -226,7 +226,8 @@ class Prediction:
         self.fastest: Choice = tuple(len(ways[kind]) - 1 for kind in self.kinds)
         self.shipped: Choice = tuple(ways[kind].index(saved[kind]) for kind in self.kinds)
         self.seconds = [tuple(option.seconds for option in self.options[kind]) for kind in self.kinds]
-        self.forward_s = sum(map(self._forward_s, self.kinds))
+        self._forwards_s = [sum(seconds(entry, device) for entry in profile.entries) for profile in self.profiles]
+        self.forward_s = sum(self._forwards_s[kind] for kind in self.kinds)
         self._bases: dict[_Place, int] = {}
         left = dict.fromkeys(self.kinds, 0)  # by a forward under full recomputation
         for place, phase in self._placed(record):
@@ -255,9 +256,6 @@ class Prediction:
                     size = above + max(map(add, rises, more))
                     self._more[FORWARD, kind][option] = max(self._more[FORWARD, kind][option], size)
 
-    def _forward_s(self, kind: int) -> float:
-        return sum(seconds(entry, self.device) for entry in self.profiles[kind].entries)
-
     def _placed(self, record: StepRecord) -> Iterator[tuple[_Place, StepPhase]]:
         """Yield the phases of a step with their places."""
         numbers = {block.path: number for number, block in enumerate(self.blocks)}
@@ -274,7 +272,7 @@ class Prediction:
         other.options, other._more = [*self.options], {**self._more}
         other._bases = {place: size + limit for place, size in self._bases.items()}
         for kind in {*self.kinds}:
-            profile, room = self.profiles[kind], min(limit, int(self.device.host_bytes_per_s * self._forward_s(kind)))
+            profile, room = self.profiles[kind], min(limit, int(self.device.host_bytes_per_s * self._forwards_s[kind]))
             options = (replace(one, sent=profile.sendable(one, room, share)) for one in self.options[kind])
             other.options[kind] = tuple(options)
             for part, sign in (BETWEEN, -1), (BACKWARD, 1):
@@ -519,10 +517,9 @@ def options_of(profile: RegionProfile, shipped: frozenset[int], device: Device) 
         reads = number in now.entries or roots & (now.held | profile.tape.writers.keys())
         return priced(saved) if reads or profile.entries[number].is_collective else replace(now, saved=saved)
 
-    candidates = frozenset(entry.number for entry in profile.candidates)
     full = now = priced(frozenset())
     best: list[Option] = []
-    for goal, sign in (candidates, 1), (frozenset[int](), -1):
+    for goal, sign in (frozenset(one.number for one in profile.candidates), 1), (frozenset[int](), -1):
         while now.saved != goal:
             tried = [changed(now, number) for number in sorted((now.saved or frozenset()) ^ goal)[::sign]]
             rates = [_rate(one, now) if sign > 0 else -_rate(now, one) for one in tried]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -68,8 +67,7 @@ class Option:
 
 def _tape_of(entries: Sequence[Entry], roots: Sequence[int], maker: Mapping[int, int]) -> Tape:
     """Return a tape without tensors that has all that a schedule depends on."""
-    without_table: Any = None
-    tape = Tape(without_table, ())
+    tape = Tape(None, ())  # type: ignore[arg-type]
     tape.sites, tape.roots = [*entries], [*roots]
     tape.reads = [[*entry.reads] for entry in entries]
     tape.firsts = [min(entry.makes, default=0) for entry in entries]
