@@ -501,16 +501,15 @@ def options_of(profile: RegionProfile, shipped: frozenset[int], device: Device) 
     Bytes ascend and seconds descend. ``shipped``: entries that are an option in any case.
     See Note [The search for save options].
     """
-    times = [seconds(entry, device) for entry in profile.entries]
-    behind = [0.0 if device.name == "cpu" else max(0.0, time - device.launch_s) for time in times]
+    times, flops = [seconds(one, device) for one in profile.entries], [one.flops for one in profile.entries]
+    behind = [max(0.0, time - device.launch_s) for time in times]
 
     def priced(saved: frozenset[int]) -> Option:
         again, held = profile.recomputed(saved)
-        behind_s = math.fsum((*behind, *(behind[number] for number in again)))
+        behind_s = 0.0 if device.name == "cpu" else math.fsum((*behind, *map(behind.__getitem__, again)))
         host_s = max(0.0, _CALL_S + _RECORD_S * len(times) - behind_s)
-        ops_s = math.fsum(times[number] for number in again)
-        flops = sum(profile.entries[number].flops for number in again)
-        return Option(saved, profile.bytes_of(held), again, held, ops_s + host_s, ops_s, flops)
+        ops_s, again_flops = math.fsum(map(times.__getitem__, again)), sum(map(flops.__getitem__, again))
+        return Option(saved, profile.bytes_of(held), again, held, ops_s + host_s, ops_s, again_flops)
 
     def changed(now: Option, number: int) -> Option:
         saved, roots = (now.saved or frozenset()) ^ {number}, profile.roots_of(number)
