@@ -513,21 +513,24 @@ def options_of(profile: RegionProfile, shipped: frozenset[int], device: Device) 
 
     def changed(now: Option, number: int) -> Option:
         saved, roots = (now.saved or frozenset()) ^ {number}, profile.roots_of(number)
-        reads = number in now.entries or roots & (now.held | profile.tape.writers.keys())
-        return priced(saved) if reads or profile.entries[number].is_collective else replace(now, saved=saved)
+        counts = number in now.entries or roots & (now.held | profile.tape.writers.keys())  # else nothing reads it
+        return priced(saved) if counts or profile.entries[number].is_collective else replace(now, saved=saved)
 
     full = now = priced(frozenset())
-    best: list[Option] = []
+    seen: list[Option] = []
     for goal, sign in (frozenset(one.number for one in profile.candidates), 1), (frozenset[int](), -1):
         while now.saved != goal:
             tried = [changed(now, number) for number in sorted((now.saved or frozenset()) ^ goal)[::sign]]
             rates = [_rate(one, now) if sign > 0 else -_rate(now, one) for one in tried]
             now = tried[rates.index(max(rates))]
-            found = sorted([*best, *tried], key=lambda one: (one.bytes, one.seconds, len(one.saved or ())))
-            fastest = accumulate((one.seconds for one in found), min, initial=full.seconds)  # of those before
-            best = [one for one, least in zip(found, fastest, strict=False) if one.seconds < least]
-    holding = [[number for number in one.saved or () if profile.roots_of(number) & one.held] for one in best]
-    chosen = dict.fromkeys([full, *map(priced, map(frozenset, holding)), priced(shipped)])
+            seen = sorted([*seen, *tried], key=lambda one: (one.bytes, one.seconds, len(one.saved or ())))
+            lows = accumulate((one.seconds for one in seen), min, initial=full.seconds)  # of those before
+            seen = [one for one, low in zip(seen, lows, strict=False) if one.seconds < low or profile.tape.collectives]
+    best: list[Option] = []  # without what is saved and not held, which may keep a collective from running again
+    for one in seen:
+        if one.seconds < (best[-1] if best else full).seconds:
+            best.append(priced(frozenset(number for number in one.saved or () if profile.roots_of(number) & one.held)))
+    chosen = dict.fromkeys([full, *best, priced(shipped)])
     found = sorted(chosen, key=lambda one: (one is not full, one.bytes, -one.seconds))
     if not profile.reason:
         found.append(Option(None, profile.bytes_of(profile.needed | profile.routed)))

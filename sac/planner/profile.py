@@ -99,7 +99,7 @@ class RegionProfile:
     tape: Tape = field(init=False, compare=False, repr=False)
     needed: frozenset[int] = field(init=False, compare=False, repr=False)  # storages: autograd saves, the region makes
     routed: frozenset[int] = field(init=False, compare=False, repr=False)  # held in any case: of what must be saved
-    reads: list[list[int]] = field(init=False, compare=False, repr=False)  # (`_read`) of each entry, at last of needs
+    reads: list[list[int]] = field(init=False, compare=False, repr=False)  # of each entry: values, inverted writers
 
     def __post_init__(self) -> None:
         maker = {value: entry.number for entry in self.entries for value in entry.makes}
@@ -108,7 +108,7 @@ class RegionProfile:
         object.__setattr__(self, "tape", _tape_of(self.entries, self.roots, maker))
         object.__setattr__(self, "needed", frozenset(self.roots[value] for value, _ in self.needs if value in maker))
         object.__setattr__(self, "routed", frozenset(routed))
-        reads = (*([(value, entry.number) for value in entry.reads] for entry in self.entries), self.needs)
+        reads = ([(value, entry.number) for value in entry.reads] for entry in self.entries)
         object.__setattr__(self, "reads", [*map(self._read, reads)])
 
     @property
@@ -181,14 +181,13 @@ class RegionProfile:
             schedule = schedule_replay(tape, [(handle, *need) for handle, need in enumerate(needs)])
             return [step[0] for step in schedule.steps], {self.roots[value] for value in schedule.kept}
         # Elsewhere a value is kept, or what makes it runs again, and all that have written to it by then.
-        run, starts, maker, reads = set[int](), set[int](), self.maker, self.reads
-        waiting = [*reads[-1]] if needs is self.needs else self._read(needs)
+        run, starts, waiting = set[int](), set[int](), self._read(needs)
         for node in waiting:
             if node in kept:
                 starts.add(self.roots[node])
-            elif (entry := maker.get(node, ~node)) not in run:
+            elif (entry := self.maker.get(node, ~node)) not in run:
                 run.add(entry)
-                waiting += reads[entry]
+                waiting += self.reads[entry]
         return sorted(run), starts
 
     def _read(self, reads: Sequence[tuple[int, int]]) -> list[int]:
