@@ -98,10 +98,8 @@ class Controller(BudgetRegions):
 
     def attach(self, applied: Applied) -> None:
         """Take charge of the regions of ``applied``."""
-        self.handles = [
-            self.model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
-        ]  # before FSDP
-        self.handles.append(self.model.register_forward_hook(self.after, always_call=True))
+        first = self.model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)  # before FSDP
+        self.handles = [first, self.model.register_forward_hook(self.after, always_call=True)]
         applied.restores = (*applied.restores, self.undo)
 
     def undo(self) -> None:

@@ -100,11 +100,10 @@ class Ledger(BareMode):
         if func in _PLACED and type(args[0]) is FakeTensor:
             with in_kernel(args[0].fake_mode):
                 return func(*args)
-        if func is _EMPTY and self.gathers is not None:
-            dtype: torch.dtype = kwargs.get("dtype") or torch.get_default_dtype()
-            if dtype.is_floating_point:
-                with self.gathers:
-                    return func(*args, **kwargs)
+        dtype: torch.dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        if func is _EMPTY and self.gathers is not None and dtype.is_floating_point:
+            with self.gathers:
+                return func(*args, **kwargs)
         if func is _GROUPED and isinstance(args[0], FakeTensor):  # torch 2.13 knows the shape for bfloat16 only
             left, right, *rest = args
             out = func(left.bfloat16(), right.bfloat16(), *rest, **{**kwargs, "out_dtype": None})

@@ -181,7 +181,7 @@ class Observation:
         self._first, self._live = len(self._cuts) - 1, live
         self.shapes: list[Shapes] = []  # of each forward
         self._paths: list[str] = []
-        self._token: Any = None
+        self._token: Any = lambda: None
         self._alive: list[str] = []
         self._waiting: list[int] = []  # calls whose backward has not begun
         self._tasks: set[int] = set()  # backwards that are running, or have failed
@@ -199,7 +199,7 @@ class Observation:
         """Whether a backward is running, or to come: that of a forward whose graph is alive."""
         if self._tasks:
             return current_graph_task_id() != NO_TASK
-        return bool(self._waiting) and self._token is not None and self._token() is not None
+        return bool(self._waiting) and self._token() is not None
 
     def is_whole(self, has_changed: bool) -> bool:
         """Return whether all forwards have had their backward, and parameters gradients, or a change since then.
@@ -218,8 +218,7 @@ class Observation:
         """The forward of a region begins."""
         self._paths.append(path)
         self._ended = False
-        token = self._token() if self._token is not None else None
-        if token is None:
+        if (token := self._token()) is None:
             token = _Token()
             self._token = weakref.ref(token, self._lost)
         self._new = token  # until the hooks on the result hold it
@@ -258,8 +257,7 @@ class Observation:
         self._cuts.append(StepPhase(part, path, tuple(self._alive), self._gradients()))
 
     def _begin_backward(self, token: _Token, position: int, gradient: Tensor) -> None:
-        is_current = self._token is not None and self._token() is token
-        if not is_current or position not in self._waiting:  # another result of the region, or a second backward
+        if self._token() is not token or position not in self._waiting:  # another result, or a second backward
             return
         self._waiting.remove(position)
         task = current_graph_task_id()

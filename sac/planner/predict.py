@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import accumulate
 from operator import add
 from typing import Any
@@ -227,7 +226,8 @@ class Prediction:
         self.fastest: Choice = tuple(len(ways[kind]) - 1 for kind in self.kinds)
         self.shipped: Choice = tuple(ways[kind].index(saved[kind]) for kind in self.kinds)
         self.seconds = [tuple(option.seconds for option in self.options[kind]) for kind in self.kinds]
-        self.forward_s = sum(map(self._forward_s, self.kinds))
+        self._forwards_s = [sum(seconds(entry, device) for entry in profile.entries) for profile in self.profiles]
+        self.forward_s = sum(self._forwards_s[kind] for kind in self.kinds)
         self._bases: dict[_Place, int] = {}
         left = dict.fromkeys(self.kinds, 0)  # by a forward under full recomputation
         for place, phase in self._placed(record):
@@ -256,9 +256,6 @@ class Prediction:
                     size = above + max(map(add, rises, more))
                     self._more[FORWARD, kind][option] = max(self._more[FORWARD, kind][option], size)
 
-    def _forward_s(self, kind: int) -> float:
-        return sum(seconds(entry, self.device) for entry in self.profiles[kind].entries)
-
     def _placed(self, record: StepRecord) -> Iterator[tuple[_Place, StepPhase]]:
         """Yield the phases of a step with their places."""
         numbers = {block.path: number for number, block in enumerate(self.blocks)}
@@ -275,7 +272,7 @@ class Prediction:
         other.options, other._more = [*self.options], {**self._more}
         other._bases = {place: size + limit for place, size in self._bases.items()}
         for kind in {*self.kinds}:
-            profile, room = self.profiles[kind], min(limit, int(self.device.host_bytes_per_s * self._forward_s(kind)))
+            profile, room = self.profiles[kind], min(limit, int(self.device.host_bytes_per_s * self._forwards_s[kind]))
             options = (replace(one, sent=profile.sendable(one, room, share)) for one in self.options[kind])
             other.options[kind] = tuple(options)
             for part, sign in (BETWEEN, -1), (BACKWARD, 1):
@@ -314,12 +311,9 @@ class Prediction:
 
     def _take_over(self, choice: Choice, measured: Iterable[tuple[str, int, int]]) -> None:
         """Take over the largest of the bytes that were measured of an option: (part, region, bytes)."""
-        largest: dict[tuple[str, int, int], int] = {}
-        for part, own, size in measured:
-            key = part, self.kinds[own], choice[own]
-            largest[key] = max(largest.get(key, size), size)
-        for (part, kind, option), size in largest.items():
-            self._more[part, kind][option] = size if option else 0
+        for part, own, size in sorted(measured, key=lambda one: one[2]):
+            option = choice[own]
+            self._more[part, self.kinds[own]][option] = size if option else 0
 
     def live(self, choice: Sequence[int]) -> list[int]:
         """Return the predicted peak at each place of the step."""
@@ -421,9 +415,8 @@ class Prediction:
     def refuse(self, where: str, written: str, allowed: int) -> TooSmallError:
         """Return the error for a budget below the least peak: the peak, and its parts, the largest first."""
         phase, least = max(self.record.phases, key=lambda one: one.peak), self.peak_of(self.full)
-        place = "outside of blocks, as in the head and the loss"
-        if phase.part != BETWEEN:
-            place = f"in the {phase.part} of {phase.path}"
+        where_in = f"in the {phase.part} of {phase.path}"
+        place = where_in if phase.part != BETWEEN else "outside of blocks, as in the head and the loss"
         parts = {
             "there when the step begins (parameters, gradients, optimizer state, inputs)": self.record.static,
             "state that the optimizer is going to make": self.extra,
@@ -508,34 +501,35 @@ def options_of(profile: RegionProfile, shipped: frozenset[int], device: Device) 
     Bytes ascend and seconds descend. ``shipped``: entries that are an option in any case.
     See Note [The search for save options].
     """
-    times = [seconds(entry, device) for entry in profile.entries]
+    times, flops = [seconds(one, device) for one in profile.entries], [one.flops for one in profile.entries]
+    behind = [max(0.0, time - device.launch_s) for time in times]
 
-    @cache
     def priced(saved: frozenset[int]) -> Option:
         again, held = profile.recomputed(saved)
-        behind_s = math.fsum(max(0.0, times[number] - device.launch_s) for number in (*range(len(times)), *again))
-        host_s = max(0.0, _CALL_S + _RECORD_S * len(times) - (0.0 if device.name == "cpu" else behind_s))
-        ops_s = math.fsum(times[number] for number in again)
-        flops = sum(profile.entries[number].flops for number in again)
-        option = Option(saved, profile.bytes_of(held), again, held, ops_s + host_s, ops_s, flops)
-        known.append(option)
-        return option
+        behind_s = 0.0 if device.name == "cpu" else math.fsum((*behind, *map(behind.__getitem__, again)))
+        host_s = max(0.0, _CALL_S + _RECORD_S * len(times) - behind_s)
+        ops_s, again_flops = math.fsum(map(times.__getitem__, again)), sum(map(flops.__getitem__, again))
+        return Option(saved, profile.bytes_of(held), again, held, ops_s + host_s, ops_s, again_flops)
 
-    known: list[Option] = []
-    candidates = frozenset(entry.number for entry in profile.candidates)
-    full = priced(frozenset())
-    saved = frozenset[int]()
-    while saved != candidates:
-        rates = {n: _rate(priced(saved | {n}), priced(saved)) for n in sorted(candidates - saved)}
-        saved |= {max(rates, key=rates.__getitem__)}
-    while saved:
-        rates = {n: _rate(priced(saved), priced(saved - {n})) for n in sorted(saved, reverse=True)}
-        saved -= {min(rates, key=rates.__getitem__)}
-    best: list[Option] = []
-    for option in sorted(known, key=lambda one: (one.bytes, one.seconds, len(one.saved or ()))):
-        if option.seconds < (best[-1].seconds if best else full.seconds):
-            holding = (number for number in option.saved or () if profile.roots_of(number) & option.held)
-            best.append(priced(frozenset(holding)))
+    def changed(now: Option, number: int) -> Option:
+        saved, roots = (now.saved or frozenset()) ^ {number}, profile.roots_of(number)
+        counts = number in now.entries or roots & (now.held | profile.tape.writers.keys())  # else nothing reads it
+        return priced(saved) if counts or profile.entries[number].is_collective else replace(now, saved=saved)
+
+    full = now = priced(frozenset())
+    seen: list[Option] = []
+    for goal, sign in (frozenset(one.number for one in profile.candidates), 1), (frozenset[int](), -1):
+        while now.saved != goal:
+            tried = [changed(now, number) for number in sorted((now.saved or frozenset()) ^ goal)[::sign]]
+            rates = [_rate(one, now) if sign > 0 else -_rate(now, one) for one in tried]
+            now = tried[rates.index(max(rates))]
+            seen = sorted([*seen, *tried], key=lambda one: (one.bytes, one.seconds, len(one.saved or ())))
+            lows = accumulate((one.seconds for one in seen), min, initial=full.seconds)  # of those before
+            seen = [one for one, low in zip(seen, lows, strict=False) if one.seconds < low or profile.tape.collectives]
+    best: list[Option] = []  # without what is saved and not held, which may keep a collective from running again
+    for one in seen:
+        if one.seconds < (best[-1] if best else full).seconds:
+            best.append(priced(frozenset(number for number in one.saved or () if profile.roots_of(number) & one.held)))
     chosen = dict.fromkeys([full, *best, priced(shipped)])
     found = sorted(chosen, key=lambda one: (one is not full, one.bytes, -one.seconds))
     if not profile.reason:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -69,8 +67,7 @@ class Option:
 
 def _tape_of(entries: Sequence[Entry], roots: Sequence[int], maker: Mapping[int, int]) -> Tape:
     """Return a tape without tensors that has all that a schedule depends on."""
-    without_table: Any = None
-    tape = Tape(without_table, ())
+    tape = Tape(None, ())  # type: ignore[arg-type]
     tape.sites, tape.roots = [*entries], [*roots]
     tape.reads = [[*entry.reads] for entry in entries]
     tape.firsts = [min(entry.makes, default=0) for entry in entries]
@@ -102,6 +99,7 @@ class RegionProfile:
     tape: Tape = field(init=False, compare=False, repr=False)
     needed: frozenset[int] = field(init=False, compare=False, repr=False)  # storages: autograd saves, the region makes
     routed: frozenset[int] = field(init=False, compare=False, repr=False)  # held in any case: of what must be saved
+    reads: list[list[int]] = field(init=False, compare=False, repr=False)  # of each entry: values, inverted writers
 
     def __post_init__(self) -> None:
         maker = {value: entry.number for entry in self.entries for value in entry.makes}
@@ -110,6 +108,8 @@ class RegionProfile:
         object.__setattr__(self, "tape", _tape_of(self.entries, self.roots, maker))
         object.__setattr__(self, "needed", frozenset(self.roots[value] for value, _ in self.needs if value in maker))
         object.__setattr__(self, "routed", frozenset(routed))
+        reads = ([(value, entry.number) for value in entry.reads] for entry in self.entries)
+        object.__setattr__(self, "reads", [*map(self._read, reads)])
 
     @property
     def candidates(self) -> tuple[Entry, ...]:
@@ -118,7 +118,7 @@ class RegionProfile:
 
     def bytes_of(self, roots: Collection[int]) -> int:
         """Return the bytes of these storages."""
-        return sum(self.bytes[root] for root in roots)
+        return sum(map(self.bytes.__getitem__, roots))
 
     def used_by(self, entry: Entry) -> set[int]:
         """Return the storages that an entry reads, makes or writes to."""
@@ -175,7 +175,22 @@ class RegionProfile:
 
     def _schedule(self, kept: Collection[int], needs: Sequence[tuple[int, int]]) -> tuple[list[int], set[int]]:
         """Return the entries that run again, and the storages of kept values that they start from."""
-        tape = copy(self.tape)
-        tape.kept = dict.fromkeys(kept)
-        schedule = schedule_replay(tape, [(handle, *need) for handle, need in enumerate(needs)])
-        return [step[0] for step in schedule.steps], {self.roots[value] for value in schedule.kept}
+        roots, tape = {self.roots[value] for value in kept}, self.tape
+        if tape.collectives or any(root in roots or root not in self.maker for root in tape.writers):
+            tape.kept = dict.fromkeys(kept)
+            schedule = schedule_replay(tape, [(handle, *need) for handle, need in enumerate(needs)])
+            return [step[0] for step in schedule.steps], {self.roots[value] for value in schedule.kept}
+        # Elsewhere a value is kept, or what makes it runs again, and all that have written to it by then.
+        run, starts, waiting = set[int](), set[int](), self._read(needs)
+        for node in waiting:
+            if node in kept:
+                starts.add(self.roots[node])
+            elif (entry := self.maker.get(node, ~node)) not in run:
+                run.add(entry)
+                waiting += self.reads[entry]
+        return sorted(run), starts
+
+    def _read(self, reads: Sequence[tuple[int, int]]) -> list[int]:
+        """Return the values of the region that are read, each at a time, and inverted the writers before that time."""
+        wrote = [(one, time) for value, time in reads for one in self.tape.writers.get(self.roots[value], ())]
+        return [*(value for value, _ in reads if value in self.maker), *(~one for one, time in wrote if one < time)]

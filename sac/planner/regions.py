@@ -108,12 +108,8 @@ class _ProfilingFrame(TapedFrame):
     def _schedule_replay(self) -> None:
         handles = [handle for reference in self._handles if (handle := reference()) is not None]
         needs = dict.fromkeys(handle.position for handle in handles if handle.state != EXTERNAL)
-        profile = RegionProfile(
-            entries=tuple(map(self._entry, range(len(self.tape.sites)))),
-            roots=tuple(self.tape.roots),
-            bytes=tuple(self.tape.value_bytes),
-            needs=tuple(needs),
-        )
+        entries = tuple(map(self._entry, range(len(self.tape.sites))))
+        profile = RegionProfile(entries, tuple(self.tape.roots), tuple(self.tape.value_bytes), tuple(needs))
         super()._schedule_replay()
         self._region.made = profile if self._replays else None
 
