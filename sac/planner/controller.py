@@ -48,6 +48,9 @@ from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 # for a new plan, else the next one; a plan is used if it covers all that the last one was made for. The first steps of
 # a plan are measured, and if a faster choice fits by what they show, it is used from the next step on. Ranks that share
 # parameters agree on their first plan (`agreeing.py`) and keep it.
+#
+# With host memory, the last choice is one that sends values (Note [Values on the host]), if it is faster. A step of it
+# is measured too, but teaches nothing about others. If it exceeds the budget, the choice before it is used again.
 
 # Note [A profiler in steps]
 #
@@ -75,7 +78,9 @@ class Controller(BudgetRegions):
         self._record: StepRecord | None = None  # of a step that is over
         self._checks = 0  # steps of the plan that are still to be measured
         self._prediction: Any = None  # of the plan
-        self._choice: Choice = ()
+        self._choice: Choice = ()  # of those that send nothing
+        # The bytes in which values may wait on the host; with store host, inputs do.
+        self._host = 0 if "host" in config.full.store else config.full.host_memory or 0
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._hook: RemovableHandle | None = None  # of each step of an optimizer
         self._versions: tuple[int, ...] = ()  # of parameters when the observed step began, else the last pass
@@ -284,19 +289,33 @@ class Controller(BudgetRegions):
             self._plans = _MOST_PLANS
             warn(f"{error}\n    until then: {_LARGER}")
             return
-        self.shapes, self._prediction, self._choice = grounds.record.shapes, prediction, ()
+        if self._host and not figures.host_bytes_per_s:
+            self._host, found = 0, f"nothing is copied to the host from {figures.title}"
+            warn(Problem("activation_checkpointing.host_memory", found))
+        self.shapes, self._prediction, self.fitted = grounds.record.shapes, prediction, None
         self._checks = 0 if most <= allowed or meshes_of(self.model) else _MOST_CHECKS
-        self._take(prediction, prediction.search(allowed), allowed)
+        self._take(prediction.search(allowed), allowed)
 
-    def _take(self, prediction: Prediction, choice: Choice, allowed: int, took: str = "") -> None:
-        """Use a choice from the next begin of a pass on. ``took``: what a step with the last one has taken."""
-        self.fitted = prediction.plan(choice, allowed)
-        if choice == self._choice:
-            self.told = f"{self.fitted}; {took}"
+    def _take(self, choice: Choice, allowed: int, took: str = "") -> None:
+        """Use a choice from the next begin of a pass on; if its checks are over, a faster one that sends values.
+
+        ``took``: what a step with the last one has taken.
+        """
+        self._choice, last = choice, self.fitted
+        plain = way = self._prediction
+        if self._host and not self._checks:
+            sending = plain.sending(self._host)
+            if plain.time_of(faster := sending.search(allowed)) < plain.time_of(choice):
+                way, choice = sending, faster
+        self.fitted = fitted = plain.plan(choice, allowed, way)
+        if last is not None and last.policy == fitted.policy:
+            self.told = f"{fitted}; {took}"
             return
-        self._choice, self.told = choice, str(self.fitted)
-        self.plan(prediction.regions(choice))
-        _say(f"sac: {took}{', so a faster choice fits: ' if took else ''}{self.fitted}")
+        self.told = str(fitted)
+        if fitted.host and not meshes_of(self.model):
+            self._checks = 1
+        self.plan(way.regions(choice))
+        _say(f"sac: {took}{'; now ' if took else ''}{fitted}")
 
     def _compare(self, record: StepRecord) -> None:
         """Report the peak of a step of the plan; use a faster choice if one fits by what the step shows."""
@@ -309,14 +328,16 @@ class Controller(BudgetRegions):
             fix = "find what takes memory that the first step did not; or give a budget that is smaller by that much"
             found = f"{text}, {more}; {bytes_text(fitted.peak)} were predicted"
             warn(Problem("activation_checkpointing.budget", found, fix=fix))
-        if record.shapes == self.shapes:
+        if fitted.host:
+            self._host = 0 if over > 0 else self._host
+        elif record.shapes == self.shapes:
             prediction.learn(record, choice)
             faster = prediction.search(allowed, choice)
             if prediction.time_of(faster) < prediction.time_of(choice):
                 choice = faster
             else:
                 self._checks = 0
-        self._take(prediction, choice, allowed, text)
+        self._take(choice, allowed, text)
 
 
 def _cover(several: Sequence[Shapes], others: Sequence[Shapes]) -> bool:
