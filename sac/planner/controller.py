@@ -7,6 +7,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from sac.blocks import applying
 from sac.blocks.install import Applied
 from sac.config import Config, parse_config
-from sac.config_keys import STATES, StepBudget
+from sac.config_keys import STATES
 from sac.errors import ConfigError, ModelError, PlanError, Problem, warn
 from sac.planner.agreeing import Grounds, agreed, meshes_of
 from sac.planner.cost import DEVICES, figures_of
@@ -46,11 +47,10 @@ from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 #
 # A pass on larger inputs than were observed runs under full recomputation. If it begins a step, that step is observed
 # for a new plan, else the next one; a plan is used if it covers all that the last one was made for. The first steps of
-# a plan are measured, and if a faster choice fits by what they show, it is used from the next step on. Ranks that share
-# parameters agree on their first plan (`agreeing.py`) and keep it.
-#
-# With host memory, the last choice is one that sends values (Note [Values on the host]), if it is faster. A step of it
-# is measured too, but teaches nothing about others. If it exceeds the budget, the choice before it is used again.
+# a plan are measured, and if a faster choice fits by what they show, it is used from the next step on. In the end, with
+# host memory, comes a plan that sends values (Note [Values on the host]), if it is faster. If a step of that exceeds
+# the budget, the plan before it is used again. Ranks that share parameters agree on their first plan (`agreeing.py`),
+# which may send values, and keep it.
 
 # Note [A profiler in steps]
 #
@@ -69,8 +69,7 @@ class Controller(BudgetRegions):
 
     def __init__(self, model: nn.Module, config: Config) -> None:
         super().__init__(model, config)
-        assert config.budget is not None
-        self.budget: StepBudget = config.budget
+        self.budget: Any = config.budget  # a ``StepBudget``
         self.fitted: Plan | None = None
         self.shapes: tuple[Shapes, ...] = ()  # of the inputs that the plan was made for
         self.handles: list[RemovableHandle] = []  # of hooks around the model's forward
@@ -79,8 +78,7 @@ class Controller(BudgetRegions):
         self._checks = 0  # steps of the plan that are still to be measured
         self._prediction: Any = None  # of the plan
         self._choice: Choice = ()  # of those that send nothing
-        # The bytes in which values may wait on the host; with store host, inputs do.
-        self._host = 0 if "host" in config.full.store else config.full.host_memory or 0
+        self._host = 0 if "host" in config.full.store else config.full.host_memory or 0  # in which values may wait
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._hook: RemovableHandle | None = None  # of each step of an optimizer
         self._versions: tuple[int, ...] = ()  # of parameters when the observed step began, else the last pass
@@ -101,13 +99,14 @@ class Controller(BudgetRegions):
         made.handles, made.used = copy.deepcopy(self.handles, memo), ""
         return made
 
-    def attach(self, applied: Applied) -> None:
-        """Take charge of the regions of ``applied``."""
-        self.handles = [
-            self.model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
-        ]  # before FSDP
-        self.handles.append(self.model.register_forward_hook(self.after, always_call=True))
-        applied.restores = (*applied.restores, self.undo)
+    def put_on(self, **arguments: Any) -> Applied | None:
+        """See ``BudgetRegions.put_on``; also put hooks on the model."""
+        applied = super().put_on(**arguments)
+        if applied is not None:
+            before = self.model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)  # before FSDP
+            self.handles = [before, self.model.register_forward_hook(self.after, always_call=True)]
+            applied.restores = (*applied.restores, self.undo)
+        return applied
 
     def undo(self) -> None:
         """Take the hooks off the model, and stop observing."""
@@ -297,10 +296,7 @@ class Controller(BudgetRegions):
         self._take(prediction.search(allowed), allowed)
 
     def _take(self, choice: Choice, allowed: int, took: str = "") -> None:
-        """Use a choice from the next begin of a pass on; if its checks are over, a faster one that sends values.
-
-        ``took``: what a step with the last one has taken.
-        """
+        """Use a choice, or after the checks a faster one that sends values. ``took``: what a step has taken so far."""
         self._choice, last = choice, self.fitted
         plain = way = self._prediction
         if self._host and not self._checks:
@@ -312,8 +308,7 @@ class Controller(BudgetRegions):
             self.told = f"{fitted}; {took}"
             return
         self.told = str(fitted)
-        if fitted.host and not meshes_of(self.model):
-            self._checks = 1
+        self._checks = 1 if fitted.host and not meshes_of(self.model) else self._checks
         self.plan(way.regions(choice))
         _say(f"sac: {took}{'; now ' if took else ''}{fitted}")
 
@@ -328,9 +323,8 @@ class Controller(BudgetRegions):
             fix = "find what takes memory that the first step did not; or give a budget that is smaller by that much"
             found = f"{text}, {more}; {bytes_text(fitted.peak)} were predicted"
             warn(Problem("activation_checkpointing.budget", found, fix=fix))
-        if fitted.host:
-            self._host = 0 if over > 0 else self._host
-        elif record.shapes == self.shapes:
+            self._host = 0 if fitted.host else self._host
+        if record.shapes == self.shapes and not fitted.host:
             prediction.learn(record, choice)
             faster = prediction.search(allowed, choice)
             if prediction.time_of(faster) < prediction.time_of(choice):
@@ -389,13 +383,7 @@ def apply(
     if not isinstance(model, nn.Module):
         raise ConfigError(Problem("sac.apply", f"model is a {type(model).__name__}", expected="a torch.nn.Module"))
     config = parse_config(value)
-    arguments: dict[str, Any] = {"tp_group": tp_group, "get_rng_state_tracker": get_rng_state_tracker}
-    if config.budget is None or config.mode != "selective":
-        applying.apply(model, config, **arguments)
-    else:
-        controller = Controller(model, config)
-        applied = controller.put_on(**arguments)
-        if applied is not None:
-            controller.attach(applied)
+    put_on = partial(applying.apply, model, config) if config.budget is None else Controller(model, config).put_on
+    put_on(tp_group=tp_group, get_rng_state_tracker=get_rng_state_tracker)
     note_memory(model)
     return model
