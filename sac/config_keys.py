@@ -168,7 +168,7 @@ _OF_FULL_CONFIG = {
     "store": Key("whole", _read_store, "[where they are kept](full-recompute.md#where-inputs-are-kept)", _STORES),
     "num_checkpoints": _or_none(read.whole(1), "slots of a contiguous store: regions that wait for backward at once"),
     "state": Key((), _read_state, "providers of [your own state](full-recompute.md#your-own-state)"),
-    "host_memory": _or_none(read_as(parse_bytes, LEGAL_BYTES), "the most host memory to pin for one device"),
+    "host_memory": _or_none(read_as(parse_bytes, LEGAL_BYTES), "the most host memory to pin; budgets offload to it"),
 }
 CONFIG_KEYS: dict[str, Key] = _OWN | _OF_THE_CALL | _OF_FULL_CONFIG
 DEFAULTS: dict[str, Any] = {name: key.default for name, key in CONFIG_KEYS.items()}

@@ -7,6 +7,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from sac.blocks import applying
 from sac.blocks.install import Applied
 from sac.config import Config, parse_config
-from sac.config_keys import STATES, StepBudget
+from sac.config_keys import STATES
 from sac.errors import ConfigError, ModelError, PlanError, Problem, warn
 from sac.planner.agreeing import Grounds, agreed, meshes_of
 from sac.planner.cost import DEVICES, figures_of
@@ -46,8 +47,10 @@ from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 #
 # A pass on larger inputs than were observed runs under full recomputation. If it begins a step, that step is observed
 # for a new plan, else the next one; a plan is used if it covers all that the last one was made for. The first steps of
-# a plan are measured, and if a faster choice fits by what they show, it is used from the next step on. Ranks that share
-# parameters agree on their first plan (`agreeing.py`) and keep it.
+# a plan are measured, and if a faster choice fits by what they show, it is used from the next step on. In the end, with
+# host memory, comes a plan that sends values (Note [Values on the host]), if it is faster. If a step of that exceeds
+# the budget, the plan before it is used again. Ranks that share parameters agree on their first plan (`agreeing.py`),
+# which may send values, and keep it.
 
 # Note [A profiler in steps]
 #
@@ -66,8 +69,7 @@ class Controller(BudgetRegions):
 
     def __init__(self, model: nn.Module, config: Config) -> None:
         super().__init__(model, config)
-        assert config.budget is not None
-        self.budget: StepBudget = config.budget
+        self.budget: Any = config.budget  # a ``StepBudget``
         self.fitted: Plan | None = None
         self.shapes: tuple[Shapes, ...] = ()  # of the inputs that the plan was made for
         self.handles: list[RemovableHandle] = []  # of hooks around the model's forward
@@ -75,7 +77,8 @@ class Controller(BudgetRegions):
         self._record: StepRecord | None = None  # of a step that is over
         self._checks = 0  # steps of the plan that are still to be measured
         self._prediction: Any = None  # of the plan
-        self._choice: Choice = ()
+        self._choice: Choice = ()  # of those that send nothing
+        self._host = 0 if "host" in config.full.store else config.full.host_memory or 0  # in which values may wait
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._hook: RemovableHandle | None = None  # of each step of an optimizer
         self._versions: tuple[int, ...] = ()  # of parameters when the observed step began, else the last pass
@@ -96,11 +99,14 @@ class Controller(BudgetRegions):
         made.handles, made.used = copy.deepcopy(self.handles, memo), ""
         return made
 
-    def attach(self, applied: Applied) -> None:
-        """Take charge of the regions of ``applied``."""
-        first = self.model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)  # before FSDP
-        self.handles = [first, self.model.register_forward_hook(self.after, always_call=True)]
-        applied.restores = (*applied.restores, self.undo)
+    def put_on(self, **arguments: Any) -> Applied | None:
+        """See ``BudgetRegions.put_on``; also put hooks on the model."""
+        applied = super().put_on(**arguments)
+        if applied is not None:
+            before = self.model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)  # before FSDP
+            self.handles = [before, self.model.register_forward_hook(self.after, always_call=True)]
+            applied.restores = (*applied.restores, self.undo)
+        return applied
 
     def undo(self) -> None:
         """Take the hooks off the model, and stop observing."""
@@ -282,19 +288,29 @@ class Controller(BudgetRegions):
             self._plans = _MOST_PLANS
             warn(f"{error}\n    until then: {_LARGER}")
             return
-        self.shapes, self._prediction, self._choice = grounds.record.shapes, prediction, ()
+        if self._host and not figures.host_bytes_per_s:
+            self._host, found = 0, f"nothing is copied to the host from {figures.title}"
+            warn(Problem("activation_checkpointing.host_memory", found))
+        self.shapes, self._prediction, self.fitted = grounds.record.shapes, prediction, None
         self._checks = 0 if most <= allowed or meshes_of(self.model) else _MOST_CHECKS
-        self._take(prediction, prediction.search(allowed), allowed)
+        self._take(prediction.search(allowed), allowed)
 
-    def _take(self, prediction: Prediction, choice: Choice, allowed: int, took: str = "") -> None:
-        """Use a choice from the next begin of a pass on. ``took``: what a step with the last one has taken."""
-        self.fitted = prediction.plan(choice, allowed)
-        if choice == self._choice:
-            self.told = f"{self.fitted}; {took}"
+    def _take(self, choice: Choice, allowed: int, took: str = "") -> None:
+        """Use a choice, or after the checks a faster one that sends values. ``took``: what a step has taken so far."""
+        self._choice, last = choice, self.fitted
+        plain = way = self._prediction
+        if self._host and not self._checks:
+            sending = plain.sending(self._host)
+            if plain.time_of(faster := sending.search(allowed)) < plain.time_of(choice):
+                way, choice = sending, faster
+        self.fitted = fitted = plain.plan(choice, allowed, way)
+        if last is not None and last.policy == fitted.policy:
+            self.told = f"{fitted}; {took}"
             return
-        self._choice, self.told = choice, str(self.fitted)
-        self.plan(prediction.regions(choice))
-        _say(f"sac: {took}{', so a faster choice fits: ' if took else ''}{self.fitted}")
+        self.told = str(fitted)
+        self._checks = 1 if fitted.host and not meshes_of(self.model) else self._checks
+        self.plan(way.regions(choice))
+        _say(f"sac: {took}{'; now ' if took else ''}{fitted}")
 
     def _compare(self, record: StepRecord) -> None:
         """Report the peak of a step of the plan; use a faster choice if one fits by what the step shows."""
@@ -307,14 +323,15 @@ class Controller(BudgetRegions):
             fix = "find what takes memory that the first step did not; or give a budget that is smaller by that much"
             found = f"{text}, {more}; {bytes_text(fitted.peak)} were predicted"
             warn(Problem("activation_checkpointing.budget", found, fix=fix))
-        if record.shapes == self.shapes:
+            self._host = 0 if fitted.host else self._host
+        if record.shapes == self.shapes and not fitted.host:
             prediction.learn(record, choice)
             faster = prediction.search(allowed, choice)
             if prediction.time_of(faster) < prediction.time_of(choice):
                 choice = faster
             else:
                 self._checks = 0
-        self._take(prediction, choice, allowed, text)
+        self._take(choice, allowed, text)
 
 
 def _cover(several: Sequence[Shapes], others: Sequence[Shapes]) -> bool:
@@ -366,13 +383,7 @@ def apply(
     if not isinstance(model, nn.Module):
         raise ConfigError(Problem("sac.apply", f"model is a {type(model).__name__}", expected="a torch.nn.Module"))
     config = parse_config(value)
-    arguments: dict[str, Any] = {"tp_group": tp_group, "get_rng_state_tracker": get_rng_state_tracker}
-    if config.budget is None or config.mode != "selective":
-        applying.apply(model, config, **arguments)
-    else:
-        controller = Controller(model, config)
-        applied = controller.put_on(**arguments)
-        if applied is not None:
-            controller.attach(applied)
+    put_on = partial(applying.apply, model, config) if config.budget is None else Controller(model, config).put_on
+    put_on(tp_group=tp_group, get_rng_state_tracker=get_rng_state_tracker)
     note_memory(model)
     return model

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sac.errors import PlanError, Problem
-from sac.planner.cost import device_named
 from sac.torch_private import FakeTensor, scoped_library
 
 # Note [Lowering]
@@ -34,12 +33,8 @@ _RECURRENT = ("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")
 
 
 @contextmanager
-def lowered_to(device_name: str) -> Iterator[None]:
-    """Run ops on CPU tensors without data as ``device_name`` would; see Note [Lowering].
-
-    It changes torch for every thread. Raises ``PlanError`` for an unknown device.
-    """
-    device = device_named(device_name).name
+def lowered_to(device: str) -> Iterator[None]:
+    """Run ops on CPU tensors without data as this one of ``DEVICES`` would, in every thread; see Note [Lowering]."""
     kernels: list[tuple[str, str, Callable[..., Any]]] = [
         ("_fused_rms_norm", "CPU", _rms_norm),
         ("_fused_rms_norm_backward", "CPU", _rms_norm_backward),

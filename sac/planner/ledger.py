@@ -48,8 +48,7 @@ class Ledger(BareMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.gathers = device, gathers
         self.block_bytes = 1 if device.name == "cpu" else CUDA_BLOCK
-        self.live = 0
-        self.peak = 0  # since the last reset
+        self.live = self.peak = 0  # the peak since the last reset
         self.seconds = 0.0
         self.storages: dict[int, tuple[weakref.ref[Any], int]] = {}
 

@@ -30,7 +30,6 @@ from sac.planner.ledger import Ledger
 from sac.planner.observing import Meter, Observation, StepRecord
 from sac.planner.predict import Choice, Plan, Prediction, TooSmallError
 from sac.planner.regions import PLANNED, PROFILED, BudgetRegions
-from sac.planner.rules import policy_of
 from sac.policy.model import Policy
 from sac.policy.syntax import all_problems, node_of
 from sac.tables import LEGAL_BYTES, bytes_text
@@ -250,20 +249,17 @@ def _planned(steps: Rehearsal, budget: StepBudget, host: int, *, explains: bool)
     notes = [f"{path} is recomputed in full: {reason}" for path, reason in unplanned]
     if chosen == prediction.fastest:
         notes.append("no checkpointing is needed")
-    if on_host := sending.host_of(chosen):
+    plan = prediction.plan(chosen, allowed, sending)
+    if plan.host:
         rate = f"{device.host_bytes_per_s / 1e9:.0f} GB/s"
-        notes.append(f"{bytes_text(on_host)} wait on the host, which forwards of blocks hide if copies reach {rate}")
+        notes.append(f"{bytes_text(plan.host)} wait on the host, which forwards of blocks hide if copies reach {rate}")
     moved = 3 * optimizer_bytes("momentum", steps.model.parameters()) + 2 * steps.extra  # by the optimizer
-    plan = prediction.plan(chosen, allowed)
     return replace(
         plan,
-        rows=(replace(plan.rows[0], peak=peak, checked=not on_host), *plan.rows[1:]),
-        policy=policy_of(sending.regions(chosen)),
-        next_faster=sending.next_faster(chosen),
-        host=on_host,
+        rows=(replace(plan.rows[0], peak=peak, checked=not plan.host), *plan.rows[1:]),
         step_s=steps.step_s + prediction.time_of(chosen) + moved / (device.bytes_per_s * PRIORS[MEMORY]),
         notes=tuple(notes),
-        explanation=steps.explain(chosen, prediction.peak_of(chosen) if on_host else peak) if explains else None,
+        explanation=steps.explain(chosen, prediction.peak_of(chosen) if plan.host else peak) if explains else None,
     )
 
 

@@ -127,6 +127,7 @@ class Plan:
             f"{bytes_text(self.least)}, without checkpointing {bytes_text(self.most)}), "
             f"{seconds_text(self.rows[0].seconds)} of recomputing and recording, {again:.0%} of the blocks' forward"
             + (f", {self.in_flight} forwards in flight" if self.in_flight > 1 else "")
+            + (f", {bytes_text(self.host)} wait on the host" if self.host else "")
             + (": no checkpointing is needed" if self.most <= self.budget else "")
             + (f"; a faster option of {path} would take {bytes_text(size)}" if path else "")
         )
@@ -265,7 +266,7 @@ class Prediction:
 
     def sending(self, host: int) -> Prediction:
         """Return the prediction if options keep values in ``host`` bytes; see Note [Values on the host]."""
-        if not host:
+        if not host or self.record.phases[-1].alive:  # a graph that is retained holds what was copied back
             return self
         other, limit = copy(self), transfers.LIMITS.in_flight
         share = host // max(sum(place.alive) for place in self._bases)
@@ -342,13 +343,14 @@ class Prediction:
         rows = zip(self.blocks, self.kinds, choice, strict=True)
         return tuple(PlannedRegion(block, self.profiles[kind], self.options[kind][one]) for block, kind, one in rows)
 
-    def plan(self, choice: Choice, budget: int) -> Plan:
-        """Return a choice as a plan."""
+    def plan(self, choice: Choice, budget: int, way: Prediction) -> Plan:
+        """Return a choice as a plan. ``way``: this prediction, or ``sending`` of it."""
         usual = {"plan": choice, "none": self.fastest, "full": self.full, "selective": self.shipped}
         flops = {label: sum(region.option.flops for region in self.regions(one)) for label, one in usual.items()}
+        peaks = {label: self.peak_of(one) for label, one in usual.items()} | {"plan": way.peak_of(choice)}
         return Plan(
-            policy_of(self.regions(choice)),
-            tuple(Row(label, self.peak_of(one), flops[label], self.time_of(one)) for label, one in usual.items()),
+            policy_of(way.regions(choice)),
+            tuple(Row(label, peaks[label], flops[label], self.time_of(one)) for label, one in usual.items()),
             self.device,
             budget,
             self.peak_of(self.full),
@@ -357,7 +359,8 @@ class Prediction:
             self.extra,
             self.forward_s,
             self.in_flight,
-            self.next_faster(choice),
+            way.next_faster(choice),
+            host=way.host_of(choice),
         )
 
     def search(self, allowed: int, *known: Choice) -> Choice:

@@ -133,11 +133,9 @@ class FullRegion(Region):
     It does so while it is ``profiled_for`` a step. ``profile`` is of the call with the most bytes.
     """
 
-    def __init__(self, group: RegionGroup, path: str) -> None:
-        super().__init__(group, path)
-        self.profiled_for: BudgetRegions | None = None
-        self.profile: RegionProfile | None = None
-        self.made: RegionProfile | None = None  # by the last call
+    profiled_for: BudgetRegions | None = None
+    profile: RegionProfile | None = None
+    made: RegionProfile | None = None  # by the last call
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """See ``Region.run``."""

@@ -54,6 +54,7 @@ ILLEGAL: list[tuple[dict[str, Any], str]] = [
         "policy: a budget chooses among all ops / fix: leave out the policy, or the b",
     ),
     ({"budget": "1GiB", "optimizer": "adamwx"}, 'optimizer: optimizer is "adamwx" / did you mean: '),
+    ({"budget": "1GiB", "host_memory": "most"}, 'host_memory: host_memory is "most": it is not a number with a unit'),
 ]
 
 

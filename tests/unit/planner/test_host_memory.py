@@ -12,14 +12,17 @@ from torch import Tensor, nn
 
 import sac
 from sac.blocks.install import regions_of
-from sac.errors import PlanError
+from sac.errors import PlanError, SacWarning
+from sac.planner import controller
 from sac.planner.cost import DEVICES
+from sac.planner.observing import Meter
 from sac.planner.planning import make_plan
 from sac.stores import transfers
 from sac.stores.transfers import TransferLimits
 from tests.support.model_zoo import tiny
 from tests.support.simulated_streams import simulated_streams
 from tests.support.training import assert_same
+from tests.unit.planner.small_training import Trained, controller_of, share, trained, within
 
 
 def llama() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -83,3 +86,56 @@ def test_errors(device: str, host: str, text: str) -> None:
     model, inputs = llama()
     with pytest.raises(PlanError, match=rf"^host_memory: .*{text}"):
         sac.plan(model, inputs, "1GiB", device=device, host_memory=host)
+
+
+# -- In the config
+
+
+def on_a_device(value: Any, patch: pytest.MonkeyPatch, surcharge: int = 0) -> tuple[Trained, int]:
+    """Train on a simulated device; return its peak, too. It seems to need a ``surcharge`` once values were sent."""
+    patch.setattr(transfers, "LIMITS", TransferLimits(smallest=1, in_flight=64 << 10, ahead=64 << 10))
+    patch.setitem(DEVICES, "cpu", replace(DEVICES["cpu"], host_bytes_per_s=1e11))
+    peaks = []
+    with simulated_streams(patch) as device:
+
+        def read() -> tuple[int, int]:
+            device.free_dead()
+            peaks.append(device.peak_bytes)
+            device.peak_bytes = device.device_bytes
+            return peaks[-1] + surcharge * bool(device.pinned_bytes), device.device_bytes
+
+        patch.setattr(controller, "meter_of", lambda place: Meter(place, read))
+        found = trained(value, steps=5, unmeasured=5, passes=2)
+        read()
+    assert device.races == []
+    return found, max(peaks)
+
+
+@pytest.mark.parametrize(("retains", "surcharge"), [(False, 0), (True, 0), (False, 1 << 20)])
+def test_a_budget_sends_in_the_end(
+    retains: bool, surcharge: int, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Not if a graph is retained, which would hold what comes back; no more, once a step has exceeded the budget."""
+    backward = Tensor.backward
+    if retains:
+        monkeypatch.setattr(Tensor, "backward", lambda loss: (backward(loss, retain_graph=True), backward(loss)))
+    found, peak = on_a_device(within("20%", host_memory="1MiB"), monkeypatch, surcharge)
+    assert found.is_equal(on_a_device(None, monkeypatch)[0])
+    fitted = controller_of(found.model).fitted
+    assert ("offload" in {rule.do for rule in fitted.policy.rules}) == (not retains and not surcharge)
+    assert any(one.region.stats.offloads for one in regions_of(found.model)) == bool(fitted.host)
+    assert any("more than the budget of 20%" in str(one.message) for one in recwarn) == bool(surcharge)
+    assert peak <= fitted.budget
+    if fitted.host:
+        alone, _ = on_a_device(within("20%"), monkeypatch)
+        assert fitted.rows[0].seconds < controller_of(alone.model).fitted.rows[0].seconds
+        assert f"{fitted.host >> 10}.0 KiB wait on the host" in str(sac.report(found.model))
+    assert not sac.remove(found.model)._forward_pre_hooks
+
+
+def test_a_budget_on_a_device_without_a_link() -> None:
+    with pytest.warns(SacWarning, match="host_memory: nothing is copied to the host from a processor") as told:
+        found = trained(within(budget := share(0.5), host_memory="1GiB"))
+    assert len(told) == 1
+    assert max(found.peaks) <= budget
+    assert found.is_equal(trained(None))
