@@ -7,8 +7,8 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
-from sac.engine.op_trace import OpTraceRow
 from sac.errors import ConfigError, Problem
 
 VARIABLE = "SAC_TRACE"
@@ -32,8 +32,8 @@ def check_trace_target() -> None:
         ) from error
 
 
-def log_decisions(region: str, rows: Sequence[OpTraceRow]) -> None:
-    """Log the decisions of one region group if ``SAC_TRACE`` asks for it; ``region`` is its first region's path."""
+def log_decisions(region: str, rows: Sequence[Any]) -> None:
+    """Log the rows of one region group if ``SAC_TRACE`` asks for it; ``region`` is the path of its first region."""
     value = os.environ.get(VARIABLE, "")
     if value.lower() in _OFF:
         return
@@ -45,7 +45,7 @@ def log_decisions(region: str, rows: Sequence[OpTraceRow]) -> None:
             file.write(json.dumps(asdict(replace(row, region=region))) + "\n")
 
 
-def _log_rows(region: str, rows: Sequence[OpTraceRow]) -> None:
+def _log_rows(region: str, rows: Sequence[Any]) -> None:
     if not _log.isEnabledFor(logging.INFO):
         if not _log.hasHandlers():
             logging.basicConfig(format="%(name)s: %(message)s")  # the user asked for the log but has not set it up

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from ctypes import CDLL, CFUNCTYPE, c_int, c_size_t, c_void_p
 from typing import Any, TypeGuard
@@ -13,7 +14,9 @@ from torch.nn import Parameter
 from sac.torch_private import UnseenByModes, neg_view
 
 _STRIDED = torch.strided
-_compared = CFUNCTYPE(c_int, c_void_p, c_void_p, c_size_t)(("memcmp", CDLL(None)))
+_compared = CFUNCTYPE(c_int, c_void_p, c_void_p, c_size_t)(
+    ("memcmp", CDLL("msvcrt" if sys.platform == "win32" else None))
+)
 
 # -- Storages, version and metadata of a tensor
 

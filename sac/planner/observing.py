@@ -292,10 +292,8 @@ class Observation:
         marks = zip(self._cuts[self._first :], levels[self._first :], strict=True)
         for _, of_one in groupby(marks, key=lambda pair: id(pair[0])):
             cuts, found = zip(*of_one, strict=True)
-            peaks = tuple(peak for peak, _ in found)
-            rises = tuple(peak - before for peak in peaks)
-            phases.append(replace(cuts[0], before=before, peak=max(peaks), after=found[-1][1], rises=rises))
+            rises = tuple(peak - before for peak, _ in found)
+            phases.append(replace(cuts[0], before=before, peak=before + max(rises), after=found[-1][1], rises=rises))
             before = found[-1][1]
-        if not self._is_retained:
-            del phases[-1]  # what came after backward
-        return StepRecord(tuple(self._paths), tuple(phases), self._live, tuple(self.shapes))
+        in_step = phases if self._is_retained else phases[:-1]  # the last one came after backward
+        return StepRecord(tuple(self._paths), tuple(in_step), self._live, tuple(self.shapes))

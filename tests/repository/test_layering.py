@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "sac"
 LAYERS = (
     {"errors"},
     {"torch_private"},
-    {"extras", "memory_timeline", "tables"},
+    {"decision_log", "extras", "memory_timeline", "tables"},
     {"tensors"},
     {"outer_hooks"},
     {"checksums"},
