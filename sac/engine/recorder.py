@@ -273,12 +273,10 @@ class TapeMode(RegionMode):
             handle.hold(tensor, KEPT)
         else:
             handle.release()
-            if self.sums is not None:
-                is_seed = (
-                    tensor.numel() <= 2 and not tensor.is_floating_point()
-                )  # undefined in attention without dropout
-                if not (is_seed or tape.is_in_flight(root) or is_in_flight(tensor)):
-                    self.sums[handle.index] = checksum(tensor)
+            if self.sums is None or tape.is_in_flight(root) or is_in_flight(tensor):
+                return
+            if tensor.numel() > 2 or tensor.is_floating_point():  # attention without dropout leaves its seed undefined
+                self.sums[handle.index] = checksum(tensor)
 
     def same_as(self, tensor: Tensor) -> int:
         """Return the value of a tensor that autograd has made of one on the tape."""
