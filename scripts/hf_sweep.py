@@ -49,7 +49,7 @@ from sac.tools.commands import progress_lines
 from sac.tools.comparison import count_flops, loss_of
 from sac.tools.models import Scale, batches_of
 
-LIMIT_S, LIMIT_BYTES = 120, 6 * 2**30  # of processor time and memory, for one family
+LIMIT_S, LIMIT_BYTES = 120, 10 * 2**30  # of processor time and memory, for one family
 PASSES, NOT_TRAINABLE, CANNOT_BUILD, FAILS = "passes", "not trainable", "cannot be built", "FAILS"
 STEPS = ("step 0", "step 1", "step 2 in eval mode", "step 3 in eval mode")
 MOST_PARAMETERS = 130_000_000
