@@ -18,6 +18,7 @@ own: without sac, with `full` and with `selective`. Every family is a row:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import multiprocessing
@@ -131,9 +132,10 @@ def model_class(config_class: type) -> Any:
 
     for head in (*(f"MODEL_FOR_{name}_MAPPING" for name in HEADS_OF), "MODEL_MAPPING"):
         mapping = getattr(transformers, head, {})
-        if config_class in mapping:
-            found = mapping[config_class]
-            return found[0] if isinstance(found, tuple) else found
+        with contextlib.suppress(ValueError):  # it may name a class that transformers lacks
+            if config_class in mapping:
+                found = mapping[config_class]
+                return found[0] if isinstance(found, tuple) else found
     raise NotTrainable("no model class for text or pictures")
 
 
@@ -338,12 +340,10 @@ def main() -> int:
     import transformers
 
     known = list(transformers.CONFIG_MAPPING.keys())
-    unknown = [name for name in given.family or () if name not in known]
-    if unknown:
+    if unknown := [name for name in given.family or () if name not in known]:
         parser.error(f"transformers {transformers.__version__} does not know {', '.join(unknown)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a clean exit takes the children along
-    rows: dict[str, Row] = {}
-    wanted = given.family or known
+    rows, wanted = dict[str, Row](), given.family or known
     with progress_lines() as progress:
         for done, row in enumerate(check_all(wanted, given.jobs), 1):
             rows[row.family] = row
