@@ -19,6 +19,8 @@ from sac.outer_hooks import fetch, is_written
 from sac.tensors import copy_of, is_wrapper, placed_on, storage_bytes, tensors_of
 from sac.torch_private import BelowAutograd, WithoutAutocast
 
+_LET_GO = "a tensor from outside is needed that the replay of all values does not need"
+
 
 class ChangedError(Exception):
     """The leaf of this value was changed in place after the forward, and nothing holds its earlier contents."""
@@ -85,12 +87,15 @@ def _with_changes(tape: Tape, schedule: Schedule, wanted: list[tuple[int, int, i
     remade: set[int] = set()
     while changed := _changed(tape, schedule):
         roots = {tape.roots[value] for value in changed}
-        if roots <= remade:
-            raise ChangedError(changed[0])
-        remade |= roots
         try:
+            if roots <= remade:
+                raise UnobtainableError
+            remade |= roots
             schedule = schedule_replay(tape, wanted, remade)
         except UnobtainableError:
+            leaf = tape.leaves.get(changed[0])
+            if leaf is not None and leaf.tensor is None:
+                raise CannotReplayError(_LET_GO) from None
             raise ChangedError(changed[0]) from None
     return schedule
 
@@ -113,8 +118,6 @@ def _start(tape: Tape, schedule: Schedule) -> dict[int, Any]:
     copies: dict[int, Any] = {}
     for value in schedule.leaves:
         leaf = tape.leaves[value]
-        if leaf.tensor is None:
-            raise CannotReplayError("a tensor from outside is needed that the replay of all values does not need")
         tensor = fetch(leaf.tensor)
         # FSDP frees a parameter between forward and backward, and gathers it into other memory, as ZeRO-3 does.
         is_freed = leaf.is_parameter and not is_wrapper(tensor) and storage_bytes(tensor) == 0 < tensor.numel()

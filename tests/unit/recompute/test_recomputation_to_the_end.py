@@ -119,3 +119,23 @@ def test_it_means_what_the_key_of_the_config_means(value: dict[str, Any]) -> Non
     said, given = sac.apply(layers(2), value), sac.apply(layers(2), {**value, "early_stop": False})
     for _ in range(2):
         assert products(said, OFF) == products(given)
+
+
+@pytest.mark.filterwarnings("error::sac.errors.SacWarning")
+def test_a_part_of_the_gradients_first() -> None:
+    """What the policy saved and nothing needs does not run again in the second recomputation either."""
+
+    def gradients(put: Callable[[Stack], Any]) -> list[Tensor]:
+        body = lambda block, x: block.part(x).tanh()[:, :8] @ block.a.tanh()  # noqa: E731
+        model = built(lambda: Stack(FunctionBlock(body, part=nn.Linear(8, 32))))
+        model.blocks[0].part.bias.requires_grad_(False)
+        put(model)
+        x = torch.randn(4, 8, requires_grad=True)
+        loss = model(x).square().sum()
+        first = torch.autograd.grad(loss, x, retain_graph=True)
+        loss.backward()
+        return [*first, x.grad, model.blocks[0].a.grad, model.blocks[0].part.weight.grad]
+
+    rules = policy({"ops": ["matmul", "aten.tanh.default"], "do": "save"})
+    found = gradients(lambda model: sac.apply(model, selective(rules, engine="replay", early_stop=False)))
+    assert all(map(torch.equal, found, gradients(lambda model: None)))
