@@ -9,11 +9,10 @@ if TYPE_CHECKING:
     from sac import full as full
     from sac.blocks.checkpoint_context import context_fn
     from sac.blocks.install import remove
-    from sac.checkpointing import checkpoint
+    from sac.checkpointing import apply, checkpoint
     from sac.engine.flags import is_recomputing
     from sac.engine.functions import unit
     from sac.errors import SacError
-    from sac.planner.controller import apply
     from sac.planner.planning import plan
     from sac.policy.load import load_policy
     from sac.reporting import report
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 # Each name is imported when it is first used, so that `sac --help` does not import torch, and training not the tools.
 _HOMES = {
     "SacError": "sac.errors",
-    "apply": "sac.planner.controller",
+    "apply": "sac.checkpointing",
     "checkpoint": "sac.checkpointing",
     "compare": "sac.tools.measuring",
     "context_fn": "sac.blocks.checkpoint_context",

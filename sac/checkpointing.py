@@ -1,18 +1,60 @@
-"""`sac.checkpoint`: full recomputation of one function."""
+"""`sac.apply`: activation checkpointing of a model; `sac.checkpoint`: full recomputation of one function."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import is_
 from typing import Any
 
 import torch
+from torch import nn
 
-from sac.config import DEFAULT_CONFIG, FullConfig, settings_of
+from sac.blocks import applying
+from sac.config import DEFAULT_CONFIG, FullConfig, parse_config, settings_of
 from sac.config_keys import CALL_DEFAULTS
 from sac.engine.compiled import run_in_eager, run_traced
 from sac.engine.region import FULL_TABLE, run_as_region
 from sac.engine.settings import PLAIN, Settings
+from sac.errors import ConfigError, Problem
+from sac.planner.controller import Controller
+from sac.reporting import note_memory
+
+
+def apply(
+    model: nn.Module,
+    value: Any,
+    *,
+    tp_group: Any = None,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+) -> nn.Module:
+    """Apply activation checkpointing to ``model`` in place and return the model.
+
+    ``value`` is the value under ``activation_checkpointing:`` in a training config; ``sac.config.parse_config``
+    documents its forms. Gradients stay bit-identical. Parameter names, ``state_dict``, classes, ``deepcopy`` and pickle
+    are unaffected. The model's own checkpointing cannot be turned on afterwards; see Note [Both on] in
+    ``sac.blocks.other_checkpointing``.
+    ``tp_group`` and ``get_rng_state_tracker`` are those of ``sac.checkpoint``. The group is used only if the config
+    scatters inputs, so it can be passed with every config.
+
+    With a ``budget``, the first step runs under full recomputation and is observed; from the second step on, the
+    fastest policy within the budget is used. ``PlanError`` is raised when the second step begins if there is none.
+
+    Under ``torch.compile``, regions are part of the graph. Features that a graph cannot contain (inputs kept elsewhere,
+    trackers, generators, state providers, ``use_reentrant``, a budget) run in eager inside the compiled model, with a
+    graph break.
+
+    Raises ``ConfigError`` or ``PolicyError`` for an invalid value, and ``ModelError`` for a model that cannot be
+    checkpointed (no blocks found, sac or the model's own checkpointing is already on, or chunks of layers in a model
+    that calls its layers one by one). The model is then unchanged.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(Problem("sac.apply", f"model is a {type(model).__name__}", expected="a torch.nn.Module"))
+    config = parse_config(value)
+    put_on = partial(applying.apply, model, config) if config.budget is None else Controller(model, config).put_on
+    put_on(tp_group=tp_group, get_rng_state_tracker=get_rng_state_tracker)
+    note_memory(model)
+    return model
 
 
 def checkpoint(

@@ -1,4 +1,4 @@
-"""Memory over one call from the allocator's view: torch's profiler records every allocation, and we sum them up.
+"""Memory over one call, or at marks in a step, from the allocator's view; on a CPU, torch's profiler records it.
 
 This module does not know what sac keeps, so it is an independent check of the bytes that sac reports.
 """
@@ -13,12 +13,16 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from sac.errors import Problem, SacError
+from sac.tensors import storage_bytes, tensor_parts
+from sac.torch_private import profiler_is_on, tree_leaves
 
 _MARK_PREFIX = "sac.mark:"
 _START, _END, _HERE = "<start>", "<end>", "<here>"
+CUDA_BLOCK = 512  # bytes; torch's caching allocator rounds sizes up to a multiple of this
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,70 @@ class StepMemory:
         if _START not in names or _END not in names:
             return []
         return list(_without_older(events[names.index(_START) : names.index(_END) + 1]))
+
+
+@dataclass
+class Meter:
+    """Measures a step on ``device``: ``start``, ``mark`` at each instant (in any thread of autograd), ``stop``.
+
+    ``read``: returns the peak since it was called last, and the live bytes. None: torch's profiler records each
+    allocation of the CPU, and memory that is not of a known tensor at the start does not count.
+    ``block_bytes``: the allocator rounds sizes up to a multiple of this. ``memory_bytes``: of the device.
+    """
+
+    device: torch.device
+    read: Callable[[], tuple[int, int]] | None = None
+    block_bytes: int = 1
+    memory_bytes: int = 0
+
+    def bytes_of(self, values: Any) -> int:
+        """Return the bytes of the storages of tensors in a pytree on the device, each once, as its allocator rounds."""
+        parts = (part for leaf in tree_leaves(values) if isinstance(leaf, Tensor) for part in tensor_parts(leaf))
+        sizes = {part.untyped_storage()._cdata: storage_bytes(part) for part in parts if part.device == self.device}
+        return sum(-(-size // self.block_bytes) * self.block_bytes for size in sizes.values())
+
+    def live(self, known: Any) -> int:
+        """Return the bytes that are live now; ``known``: what counts where the allocator cannot be asked."""
+        return self.bytes_of(known) if self.read is None else self.read()[1]
+
+    def is_free(self) -> bool:
+        """Return whether a step can be measured now: a thread has one profiler at most."""
+        return self.read is not None or not profiler_is_on()
+
+    def start(self, live: int) -> None:
+        """Begin a step, with ``live`` bytes."""
+        self._levels: list[tuple[int, int]] = []
+        if self.read is None:
+            self._live, self._memory = live, StepMemory()
+        else:
+            self.read()
+
+    def mark(self) -> None:
+        """Mark the present instant."""
+        if self.read is None:
+            self._memory.mark()
+        else:
+            self._levels.append(self.read())
+
+    def stop(self) -> list[tuple[int, int]]:
+        """End the step, outside of backward; return for each mark the peak since the one before it, and live bytes."""
+        above = self._memory.stop() if self.read is None else ()
+        return [*self._levels, *((self._live + peak, self._live + live) for peak, live in above)]
+
+
+def meter_of(device: torch.device) -> Meter | None:
+    """Return the meter of a device, or None if there is none for its type."""
+    if device.type == "cpu":
+        return Meter(device, memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    if device.type != "cuda":
+        return None
+
+    def read() -> tuple[int, int]:
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak, torch.cuda.memory_allocated(device)
+
+    return Meter(device, read, CUDA_BLOCK, torch.cuda.get_device_properties(device).total_memory)
 
 
 def _reset_allocator(device: torch.device) -> int:

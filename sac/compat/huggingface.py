@@ -17,9 +17,9 @@ from transformers import TrainerCallback
 from sac.blocks.applying import refuse_second
 from sac.blocks.install import has_regions, remove
 from sac.blocks.other_checkpointing import Switch, disable_guards, enable_guards, refuse_existing_checkpointing
+from sac.checkpointing import apply
 from sac.config import parse_config
 from sac.errors import ConfigError, ModelError, Problem
-from sac.planner.controller import apply
 from sac.reporting import report
 
 __all__ = ["SacCallback", "take_over"]

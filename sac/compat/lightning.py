@@ -16,9 +16,9 @@ except ImportError:  # the old name of the package
     from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from sac.blocks.install import has_regions
+from sac.checkpointing import apply
 from sac.config import parse_config
 from sac.config_keys import CONFIG_KEYS, read_keys
-from sac.planner.controller import apply
 from sac.reporting import report
 
 __all__ = ["SacCallback"]

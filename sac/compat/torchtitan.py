@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing  # type: ignore[import-untyped]
 
-from sac.planner.controller import apply
+from sac.checkpointing import apply
 
 __all__ = ["SacAC"]
 

@@ -1,4 +1,4 @@
-"""`sac.apply`; with a budget: in which step regions are observed, when the plan is made, what a step runs with."""
+"""A budget in the config: in which step regions are observed, when the plan is made, what a step runs with."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import contextlib
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,17 +16,16 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from sac.blocks import applying
 from sac.blocks.install import Applied
-from sac.config import Config, parse_config
+from sac.config import Config
 from sac.config_keys import STATES
-from sac.errors import ConfigError, ModelError, PlanError, Problem, warn
+from sac.errors import ModelError, PlanError, Problem, warn
+from sac.memory_timeline import Meter, meter_of
 from sac.planner.agreeing import Grounds, agreed, meshes_of
 from sac.planner.cost import DEVICES, figures_of
-from sac.planner.observing import Meter, Observation, Shapes, StepRecord, meter_of
+from sac.planner.observing import Observation, Shapes, StepRecord
 from sac.planner.predict import Choice, Plan, Prediction
 from sac.planner.regions import FULL, PLANNED, PROFILED, BudgetRegions
-from sac.reporting import note_memory
 from sac.tables import bytes_text
 from sac.tensors import tensor_parts
 from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
@@ -348,42 +346,3 @@ def _say(text: str) -> None:
     """Write a line on stderr, on the first rank."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()):
         print(text, file=sys.stderr, flush=True)
-
-
-# -- `sac.apply`
-
-
-def apply(
-    model: nn.Module,
-    value: Any,
-    *,
-    tp_group: Any = None,
-    get_rng_state_tracker: Callable[[], Any] | None = None,
-) -> nn.Module:
-    """Apply activation checkpointing to ``model`` in place and return the model.
-
-    ``value`` is the value under ``activation_checkpointing:`` in a training config; ``sac.config.parse_config``
-    documents its forms. Gradients stay bit-identical. Parameter names, ``state_dict``, classes, ``deepcopy`` and pickle
-    are unaffected. The model's own checkpointing cannot be turned on afterwards; see Note [Both on] in
-    ``sac.blocks.other_checkpointing``.
-    ``tp_group`` and ``get_rng_state_tracker`` are those of ``sac.checkpoint``. The group is used only if the config
-    scatters inputs, so it can be passed with every config.
-
-    With a ``budget``, the first step runs under full recomputation and is observed; from the second step on, the
-    fastest policy within the budget is used. ``PlanError`` is raised when the second step begins if there is none.
-
-    Under ``torch.compile``, regions are part of the graph. Features that a graph cannot contain (inputs kept elsewhere,
-    trackers, generators, state providers, ``use_reentrant``, a budget) run in eager inside the compiled model, with a
-    graph break.
-
-    Raises ``ConfigError`` or ``PolicyError`` for an invalid value, and ``ModelError`` for a model that cannot be
-    checkpointed (no blocks found, sac or the model's own checkpointing is already on, or chunks of layers in a model
-    that calls its layers one by one). The model is then unchanged.
-    """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(Problem("sac.apply", f"model is a {type(model).__name__}", expected="a torch.nn.Module"))
-    config = parse_config(value)
-    put_on = partial(applying.apply, model, config) if config.budget is None else Controller(model, config).put_on
-    put_on(tp_group=tp_group, get_rng_state_tracker=get_rng_state_tracker)
-    note_memory(model)
-    return model

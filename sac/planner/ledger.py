@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sac.engine.tracker import BareMode
+from sac.memory_timeline import CUDA_BLOCK
 from sac.planner.cost import Device, entry_of_call, seconds
 from sac.tensors import tensor_parts, tensors_of
 from sac.torch_private import FakeTensor, FakeTensorMode, fake_mode_is_active, in_kernel
@@ -31,7 +32,6 @@ from sac.torch_private import FakeTensor, FakeTensorMode, fake_mode_is_active, i
 # and the products of the first block would run for real. So where a plan shards the model, uninitialised
 # floating-point memory is made without data.
 
-CUDA_BLOCK = 512  # bytes; torch's caching allocator rounds sizes up to a multiple of this
 _EMPTY = torch.ops.aten.empty.memory_format
 _GROUPED = torch.ops.aten._grouped_mm.default
 _PLACED = (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset)

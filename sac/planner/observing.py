@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -11,17 +10,15 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from sac.memory_timeline import StepMemory
-from sac.planner.ledger import CUDA_BLOCK
-from sac.tensors import storage_bytes, tensor_parts
+from sac.memory_timeline import Meter
+from sac.tensors import tensor_parts
 from sac.torch_private import (
     NO_TASK,
     current_graph_task_id,
     graph_is_retained,
-    profiler_is_on,
     tree_leaves,
     when_backward_ends,
 )
@@ -36,72 +33,11 @@ from sac.torch_private import (
 # A backward that retains its graph may be the first part of one that a schedule divides: for the inputs, and later for
 # the weights, which no hook sees begin. What regions keep in such a step counts until its end.
 #
+# What a region holds besides results of its ops are its arguments, made by others and often passed on from region to
+# region. When such a storage is freed depends on all regions that had it, and on the caller: it is seen, not predicted.
+#
 # The hooks belong to the graph, and hold the token of the step: when the graph is freed without a backward, the token
 # goes, and with it the step.
-
-
-@dataclass
-class Meter:
-    """Measures a step on ``device``: ``start``, ``mark`` at each instant (in any thread of autograd), ``stop``.
-
-    ``read``: returns the peak since it was called last, and the live bytes. None: torch's profiler records each
-    allocation of the CPU, and memory that is not of a known tensor at the start does not count.
-    ``block_bytes``: the allocator rounds sizes up to a multiple of this. ``memory_bytes``: of the device.
-    """
-
-    device: torch.device
-    read: Callable[[], tuple[int, int]] | None = None
-    block_bytes: int = 1
-    memory_bytes: int = 0
-
-    def bytes_of(self, values: Any) -> int:
-        """Return the bytes of the storages of tensors in a pytree on the device, each once, as its allocator rounds."""
-        parts = (part for leaf in tree_leaves(values) if isinstance(leaf, Tensor) for part in tensor_parts(leaf))
-        sizes = {part.untyped_storage()._cdata: storage_bytes(part) for part in parts if part.device == self.device}
-        return sum(-(-size // self.block_bytes) * self.block_bytes for size in sizes.values())
-
-    def live(self, known: Any) -> int:
-        """Return the bytes that are live now; ``known``: what counts where the allocator cannot be asked."""
-        return self.bytes_of(known) if self.read is None else self.read()[1]
-
-    def is_free(self) -> bool:
-        """Return whether a step can be measured now: a thread has one profiler at most."""
-        return self.read is not None or not profiler_is_on()
-
-    def start(self, live: int) -> None:
-        """Begin a step, with ``live`` bytes."""
-        self._levels: list[tuple[int, int]] = []
-        if self.read is None:
-            self._live, self._memory = live, StepMemory()
-        else:
-            self.read()
-
-    def mark(self) -> None:
-        """Mark the present instant."""
-        if self.read is None:
-            self._memory.mark()
-        else:
-            self._levels.append(self.read())
-
-    def stop(self) -> list[tuple[int, int]]:
-        """End the step, outside of backward; return for each mark the peak since the one before it, and live bytes."""
-        above = self._memory.stop() if self.read is None else ()
-        return [*self._levels, *((self._live + peak, self._live + live) for peak, live in above)]
-
-
-def meter_of(device: torch.device) -> Meter | None:
-    """Return the meter of a device, or None if there is none for its type."""
-    if device.type == "cpu":
-        return Meter(device, memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    if device.type != "cuda":
-        return None
-
-    def read() -> tuple[int, int]:
-        peak = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return peak, torch.cuda.memory_allocated(device)
-
-    return Meter(device, read, CUDA_BLOCK, torch.cuda.get_device_properties(device).total_memory)
 
 
 FORWARD, BACKWARD, BETWEEN = "forward", "backward", "between"
@@ -115,6 +51,7 @@ class StepPhase:
     ``alive``: the paths of the calls whose forward is over and whose backward has not begun, or has not released them.
     ``before``, ``peak`` and ``after`` are live bytes, ``gradients`` the bytes of gradients of parameters at its start.
     ``rises``: the peaks after each op of a forward that is profiled, and after all, above ``before``.
+    ``freed``: those of the record's ``passed`` that are freed when it begins.
     """
 
     part: str
@@ -125,19 +62,22 @@ class StepPhase:
     peak: int = 0
     after: int = 0
     rises: tuple[int, ...] = ()
+    freed: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """The memory of one step in bytes; ``static``: when it begins. ``paths``: of the regions in the order of calls.
 
-    ``shapes``: those of the inputs of each forward.
+    ``shapes``: those of the inputs of each forward. ``passed``: the bytes of each storage of an argument or result of
+    regions, and the paths of those that had it.
     """
 
     paths: tuple[str, ...]
     phases: tuple[StepPhase, ...]
     static: int
     shapes: tuple[Shapes, ...] = ()
+    passed: tuple[tuple[int, frozenset[str]], ...] = ()
 
     @property
     def peak(self) -> int:
@@ -183,6 +123,7 @@ class Observation:
         self._paths: list[str] = []
         self._token: Any = lambda: None
         self._alive: list[str] = []
+        self._passed: dict[int, tuple[StorageWeakRef, int, set[str]]] = {}
         self._waiting: list[int] = []  # calls whose backward has not begun
         self._tasks: set[int] = set()  # backwards that are running, or have failed
         self._is_retained = False
@@ -190,7 +131,7 @@ class Observation:
 
     def begin_again(self, live: int) -> None:
         """A step begins now, not before: measure on, since a profiler is not to be stopped and started at once."""
-        self._alive = []
+        self._alive, self._passed = [], {}
         self._cut(BETWEEN)
         self._begin(live)
 
@@ -225,6 +166,7 @@ class Observation:
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and one.grad_fn is not None]
         for tensor in tensors[:1]:
             tensor.register_hook(partial(self._end_backward, token, path))
+        self._pass((args, kwargs))
         self._cut(FORWARD, path)
 
     def after_op(self) -> None:
@@ -242,7 +184,14 @@ class Observation:
         if tensors:
             self._waiting.append(position)
             self._alive.append(self._paths[position])
+        self._pass(output)
         self._cut(BETWEEN)
+
+    def _pass(self, values: Any) -> None:
+        """Note the storages of arguments or results of the region that was entered last."""
+        for part in (part for leaf in tree_leaves(values) if isinstance(leaf, Tensor) for part in tensor_parts(leaf)):
+            storage = StorageWeakRef(part.untyped_storage())
+            self._passed.setdefault(storage.cdata, (storage, self._meter.bytes_of(part), set()))[2].add(self._paths[-1])
 
     def place(self) -> tuple[str, str]:
         """Return the part of the step that runs, and the path of its region; empty between two."""
@@ -254,7 +203,8 @@ class Observation:
 
     def _cut(self, part: str, path: str = "") -> None:
         self._meter.mark()
-        self._cuts.append(StepPhase(part, path, tuple(self._alive), self._gradients()))
+        freed = frozenset(number for number, one in enumerate(self._passed.values()) if one[0].expired())
+        self._cuts.append(StepPhase(part, path, tuple(self._alive), self._gradients(), freed=freed))
 
     def _begin_backward(self, token: _Token, position: int, gradient: Tensor) -> None:
         if self._token() is not token or position not in self._waiting:  # another result, or a second backward
@@ -296,4 +246,5 @@ class Observation:
             phases.append(replace(cuts[0], before=before, peak=before + max(rises), after=found[-1][1], rises=rises))
             before = found[-1][1]
         in_step = phases if self._is_retained else phases[:-1]  # the last one came after backward
-        return StepRecord(tuple(self._paths), tuple(in_step), self._live, tuple(self.shapes))
+        passed = tuple((size, frozenset(paths)) for _, size, paths in self._passed.values())
+        return StepRecord(tuple(self._paths), tuple(in_step), self._live, tuple(self.shapes), passed)

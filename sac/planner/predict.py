@@ -39,13 +39,15 @@ from sac.tables import Table, bytes_text, flops_text, seconds_text
 #
 # What a choice leaves behind counts in every phase as often as calls of its region wait for their backward then: a
 # pipeline stage holds several micro-batches. A step that was run with a choice shows by how much the bounds of the
-# options in it were too high (`learn`).
+# options in it were too high (`learn`), and which arguments and results of regions were freed that full recomputation
+# holds: so are they with every choice in which the regions that had them have the same options.
 
 # Note [The search over layers]
 #
 # From full recomputation in each region, options are raised along their lower convex hull, the raise with most seconds
-# per byte first, later layers first, as long as the predicted peak fits. Then single regions get faster options, until
-# none fits any more.
+# per byte first, later layers first, as long as the predicted peak fits. Then single regions get faster options, and if
+# none fits any more, one region a faster and one a slower option that together are faster. Of regions with equal
+# profiles and options, the first and the last are tried.
 
 # Note [The search for save options]
 #
@@ -69,8 +71,10 @@ from sac.tables import Table, bytes_text, flops_text, seconds_text
 _PARTS = BETWEEN, FORWARD, BACKWARD
 _RECORD_S = 3.5e-6  # per op of a forward; measured with torch 2.13.0+cpu on a core of an AMD EPYC
 _CALL_S = 150e-6  # per call of a region
+_LEAST_S = 1e-9  # what spares less does not count
 
 Choice = tuple[int, ...]  # the number of the option of each region
+_Had = frozenset[tuple[int, int]]  # the regions that had something, each with its option
 
 
 # -- A plan and its figures
@@ -230,6 +234,7 @@ class Prediction:
         self._forwards_s = [sum(seconds(entry, device) for entry in profile.entries) for profile in self.profiles]
         self.forward_s = sum(self._forwards_s[kind] for kind in self.kinds)
         self._bases: dict[_Place, int] = {}
+        self._freed: dict[_Place, dict[_Had, int]] = {}  # bytes
         left = dict.fromkeys(self.kinds, 0)  # by a forward under full recomputation
         for place, phase in self._placed(record):
             self._bases[place] = max(self._bases.get(place, 0), phase.peak + extra)
@@ -288,18 +293,20 @@ class Prediction:
 
     def learn(self, record: StepRecord, choice: Choice) -> None:
         """Take over what a step that was run with ``choice`` shows of the options in it."""
-        if record.paths != self.record.paths:
+        known = self.record
+        sizes = [(one.paths, len(one.phases), len(one.passed)) for one in (record, known)]
+        if sizes[0] != sizes[1]:
             return
-        full = iter([phase.after - phase.before for phase in self.record.phases if phase.part == FORWARD])
-        above = self.extra + max(0, self.record.static - record.static)  # this step may have begun with fewer bytes
+        above = self.extra + max(0, known.static - record.static)  # this step may have begun with fewer bytes
         peaks: dict[_Place, int] = {}
         held = []
-        for place, phase in self._placed(record):
+        for (place, phase), full in zip(self._placed(record), known.phases, strict=True):
             if place in self._bases:
                 peaks[place] = max(peaks.get(place, 0), phase.peak + above)
             if place.part == FORWARD:
-                held.append((BETWEEN, place.own, max(0, phase.after - phase.before - next(full))))
+                held.append((BETWEEN, place.own, max(0, phase.after - phase.before - (full.after - full.before))))
         self._take_over(choice, held)
+        self._note_freed(record, choice)
         rises = [
             (place.part, place.own, peak - self._bases[place] - self._held_at(place, choice))
             for place, peak in peaks.items()
@@ -309,6 +316,19 @@ class Prediction:
         live = dict(zip(self._bases, self.live(choice), strict=True))
         for place, peak in peaks.items():
             self._bases[place] += max(0, peak - live[place])
+
+    def _note_freed(self, record: StepRecord, choice: Choice) -> None:
+        """Note for each place what is freed before its end with ``choice``, and still held under full recomputation."""
+        options = {block.path: (at, option) for at, (block, option) in enumerate(zip(self.blocks, choice, strict=True))}
+        ends = zip(*([phase.freed for phase in one.phases[1:]] for one in (record, self.record)), strict=True)
+        freed: dict[_Place, frozenset[int]] = {}
+        for (place, _), (mine, full) in zip(self._placed(record), ends, strict=False):
+            freed[place] = freed.get(place, mine) & mine - full
+        for place, numbers in freed.items():
+            sizes = Counter[_Had]()
+            for size, paths in map(record.passed.__getitem__, numbers):
+                sizes[frozenset(map(options.__getitem__, paths))] += size
+            self._freed[place] = {**self._freed.get(place, {}), **sizes}
 
     def _take_over(self, choice: Choice, measured: Iterable[tuple[str, int, int]]) -> None:
         """Take over the largest of the bytes that were measured of an option: (part, region, bytes)."""
@@ -328,7 +348,9 @@ class Prediction:
     def _held_at(self, place: _Place, choice: Sequence[int]) -> int:
         """Return the bytes that regions hold at a place with a choice, above full recomputation."""
         numbers = zip(place.alive, self.kinds, choice, strict=True)
-        return sum(count * self._more[BETWEEN, kind][option] for count, kind, option in numbers if count)
+        held = sum(count * self._more[BETWEEN, kind][option] for count, kind, option in numbers if count)
+        freed = self._freed.get(place, {}).items()
+        return held - sum(size for had, size in freed if all(choice[at] == option for at, option in had))
 
     def peak_of(self, choice: Sequence[int]) -> int:
         """Return the predicted peak of a choice, in bytes."""
@@ -373,36 +395,86 @@ class Prediction:
         return min((self._filled(one, allowed) for one in (self.full, *starts)), key=self.time_of)
 
     def _filled(self, choice: Choice, allowed: int) -> Choice:
-        """Return a choice no slower than ``choice``, none of whose regions can get a faster option that fits."""
-        chosen, live = [*choice], self.live(choice)
+        """Return a choice no slower than ``choice``; see Note [The search over layers]."""
+        chosen, times, places = [*choice], self.seconds, [*self._bases]
+        live: list[int] = []
+        room, place = 0, places[0]  # of the place with most bytes
+        known: dict[int, list[int]] = {}
 
-        def take(at: int, option: int) -> None:
-            nonlocal live
-            old, kind = chosen[at], self.kinds[at]
-            if self.seconds[at][option] >= self.seconds[at][old]:
+        def settle(after: list[int]) -> None:
+            """Go on with these bytes at each place."""
+            nonlocal live, room, place
+            live, room, place = after, allowed - max(after), places[after.index(max(after))]
+            known.clear()
+
+        def sizes(at: int) -> list[int]:
+            """Return what each option of a region takes at the place with most bytes."""
+            if at not in known:
+                held = [place.alive[at] * size for size in self._more[BETWEEN, self.kinds[at]]]
+                known[at] = [*map(add, held, self._more[place.part, self.kinds[at]])] if place.own == at else held
+            return known[at]
+
+        def fits(*moves: tuple[int, int]) -> bool:
+            """Carry out changes of options if they fit."""
+            after = live
+            for at, option in moves:
+                after = self._changed(after, at, chosen[at], option)
+            if max(after) > allowed:
+                return False
+            for at, option in moves:
+                chosen[at] = option
+            settle(after)
+            return True
+
+        def take(at: int, option: int, others: Sequence[int] = ()) -> None:
+            """Give a region a faster option, if need be with a slower one for one of the others."""
+            spared, size = times[at][chosen[at]] - times[at][option], sizes(at)
+            left = room + size[chosen[at]] - size[option]
+            if spared < _LEAST_S or (left >= 0 and fits((at, option))):
                 return
-            more = {part: self._more[part, kind][option] - self._more[part, kind][old] for part in _PARTS}
-            after = [
-                size + place.alive[at] * more[BETWEEN] + (more[place.part] if place.own == at else 0)
-                for size, place in zip(live, self._bases, strict=True)
-            ]
-            if max(after) <= allowed:
-                chosen[at], live = option, after
+            for other in others:
+                now, size = chosen[other], sizes(other)
+                for slower in reversed(range(now if other != at else 0)):
+                    if spared - times[other][slower] + times[other][now] < _LEAST_S:
+                        break
+                    if left + size[now] - size[slower] >= 0 and fits((at, option), (other, slower)):
+                        return
 
+        settle(self.live(choice))
         raises = [
             (rate, at, option)
             for at, kind in enumerate(self.kinds if choice == self.full else ())
-            for rate, option in _hull(self._more[BETWEEN, kind], self.seconds[at])
+            for rate, option in _hull(self._more[BETWEEN, kind], times[at])
         ]
         for _, at, option in sorted(raises, key=lambda one: (-one[0], -one[1])):
             take(at, option)
         while True:
             before = [*chosen]
+            if self._freed:
+                settle(self.live(chosen))
             for at in reversed(range(len(chosen))):
-                for option in reversed(range(len(self.seconds[at]))):
+                for option in reversed(range(len(times[at]))):
                     take(at, option)
+            alike = [*zip(self.kinds, chosen, strict=True)]
+            ends = [at for at, one in enumerate(alike) if one not in alike[:at] or one not in alike[at + 1 :]]
+            for at in reversed(ends if chosen == before else ()):
+                for option in reversed(range(len(times[at]))):
+                    take(at, option, ends)
             if chosen == before:
                 return tuple(chosen)
+
+    def _changed(self, live: Sequence[int], at: int, old: int, new: int) -> list[int]:
+        """Return the most bytes at each place if a region gets another option."""
+        kind, freed = self.kinds[at], self._freed
+        more = {part: self._more[part, kind][new] - self._more[part, kind][old] for part in _PARTS}
+        after = [
+            size + place.alive[at] * more[BETWEEN] + (more[place.part] if place.own == at else 0)
+            for size, place in zip(live, self._bases, strict=True)
+        ]
+        if not freed:
+            return after
+        sizes = (sum(size for had, size in freed.get(place, {}).items() if (at, old) in had) for place in self._bases)
+        return [*map(add, after, sizes)]
 
     def next_faster(self, choice: Choice) -> tuple[int, str] | None:
         """Return the least peak of a choice in which one more region gets a faster option, and the region's path."""

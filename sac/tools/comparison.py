@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from sac.checkpointing import apply
 from sac.errors import ConfigError, Problem, SacError, nearest
 from sac.memory_timeline import MemoryTimeline, mark, measure_memory
 from sac.ops.flops import ADDED_FORMULAS
-from sac.planner.controller import apply
 from sac.planner.fakes import Inputs
 from sac.reporting import Report, report
 from sac.tables import (

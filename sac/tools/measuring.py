@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from sac.blocks.applying import refuse_second
+from sac.checkpointing import apply
 from sac.config import parse_config
 from sac.engine.table import resolve_policy
 from sac.errors import ConfigError, ModelError, Problem, SacError
-from sac.planner.controller import apply
 from sac.planner.fakes import Inputs, arguments_of
 from sac.policy.model import Policy
 from sac.reporting import Trace, decisions_of

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import sac
 from sac.blocks.install import regions_of
 from sac.errors import PlanError, SacWarning
+from sac.memory_timeline import Meter
 from sac.planner import controller
 from sac.planner.cost import DEVICES
-from sac.planner.observing import Meter
 from sac.planner.planning import make_plan
 from sac.stores import transfers
 from sac.stores.transfers import TransferLimits

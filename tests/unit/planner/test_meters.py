@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 
-from sac.planner.observing import meter_of
+from sac.memory_timeline import meter_of
 
 
 class Allocator:
