@@ -6,9 +6,8 @@
 
 Each pair is a family of models with random sizes, and a budget between the least peak and that without checkpointing.
 The first step is observed, the next ones may correct the plan, and then a step is measured by torch's profiler, with
-parameters, gradients, optimizer state and inputs. Room: from the peak of full recomputation to the budget; where both
-are equal, a pair counts only as above the budget or not. A step above it, also one that sac itself measures, makes the
-exit code 1.
+parameters, gradients, optimizer state and inputs. Room: from the peak of full recomputation to the budget (nan: none).
+A step above its budget, also one that sac itself measures, makes the exit code 1.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import math
 import random
 import statistics
 import sys
@@ -108,7 +106,7 @@ def pair(number: int, device: str) -> tuple[str, float, float, bool, bool]:
     over = peak > plan.budget or any("more than the budget" in str(one.message) for one in told)
     room = plan.budget - plan.least
     fits = plan.next_faster is not None and plan.next_faster[0] <= plan.budget
-    return family, share, (peak - plan.least) / room if room > 0 else math.nan, over, fits
+    return family, share, (peak - plan.least) / room if room > 0 else float("nan"), over, fits
 
 
 def main() -> int:
@@ -122,16 +120,16 @@ def main() -> int:
     rows, begun = [], time.time()
     for number in range(options.first, options.first + options.pairs):
         rows.append(pair(number, options.device))
-        if rows[-1][3] or rows[-1][2] < 0.97:
-            print(f"pair {number}: {rows[-1][0]} at {rows[-1][1]:.0%} of the range, {rows[-1][2]:.1%} of the room used"
-                  + (", ABOVE THE BUDGET" if rows[-1][3] else ""), flush=True)  # fmt: skip
+        family, share, used, is_over, _ = rows[-1]
+        above = ", ABOVE THE BUDGET" if is_over else ""
+        print(f"pair {number}: {family} at {share:.0%} of the range, {used:.2%} of the room used{above}", flush=True)
     for family in [*FAMILIES, "all"]:
-        if some := [row for row in rows if row[0] == family or family == "all"]:
-            used = [row[2] for row in some if not math.isnan(row[2])] or [math.nan]
+        some = [row for row in rows if row[0] == family or family == "all"]
+        if room := [row[2] for row in some if row[2] == row[2]]:
             low = [row for row in some if row[2] < 0.97]
             print(
                 f"{family:16} {len(some):5} pairs, {sum(row[3] for row in some)} above the budget, room used: median "
-                f"{statistics.median(used):.1%}, least {min(used):.1%}, below 97 %: {len(low)}, of them with a faster "
+                f"{statistics.median(room):.1%}, least {min(room):.1%}, below 97 %: {len(low)}, of them with a faster "
                 f"option that fits: {sum(row[4] for row in low)}"
             )
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {time.time() - begun:.0f} s")
