@@ -45,14 +45,7 @@ from sac.memory_timeline import measure_memory
 from sac.tables import Table, bytes_text, screen_width
 from sac.tools.commands import progress_lines
 from sac.tools.comparison import count_flops
-from tests.support.blocks import (
-    Attention,
-    GatedMLP,
-    LlamaLikeBlock,
-    alternate,
-    policy,
-    save,
-)
+from tests.support.blocks import Attention, GatedMLP, LlamaLikeBlock, alternate, policy, save
 from tests.support.fused import FusedBlock, RMSNorm
 
 Step = Callable[[Tensor], Tensor]

@@ -22,18 +22,7 @@ from sac.engine.compiled import checkpoint_contexts
 from sac.errors import SacWarning
 from tests.stacks.composition import differences
 from tests.stacks.composition import train as measured
-from tests.support.blocks import (
-    FULL,
-    Stack,
-    alternate,
-    install,
-    policy,
-    save,
-    selective,
-    square,
-    tokens,
-    with_dropout,
-)
+from tests.support.blocks import FULL, Stack, alternate, install, policy, save, selective, square, tokens, with_dropout
 from tests.support.compiling import (
     Compiled,
     LeanBlock,
@@ -103,11 +92,7 @@ VALUES: dict[str, tuple[Any, int]] = {
     "whole modules": (selective(policy({"module": "{self_attn,mlp}", "do": "save"})), 0),
     "by default": (selective(policy(default="save")), 0),
 }
-CASES = [
-    *((name, whole) for name in VALUES),
-    ("in turn", in_place),
-    ("in the first block", each_in_place),
-]
+CASES = [*((name, whole) for name in VALUES), ("in turn", in_place), ("in the first block", each_in_place)]
 
 
 @pytest.mark.parametrize(("name", "way"), CASES, ids=lambda one: getattr(one, "__name__", str(one)))

@@ -15,13 +15,7 @@ from torch import Tensor, nn
 import sac
 from sac.errors import SacWarning
 from sac.memory_timeline import measure_memory
-from tests.unit.planner.small_training import (
-    VOCABULARY,
-    built,
-    bytes_of,
-    controller_of,
-    within,
-)
+from tests.unit.planner.small_training import VOCABULARY, built, bytes_of, controller_of, within
 
 Size = tuple[int, int]  # rows, tokens
 SMALL, WIDE, TALL, LARGE = (2, 64), (4, 64), (16, 8), (8, 64)

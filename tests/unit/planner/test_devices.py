@@ -11,12 +11,7 @@ from sac.planner.cost import DEVICES, device_named, figures_of
 
 @pytest.mark.parametrize(
     ("text", "name"),
-    [
-        ("H-100", "h100"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA H200", "h200"),
-        ("AMD Instinct MI300X", "mi300x"),
-    ],
+    [("H-100", "h100"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA H200", "h200"), ("AMD Instinct MI300X", "mi300x")],
 )
 def test_device_is_found_by_its_names(text: str, name: str) -> None:
     assert device_named(text).name == name

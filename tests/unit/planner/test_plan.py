@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import sac
 from sac.config_keys import LEGAL_BUDGET
 from sac.errors import ModelError, PlanError
 from sac.memory_timeline import measure_memory
+from sac.planner.cost import DEVICES
 from sac.planner.fakes import fake_ranks, fsdp_over
-from sac.planner.planning import best_size, make_plan
+from sac.planner.planning import Rehearsal, best_size, make_plan
 from sac.policy.load import load_policy
 from sac.policy.model import Policy
 from tests.support.model_zoo import tiny
@@ -59,6 +61,15 @@ def peak_of_a_real_step(model: nn.Module, inputs: dict[str, Tensor], policy: Pol
     known = [*model.parameters(), *model.buffers(), *inputs.values()]
     there = sum({one.data_ptr(): one.untyped_storage().nbytes() for one in known}.values())
     return there + measure_memory(step).peak_bytes
+
+
+def test_no_choice_that_fits_is_faster() -> None:
+    found = Rehearsal(Stack(), (X,), DEVICES["cpu"]).prediction
+    peaks = {choice: found.peak_of(choice) for choice in product(*(range(len(times)) for times in found.seconds))}
+    low, high = found.peak_of(found.full), found.peak_of(found.fastest)
+    for allowed in range(low, high, (high - low) // 20):
+        best = min(found.time_of(choice) for choice, peak in peaks.items() if peak <= allowed)
+        assert found.time_of(found.search(allowed)) <= best + 1e-9
 
 
 def test_policy_that_is_saved_decides_the_same(tmp_path: Path) -> None:

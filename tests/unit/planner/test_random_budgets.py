@@ -76,12 +76,8 @@ def _trained(seed: int, value: Any) -> tuple[int, list[Tensor]]:
     width = draw.choice([16, 32, 64])
     model = Model(width, [draw.choice(KINDS) for _ in range(draw.choice([1, 2, 3, 5]))])
     rows, length = draw.choice([2, 4, 6]), draw.choice([8, 16, 32])
-    is_mixed, has_scale, passes, has_two = (
-        draw.random() < 0.3,
-        draw.random() < 0.3,
-        draw.choice([1, 1, 2]),
-        draw.random() < 0.3,
-    )
+    is_mixed, has_scale = draw.random() < 0.3, draw.random() < 0.3
+    passes, has_two = draw.choice([1, 1, 2]), draw.random() < 0.3
     if value is not None:
         sac.apply(model, value)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
