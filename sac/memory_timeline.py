@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from sac.errors import Problem, SacError
-from sac.tensors import storage_bytes, tensor_parts
+from sac.tensors import storage_address, storage_bytes, tensor_parts
 from sac.torch_private import profiler_is_on, tree_leaves
 
 _MARK_PREFIX = "sac.mark:"
@@ -162,7 +162,7 @@ class Meter:
     def bytes_of(self, values: Any) -> int:
         """Return the bytes of the storages of tensors in a pytree on the device, each once, as its allocator rounds."""
         parts = (part for leaf in tree_leaves(values) if isinstance(leaf, Tensor) for part in tensor_parts(leaf))
-        sizes = {part.untyped_storage()._cdata: storage_bytes(part) for part in parts if part.device == self.device}
+        sizes = {storage_address(part): storage_bytes(part) for part in parts if part.device == self.device}
         return sum(-(-size // self.block_bytes) * self.block_bytes for size in sizes.values())
 
     def live(self, known: Any) -> int:

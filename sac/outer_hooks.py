@@ -39,7 +39,7 @@ def pack_with_outer_hooks(tensor: torch.Tensor, hooks: PackHooks | None) -> torc
     if hooks is None:
         return tensor
     packed = hooks[0](tensor)
-    if not is_plain(tensor) or tensor.layout is not torch.strided or tensor.is_inference():
+    if not is_plain(tensor) or tensor.is_inference():
         return OuterPacked(packed, hooks[1])
     return OuterPacked(packed, hooks[1], version_watch(tensor), version_of(tensor), storage_address(tensor))
 

@@ -27,8 +27,8 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def is_plain(value: Any) -> TypeGuard[Tensor]:
-    """Return whether ``value`` is a plain tensor or a fake one; a plan thus counts the same copies as a real run."""
-    return type(value) is Tensor or type(value).__name__ == "FakeTensor"
+    """Return whether ``value`` is a strided tensor, plain or fake; a plan thus counts the same copies as a real run."""
+    return (type(value) is Tensor or type(value).__name__ == "FakeTensor") and value.layout is _STRIDED
 
 
 def plain_address(value: Any) -> int | None:
@@ -36,7 +36,7 @@ def plain_address(value: Any) -> int | None:
 
     A lazily conjugated or negated tensor is not plain: its elements differ from the contents of its storage.
     """
-    if not is_plain(value) or value.layout is not torch.strided or value.is_conj() or value.is_neg():
+    if not is_plain(value) or value.is_conj() or value.is_neg():
         return None
     storage = value.untyped_storage()
     address: int = storage._cdata
@@ -93,7 +93,7 @@ def version_watch(tensor: torch.Tensor) -> torch.Tensor:
 
     Other tensors, whose data cannot be exchanged, are returned unchanged.
     """
-    if not is_plain(tensor) or tensor.layout is not torch.strided or tensor.is_inference():
+    if not is_plain(tensor) or tensor.is_inference():
         return tensor
     watch = detached(tensor)
     with UnseenByModes() if type(tensor) is Tensor else nullcontext():

@@ -172,11 +172,11 @@ class ForwardState:
             found = "its forward has added a layer to a module, and its Python runs again in backward"
             fix = "make the layer before training: a call without gradients does; or set `engine: replay`"
             raise RegionError(Problem(where, found, fix=fix))
-        copied = {tensor.untyped_storage()._cdata for tensor, _ in self._contents(tape)}
+        copied = {storage_address(tensor) for tensor, _ in self._contents(tape)}
         for tensor, version, _ in self._tensors:
             if tape is not None and storage_address(tensor) not in tape.leaf_roots:
                 continue  # the forward did not read it
-            if version_of(tensor) != version and tensor.untyped_storage()._cdata not in copied:
+            if version_of(tensor) != version and storage_address(tensor) not in copied:
                 found = f"a parameter or buffer ({describe(tensor)}) was changed in place between forward and backward"
                 fix = "change it after backward, or leave the block out of checkpointing"
                 raise RegionError(Problem(where, found, fix=fix))

@@ -285,7 +285,7 @@ class TapedFrame(Frame):
         whole = {storage_address(tensor) for tensor in self.tape.kept.values()} if handles else ()
         parts: dict[int, list[Handle]] = {}
         for handle in handles:
-            if is_plain(handle.value) and handle.value.layout is torch.strided:
+            if is_plain(handle.value):
                 address = storage_address(handle.value)
                 if address not in whole:
                     parts.setdefault(address, []).append(handle)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -190,8 +191,9 @@ class Observation:
     def _pass(self, values: Any) -> None:
         """Note the storages of arguments or results of the region that was entered last."""
         for part in (part for leaf in tree_leaves(values) if isinstance(leaf, Tensor) for part in tensor_parts(leaf)):
-            storage = StorageWeakRef(part.untyped_storage())
-            self._passed.setdefault(storage.cdata, (storage, self._meter.bytes_of(part), set()))[2].add(self._paths[-1])
+            with suppress(RuntimeError):  # sparse tensors and those of torch.func have no storage
+                one = StorageWeakRef(part.untyped_storage())
+                self._passed.setdefault(one.cdata, (one, self._meter.bytes_of(part), set()))[2].add(self._paths[-1])
 
     def place(self) -> tuple[str, str]:
         """Return the part of the step that runs, and the path of its region; empty between two."""

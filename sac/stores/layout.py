@@ -52,8 +52,7 @@ class Layout:
     def fits(tensor: torch.Tensor) -> bool:
         """Return whether the tensor can be laid flat: a plain strided one, or a DTensor whose local tensor is one."""
         local = local_of(tensor)
-        is_strided = is_plain(local) and local.layout is torch.strided and not local.is_quantized
-        return is_strided and _packing(local)[2] > 0
+        return is_plain(local) and not local.is_quantized and _packing(local)[2] > 0
 
     @staticmethod
     def of(tensor: torch.Tensor) -> tuple[Layout, torch.Tensor]:
@@ -145,7 +144,7 @@ def compacted(tensor: torch.Tensor) -> tuple[torch.Tensor, Layout | None]:
         if storage_address(flat) == storage_address(local_of(tensor)):
             flat = flat.clone()
         return (flat, layout) if layout.has_gaps else (layout.restore(flat), None)
-    if not is_plain(tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
+    if not is_plain(tensor) or tensor.is_quantized:
         return tensor.clone(memory_format=torch.preserve_format), None  # a subclass has a layout of its own
     # Its elements overlap: copy all from the first to the last.
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -10,15 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.fuzz.changing.instructions import CHANGES, CHANGING, CONDITIONS
-from tests.fuzz.changing.programs import (
-    INSIDE,
-    KINDS,
-    STATES,
-    STEPS,
-    Item,
-    Program,
-    write_program,
-)
+from tests.fuzz.changing.programs import INSIDE, KINDS, STATES, STEPS, Item, Program, write_program
 from tests.fuzz.changing.runs import (
     ENGINES,
     EQUAL,
@@ -72,15 +64,7 @@ def program(name: str, knob: int) -> Program:
     return of(name, knob=knob)
 
 
-NAMES = (
-    *CHANGING,
-    *CONDITIONS,
-    *CHANGES,
-    *KINDS,
-    *STATES,
-    INSIDE,
-    "gradient after a write",
-)
+NAMES = (*CHANGING, *CONDITIONS, *CHANGES, *KINDS, *STATES, INSIDE, "gradient after a write")
 
 
 def prepared(name: str, at: int) -> Iterator[Prepared]:

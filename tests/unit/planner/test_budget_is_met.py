@@ -103,6 +103,35 @@ def test_few_layers_use_most_of_the_room(model: Callable[[], nn.Module], part: f
     assert found.is_equal(plain)
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, DIM)
+
+    def forward(self, x_BTD: Tensor, scale: Tensor) -> Tensor:
+        return x_BTD + self.up(x_BTD).tanh() * scale.sum()
+
+
+class ScaledBySparse(Language):
+    def forward(self, x_BT: Tensor) -> Tensor:
+        x_BTD = self.embedding(x_BT)
+        for block in self.body:
+            x_BTD = block(x_BTD, torch.eye(2).to_sparse())
+        return self.head(x_BTD)
+
+
+def test_an_argument_may_have_no_storage() -> None:
+    def model() -> Language:
+        torch.manual_seed(1)
+        model = ScaledBySparse()
+        model.body = nn.ModuleList(Scaled() for _ in range(LAYERS))
+        return model
+
+    plain = trained(None, model=model())
+    for value in ({"mode": "full"}, {"mode": "full", "store": "host"}, {"mode": "selective"}, within("50%")):
+        assert trained({**value, "blocks": ["body.*"]}, model=model()).is_equal(plain)
+
+
 def test_the_ends_of_the_range_are_full_recomputation_and_no_checkpointing() -> None:
     assert set(trained(within(ends()[0])).peaks) == {ends()[0]}
     found = trained(within("1GiB"), steps=4)

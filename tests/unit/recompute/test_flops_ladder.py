@@ -10,18 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.support.blocks import (
-    FULL,
-    Stack,
-    alternate,
-    install,
-    llama_stack,
-    policy,
-    save,
-    selective,
-    tokens,
-    ways,
-)
+from tests.support.blocks import FULL, Stack, alternate, install, llama_stack, policy, save, selective, tokens, ways
 from tests.support.recording import Recorder, backward_ops
 from tests.support.training import built
 
