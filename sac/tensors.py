@@ -14,6 +14,9 @@ from torch.nn import Parameter
 from sac.torch_private import UnseenByModes, neg_view
 
 _STRIDED = torch.strided
+_ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_PARTS_OF_SPARSE = {torch.sparse_coo: ("_indices", "_values"), torch.sparse_csr: _ROWS, torch.sparse_bsr: _ROWS}
+_PARTS_OF_SPARSE |= {torch.sparse_csc: _COLUMNS, torch.sparse_bsc: _COLUMNS}
 _compared = CFUNCTYPE(c_int, c_void_p, c_void_p, c_size_t)(
     ("memcmp", CDLL("msvcrt" if sys.platform == "win32" else None))
 )
@@ -197,7 +200,12 @@ def storage_bytes(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):
+        names = _PARTS_OF_SPARSE.get(tensor.layout)
+    if names is None:
         return tensor.numel() * tensor.element_size()
+    sparse = detached(tensor)
+    with UnseenByModes():
+        return sum(getattr(sparse, name)().untyped_storage().nbytes() for name in names)
 
 
 def landed(tensor: torch.Tensor) -> torch.Tensor:
