@@ -65,6 +65,12 @@ class PlanError(SacError, ValueError):
     """No plan can be computed: the budget is too small, the model cannot be profiled, or the device is unknown."""
 
 
+class TooSmallError(PlanError):
+    """The budget is below the least peak, ``least`` bytes."""
+
+    least = 0
+
+
 class RegionError(SacError, RuntimeError):
     """A region cannot be recomputed as it ran in forward; raised in forward or backward."""
 

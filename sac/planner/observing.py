@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,14 +15,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sac.memory_timeline import Meter
-from sac.tensors import tensor_parts
-from sac.torch_private import (
-    NO_TASK,
-    current_graph_task_id,
-    graph_is_retained,
-    tree_leaves,
-    when_backward_ends,
-)
+from sac.tensors import storage_address, tensor_parts
+from sac.torch_private import NO_TASK, current_graph_task_id, graph_is_retained, tree_leaves, when_backward_ends
 
 # Note [An observed step]
 #
@@ -52,7 +46,7 @@ class StepPhase:
     ``alive``: the paths of the calls whose forward is over and whose backward has not begun, or has not released them.
     ``before``, ``peak`` and ``after`` are live bytes, ``gradients`` the bytes of gradients of parameters at its start.
     ``rises``: the peaks after each op of a forward that is profiled, and after all, above ``before``.
-    ``freed``: those of the record's ``passed`` that are freed when it begins.
+    ``freed``: those of the record's ``passed`` that have been freed since the phase before it began.
     """
 
     part: str
@@ -63,7 +57,7 @@ class StepPhase:
     peak: int = 0
     after: int = 0
     rises: tuple[int, ...] = ()
-    freed: frozenset[int] = frozenset()
+    freed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +65,7 @@ class StepRecord:
     """The memory of one step in bytes; ``static``: when it begins. ``paths``: of the regions in the order of calls.
 
     ``shapes``: those of the inputs of each forward. ``passed``: the bytes of each storage of an argument or result of
-    regions, and the paths of those that had it.
+    regions, and the paths of those that had or, if they are profiled, read it.
     """
 
     paths: tuple[str, ...]
@@ -124,7 +118,8 @@ class Observation:
         self._paths: list[str] = []
         self._token: Any = lambda: None
         self._alive: list[str] = []
-        self._passed: dict[int, tuple[StorageWeakRef, int, set[str]]] = {}
+        self._passed: list[tuple[int, set[str]]] = []
+        self._there: dict[int, tuple[StorageWeakRef, int]] = {}  # those of ``_passed`` that are not freed, by address
         self._waiting: list[int] = []  # calls whose backward has not begun
         self._tasks: set[int] = set()  # backwards that are running, or have failed
         self._is_retained = False
@@ -132,7 +127,7 @@ class Observation:
 
     def begin_again(self, live: int) -> None:
         """A step begins now, not before: measure on, since a profiler is not to be stopped and started at once."""
-        self._alive, self._passed = [], {}
+        self._alive, self._there = [], {}
         self._cut(BETWEEN)
         self._begin(live)
 
@@ -193,7 +188,16 @@ class Observation:
         for part in (part for leaf in tree_leaves(values) if isinstance(leaf, Tensor) for part in tensor_parts(leaf)):
             with suppress(RuntimeError):  # sparse tensors and those of torch.func have no storage
                 one = StorageWeakRef(part.untyped_storage())
-                self._passed.setdefault(one.cdata, (one, self._meter.bytes_of(part), set()))[2].add(self._paths[-1])
+                if one.cdata not in self._there:
+                    self._there[one.cdata] = one, len(self._passed)
+                    self._passed.append((self._meter.bytes_of(part), set()))
+                self._passed[self._there[one.cdata][1]][1].add(self._paths[-1])
+
+    def read(self, tensors: Iterable[Tensor]) -> None:
+        """The region that was entered last reads tensors from outside, which need not be its arguments."""
+        addresses = {storage_address(part) for tensor in tensors for part in tensor_parts(tensor)}
+        for address in addresses & self._there.keys():
+            self._passed[self._there[address][1]][1].add(self._paths[-1])
 
     def place(self) -> tuple[str, str]:
         """Return the part of the step that runs, and the path of its region; empty between two."""
@@ -205,8 +209,9 @@ class Observation:
 
     def _cut(self, part: str, path: str = "") -> None:
         self._meter.mark()
-        freed = frozenset(number for number, one in enumerate(self._passed.values()) if one[0].expired())
-        self._cuts.append(StepPhase(part, path, tuple(self._alive), self._gradients(), freed=freed))
+        freed = {address: number for address, (one, number) in self._there.items() if one.expired()}
+        self._there = {address: one for address, one in self._there.items() if address not in freed}
+        self._cuts.append(StepPhase(part, path, tuple(self._alive), self._gradients(), freed=tuple(freed.values())))
 
     def _begin_backward(self, token: _Token, position: int, gradient: Tensor) -> None:
         if self._token() is not token or position not in self._waiting:  # another result, or a second backward
@@ -248,5 +253,5 @@ class Observation:
             phases.append(replace(cuts[0], before=before, peak=before + max(rises), after=found[-1][1], rises=rises))
             before = found[-1][1]
         in_step = phases if self._is_retained else phases[:-1]  # the last one came after backward
-        passed = tuple((size, frozenset(paths)) for _, size, paths in self._passed.values())
+        passed = tuple((size, frozenset(paths)) for size, paths in self._passed)
         return StepRecord(tuple(self._paths), tuple(in_step), self._live, tuple(self.shapes), passed)

@@ -21,7 +21,7 @@ from sac.blocks.other_checkpointing import refuse_existing_checkpointing
 from sac.config import Config, family_policy
 from sac.config_keys import CONFIG_KEYS, STATES, StepBudget, read_budget
 from sac.engine.settings import NEVER
-from sac.errors import ModelError, PlanError, Problem, SacWarning, listing, nearest
+from sac.errors import ModelError, PlanError, Problem, SacWarning, TooSmallError, listing, nearest
 from sac.memory_timeline import Meter
 from sac.planner import fakes
 from sac.planner.cost import MEMORY, PRIORS, Device, figures_of
@@ -29,7 +29,7 @@ from sac.planner.explain import Explanation, Origins
 from sac.planner.gpu_ops import lowered_to
 from sac.planner.ledger import Ledger
 from sac.planner.observing import Observation, StepRecord
-from sac.planner.predict import Choice, Plan, Prediction, TooSmallError
+from sac.planner.predict import Choice, Plan, Prediction
 from sac.planner.regions import PLANNED, PROFILED, BudgetRegions
 from sac.policy.model import Policy
 from sac.policy.syntax import all_problems, node_of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sac.blocks.find import Block
-from sac.errors import PlanError, Problem
+from sac.errors import Problem, TooSmallError
 from sac.planner.cost import Device, seconds
 from sac.planner.explain import Explanation
 from sac.planner.observing import BACKWARD, BETWEEN, FORWARD, StepPhase, StepRecord
@@ -234,6 +234,7 @@ class Prediction:
         self._forwards_s = [sum(seconds(entry, device) for entry in profile.entries) for profile in self.profiles]
         self.forward_s = sum(self._forwards_s[kind] for kind in self.kinds)
         self._bases: dict[_Place, int] = {}
+        self._measured: dict[tuple[str, int, int], int] = {}  # bytes by part, kind and option
         self._freed: dict[_Place, dict[_Had, int]] = {}  # bytes
         left = dict.fromkeys(self.kinds, 0)  # by a forward under full recomputation
         for place, phase in self._placed(record):
@@ -294,19 +295,33 @@ class Prediction:
     def learn(self, record: StepRecord, choice: Choice) -> None:
         """Take over what a step that was run with ``choice`` shows of the options in it."""
         known = self.record
-        sizes = [(one.paths, len(one.phases), len(one.passed)) for one in (record, known)]
-        if sizes[0] != sizes[1]:
+        seen = [(one.paths, len(one.phases), [size for size, _ in one.passed]) for one in (record, known)]
+        if seen[0] != seen[1]:
             return
         above = self.extra + max(0, known.static - record.static)  # this step may have begun with fewer bytes
         peaks: dict[_Place, int] = {}
+        freed: dict[_Place, set[tuple[int, int]]] = {}
         held = []
-        for (place, phase), full in zip(self._placed(record), known.phases, strict=True):
+        phases = zip(self._placed(record), known.phases, self._freed_in(record), strict=True)
+        for (place, phase), full, (early, late) in phases:
             if place in self._bases:
                 peaks[place] = max(peaks.get(place, 0), phase.peak + above)
+                gone = {*((number, -1) for number in early), *((number, place.own) for number in late)}
+                freed[place] = freed.get(place, gone) & gone
             if place.part == FORWARD:
-                held.append((BETWEEN, place.own, max(0, phase.after - phase.before - (full.after - full.before))))
+                left = phase.after - phase.before - (full.after - full.before)
+                held.append((BETWEEN, place.own, max(0, left + sum(known.passed[number][0] for number in late))))
         self._take_over(choice, held)
-        self._note_freed(record, choice)
+        options = {block.path: (at, option) for at, (block, option) in enumerate(zip(self.blocks, choice, strict=True))}
+        for place, numbers in freed.items():
+            before = self._freed.get(place, {}).items()
+            sizes = Counter({had: size for had, size in before if any(choice[at] != option for at, option in had)})
+            for number, own in numbers:
+                size, paths = known.passed[number]
+                # What is freed in a phase may have been there at its peak, which then counts for the phase's region.
+                mine = [(own, choice[own])] if own >= 0 else []
+                sizes[frozenset([*map(options.__getitem__, paths), *mine])] += size
+            self._freed[place] = sizes
         rises = [
             (place.part, place.own, peak - self._bases[place] - self._held_at(place, choice))
             for place, peak in peaks.items()
@@ -317,24 +332,21 @@ class Prediction:
         for place, peak in peaks.items():
             self._bases[place] += max(0, peak - live[place])
 
-    def _note_freed(self, record: StepRecord, choice: Choice) -> None:
-        """Note for each place what is freed before its end with ``choice``, and still held under full recomputation."""
-        options = {block.path: (at, option) for at, (block, option) in enumerate(zip(self.blocks, choice, strict=True))}
-        ends = zip(*([phase.freed for phase in one.phases[1:]] for one in (record, self.record)), strict=True)
-        freed: dict[_Place, frozenset[int]] = {}
-        for (place, _), (mine, full) in zip(self._placed(record), ends, strict=False):
-            freed[place] = freed.get(place, mine) & mine - full
-        for place, numbers in freed.items():
-            sizes = Counter[_Had]()
-            for size, paths in map(record.passed.__getitem__, numbers):
-                sizes[frozenset(map(options.__getitem__, paths))] += size
-            self._freed[place] = {**self._freed.get(place, {}), **sizes}
+    def _freed_in(self, record: StepRecord) -> Iterator[tuple[set[int], set[int]]]:
+        """Yield for each phase what is freed before it and while it lasts, and held to its end under recomputation."""
+        early, others = set[int](), {*self.record.phases[0].freed}
+        for phase, after, full in zip(record.phases, record.phases[1:], self.record.phases[1:], strict=False):
+            others.update(full.freed)
+            early = {*early, *phase.freed} - others
+            yield early, {*after.freed} - others
+        yield set(), set()
 
     def _take_over(self, choice: Choice, measured: Iterable[tuple[str, int, int]]) -> None:
-        """Take over the largest of the bytes that were measured of an option: (part, region, bytes)."""
-        for part, own, size in sorted(measured, key=lambda one: one[2]):
-            option = choice[own]
-            self._more[part, self.kinds[own]][option] = size if option else 0
+        """Take over the largest of the bytes that were ever measured of an option: (part, region, bytes)."""
+        for part, own, size in measured:
+            key = part, self.kinds[own], choice[own]
+            self._measured[key] = max(size, self._measured.get(key, size))
+            self._more[part, key[1]][key[2]] = self._measured[key] if key[2] else 0
 
     def live(self, choice: Sequence[int]) -> list[int]:
         """Return the predicted peak at each place of the step."""
@@ -505,12 +517,6 @@ class Prediction:
         error = TooSmallError(Problem(where, found, f"{least} bytes ({bytes_text(least)}) or more", fix=fix))
         error.least = least
         return error
-
-
-class TooSmallError(PlanError):
-    """The budget is below the least peak, ``least`` bytes."""
-
-    least = 0
 
 
 def _hull(more: Sequence[int], times: Sequence[float]) -> Iterator[tuple[float, int]]:

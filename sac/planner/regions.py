@@ -110,6 +110,9 @@ class _ProfilingFrame(TapedFrame):
         needs = dict.fromkeys(handle.position for handle in handles if handle.state != EXTERNAL)
         entries = tuple(map(self._entry, range(len(self.tape.sites))))
         profile = RegionProfile(entries, tuple(self.tape.roots), tuple(self.tape.value_bytes), tuple(needs))
+        regions = self._region.profiled_for
+        if regions is not None and regions.observation is not None:
+            regions.observation.read(leaf.tensor for leaf in self.tape.leaves.values())
         super()._schedule_replay()
         self._region.made = profile if self._replays else None
 

@@ -147,10 +147,7 @@ _MORE: dict[str, dict[str, Recipe]] = {
         "gpt_oss": _like("qwen3", "GptOss", **_MOE),
         "glm4_moe": _like("qwen3", "Glm4Moe", **_MOE, n_routed_experts=4, first_k_dense_replace=1),
     },
-    "mixtral": {
-        "phimoe": _like("llama", "Phimoe", **_MOE),
-        "flex_olmo": _like("llama", "FlexOlmo", **_MOE),
-    },
+    "mixtral": {"phimoe": _like("llama", "Phimoe", **_MOE), "flex_olmo": _like("llama", "FlexOlmo", **_MOE)},
     "deepseek_v3": {
         **_all_like("deepseek_v3", "MiniCPM3", "Youtu"),
         "deepseek_v2": _like("deepseek_v3", "DeepseekV2", q_lora_rank=None),
@@ -222,11 +219,7 @@ _MORE: dict[str, dict[str, Recipe]] = {
         "olmo_hybrid": _like("qwen3", "OlmoHybrid", **{**_LINEAR, "linear_num_key_heads": 4}),
         "minimax": _like("qwen3", "MiniMax", **_MOE, layer_types=["linear_attention", "full_attention"]),
         "recurrent_gemma": _like(
-            "llama",
-            "RecurrentGemma",
-            block_types=["recurrent", "attention"],
-            lru_width=32,
-            attention_window_size=8,
+            "llama", "RecurrentGemma", block_types=["recurrent", "attention"], lru_width=32, attention_window_size=8
         ),
     },
 }

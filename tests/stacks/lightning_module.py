@@ -14,12 +14,7 @@ import sac
 from tests.stacks.composition import Outcome, forward_done, outcome
 from tests.support.blocks import llama_stack
 
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
 class Module(lightning.LightningModule):

@@ -42,12 +42,7 @@ def parts_of(sizes: Sizes, schedule: str, rank: int, ranks: int) -> dict[int, Ll
     """The parts of the model that a rank has, by the number of their stage."""
     stages = ranks if schedule in SINGLE else 2 * ranks
     return {
-        stage: built(
-            sizes,
-            layers=layers_of(stage, stages, sizes.n_layers),
-            first=stage == 0,
-            last=stage == stages - 1,
-        )
+        stage: built(sizes, layers=layers_of(stage, stages, sizes.n_layers), first=stage == 0, last=stage == stages - 1)
         for stage in stage_numbers(schedule, rank, ranks)
     }
 

@@ -94,9 +94,7 @@ def on_a_device(function: str, options: dict[str, Any]) -> tuple[Outcome, int, l
 
 
 @pytest.mark.parametrize(
-    ("function", "options"),
-    [(FSDP2, {}), ("model_parallel:tensor_parallel", {"kind": "dtensor"})],
-    ids=str,
+    ("function", "options"), [(FSDP2, {}), ("model_parallel:tensor_parallel", {"kind": "dtensor"})], ids=str
 )
 def test_what_rules_offload_on_a_simulated_device(function: str, options: dict[str, Any]) -> None:
     plain = trained(row(function, 2, **options), "none")

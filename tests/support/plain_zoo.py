@@ -206,10 +206,7 @@ RECIPES: dict[str, tuple[Callable[[float], nn.Module], Callable[[], dict[str, Te
     "DiT": (DiT, lambda: {"x_BTC": _drawn(2, TOKENS, 8), "c_BD": _drawn(2, DIM, seed=2)}),
     "staged": (lambda p: Staged(dropout=p), lambda: _hidden("x_BTD")),
     "sequential": (lambda p: nn.Sequential(*(Block(dropout=p) for _ in range(3))), lambda: _hidden("input")),
-    "experts": (
-        lambda p: nn.Sequential(*(Block(dropout=p, mlp=Experts) for _ in range(2))),
-        lambda: _hidden("input"),
-    ),
+    "experts": (lambda p: nn.Sequential(*(Block(dropout=p, mlp=Experts) for _ in range(2))), lambda: _hidden("input")),
     "block": (lambda p: Block(dropout=p), lambda: _hidden("x_BTD")),
     "transformer_encoder": (_encoder, lambda: _hidden("src")),
     "transformer_decoder": (_decoder, lambda: _hidden("tgt", "memory")),

@@ -165,14 +165,7 @@ def sharded(block: FunctionBlock, x: Tensor) -> Tensor:
 
 BODIES: dict[str, Body] = {
     body.__name__: body
-    for body in (
-        functional,
-        not_waited_for_at_once,
-        in_place,
-        in_place_later_waited_for,
-        sent_and_received,
-        sharded,
-    )
+    for body in (functional, not_waited_for_at_once, in_place, in_place_later_waited_for, sent_and_received, sharded)
 }
 
 

@@ -141,10 +141,7 @@ def test_illegal_values_are_reported_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "fix"),
-    [
-        ("tp_group", r"pass it as an argument: sac\.apply\(model, value, tp_group=…\)"),
-    ],
+    ("key", "fix"), [("tp_group", r"pass it as an argument: sac\.apply\(model, value, tp_group=…\)")]
 )
 def test_what_to_write_instead_of_a_key_that_is_none(key: str, fix: str) -> None:
     with pytest.raises(ConfigError, match=f"fix: {fix}"):

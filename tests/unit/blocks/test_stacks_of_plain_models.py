@@ -113,10 +113,7 @@ def with_heads() -> nn.Module:
 
 FOUND: dict[str, tuple[Callable[[], nn.Module], list[tuple[str, int, int]]]] = {
     # name: (the model, the path, the number of the layer and the size of its stack for each block)
-    "a pipeline stage": (
-        lambda: Llama3Model(range(2, 4), n_layers=6),
-        [("layers.2", 2, 6), ("layers.3", 3, 6)],
-    ),
+    "a pipeline stage": (lambda: Llama3Model(range(2, 4), n_layers=6), [("layers.2", 2, 6), ("layers.3", 3, 6)]),
     "placeholders": (
         lambda: Holding(layers=nn.ModuleList([nn.Identity(), nn.Identity(), PlainBlock(), PlainBlock()])),
         [("layers.2", 2, 4), ("layers.3", 3, 4)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import sac
+from sac.errors import SacWarning
 from sac.memory_timeline import measure_memory
 from tests.unit.planner.small_training import bytes_of, within
 
@@ -111,3 +113,61 @@ def test_budget_is_met(seed: int) -> None:
     peak, found = _trained(seed, within(budget))
     assert peak <= budget
     assert all(map(torch.equal, found, expected))
+
+
+class Copied(nn.Module):
+    """A norm that saves a copy of its input: without checkpointing, nothing in a block holds what it was given."""
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x_BTD.double(), x_BTD.shape[-1:]).to(x_BTD.dtype)
+
+
+class Down(nn.Module):
+    def __init__(self, factor: int, depth: int = 0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = Copied(), nn.Linear(64, factor * 64), nn.Linear(factor * 64, 64)
+        self.depth = depth
+
+    def forward(self, x_BTD: Tensor, skipped_BTD: Tensor | float = 0.0) -> Tensor:
+        h_BTD = x_BTD
+        for _ in range(self.depth):
+            h_BTD = torch.tanh(h_BTD * 1.1).sigmoid()
+        h_BTD = self.norm(h_BTD) + (self.norm(skipped_BTD) if isinstance(skipped_BTD, Tensor) else 0.0)
+        return x_BTD + self.down(nn.functional.silu(self.up(h_BTD)))
+
+
+class Skips(nn.Module):
+    """What goes in at the left comes out at the right, through a norm of which autograd runs the backward first."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        count = draw.choice([1, 2, 3, 4])
+        self.stem = nn.Linear(64, 64)
+        self.left = nn.ModuleList(Down(draw.choice([1, 2, 4])) for _ in range(count))
+        self.right = nn.ModuleList(Down(draw.choice([1, 2, 4]), draw.choice([0, 1, 3])) for _ in range(count))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD, skips = self.stem(x_BTD), []
+        for block in self.left:
+            skips.append(x_BTD)
+            x_BTD = block(x_BTD)
+        for block in self.right:
+            x_BTD = block(x_BTD, nn.functional.layer_norm(skips.pop(), [64]))
+        return x_BTD
+
+
+def test_what_is_freed_in_the_phase_of_another_block_is_not_counted_on() -> None:
+    """The plan that followed from the first step with a plan was above the budget."""
+    draw = random.Random(36)
+    torch.manual_seed(0)
+    model = Skips(draw)
+    sac.apply(model, within(f"{draw.uniform(10, 98):.2f}%", blocks=["left.*", "right.*"]))
+    x_BTD = torch.randn(4, 256, 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SacWarning)
+        for _ in range(6):
+            model(x_BTD).pow(2).mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 1e-3 * parameter.grad  # type: ignore[operator]
+            model.zero_grad()

@@ -118,12 +118,7 @@ CHANGES = [
         Tensor.double,
         r"result 0 was float32\[4, 8\] on cpu in forward and is float64\[4, 8\] on cpu in recomputation",
     ),
-    (
-        REENTRANT,
-        lambda h: (h.sin(), h.cos()),
-        torch.sin,
-        "it returned 2 tensors in forward and 1 in recomputation",
-    ),
+    (REENTRANT, lambda h: (h.sin(), h.cos()), torch.sin, "it returned 2 tensors in forward and 1 in recomputation"),
 ]
 
 

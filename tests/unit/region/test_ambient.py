@@ -160,10 +160,7 @@ def run_by_function(model: Stack, chosen: Any) -> None:
 PROVIDED = [
     Way("function", run_by_function),
     Way("full", lambda model, _: sac.apply(model, {**FULL, "state": (COUNTER,)})),
-    Way(
-        "selective",
-        lambda model, chosen: sac.apply(model, selective(chosen, engine="rerun", state=(COUNTER,))),
-    ),
+    Way("selective", lambda model, chosen: sac.apply(model, selective(chosen, engine="rerun", state=(COUNTER,)))),
 ]
 
 
