@@ -64,12 +64,7 @@ def in_a_context_variable(block: Block, h: Tensor) -> None:
     MEMORY.set(h)
 
 
-HOLDERS = (
-    in_an_attribute,
-    in_a_list_that_stays,
-    in_an_object,
-    in_a_context_variable,
-)
+HOLDERS = (in_an_attribute, in_a_list_that_stays, in_an_object, in_a_context_variable)
 
 
 @EVERY_GRAPH

@@ -188,8 +188,7 @@ def test_every_section_is_run() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of the stacks themselves
 @pytest.mark.parametrize(
-    "heading",
-    [pytest.param(one, marks=vectorised_inductor if one == "torch.compile" else ()) for one in SECTIONS],
+    "heading", [pytest.param(one, marks=vectorised_inductor if one == "torch.compile" else ()) for one in SECTIONS]
 )
 def test_section(heading: str) -> None:
     _, packages, takes_ranks = SECTIONS[heading]

@@ -39,12 +39,7 @@ from tests.support.runs import runs_of
 from tests.support.training import assert_same, assert_same_training, built, train
 
 ATTENTION_AND_ALTERNATING = selective(policy(save("attention"), alternate("matmul")))
-VALUES = under_each_engine(
-    {
-        "full": FULL,
-        "attention and alternating matmuls": ATTENTION_AND_ALTERNATING,
-    }
-)
+VALUES = under_each_engine({"full": FULL, "attention and alternating matmuls": ATTENTION_AND_ALTERNATING})
 ON_EACH_VALUE = pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
 
 

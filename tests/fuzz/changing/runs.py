@@ -36,11 +36,7 @@ LIMITS = (  # of errors that the documentation announces, or that torch's own ch
     "has been modified by an inplace operation",
 )
 OUTSIDE = frozenset(  # features with state that a rerun finds as it is now, as under torch's own checkpoint
-    {
-        "if iterator",
-        "normalized weight by data",
-        "state outside of the contract",
-    }
+    {"if iterator", "normalized weight by data", "state outside of the contract"}
 )
 RULES: tuple[tuple[dict[str, Any], ...], ...] = (
     (),
