@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -20,9 +20,9 @@ from sac.policy.patterns import PathPattern
 # Note [The rules of a plan]
 #
 # What a plan saves in the layers of a stack is a set of calls (op, module, number of the call) per layer. A rule on
-# layers, ops, modules and calls matches a product of such sets. It may match nothing that the plan recomputes. Each
-# call that no rule matches yet in all layers that save it gets one that matches as many others as that allows: all
-# calls, all modules, a whole save-set. In the end, rules become one rule where the rule on all that they name is
+# stacks, layers, ops, modules and calls matches a product of such sets. It may match nothing that the plan recomputes.
+# Each call that no rule matches yet in all layers that save it gets one that matches as many others as that allows:
+# all calls, all modules, a whole save-set. In the end, rules become one rule where the rule on all that they name is
 # allowed too.
 
 _SETS = tuple(name for name, one in SAVE_SETS.items() if not any(entry.condition for entry in one.entries))
@@ -45,8 +45,9 @@ class PlannedRegion:
 
 
 class _Site(NamedTuple):
-    """A call of an op in a module, with the layers that save it and those that recompute it."""
+    """A call of an op in a module of a stack, with the layers that save it and those that recompute it."""
 
+    stack: PathPattern
     op: str
     module: str
     call: int
@@ -57,6 +58,7 @@ class _Site(NamedTuple):
 class _Product(NamedTuple):
     """A rule to be: on these ops, Functions or units in these modules, and these numbers of their calls."""
 
+    stacks: frozenset[PathPattern]
     names: frozenset[str]
     modules: frozenset[str]
     calls: frozenset[int]
@@ -64,12 +66,13 @@ class _Product(NamedTuple):
 
     def matches(self, site: _Site) -> bool:
         """Return whether it matches a call in the layers that the rule is for."""
-        return site.module in self.modules and site.call in self.calls and is_named(self.names, site.op)
+        at = site.stack in self.stacks and site.module in self.modules and site.call in self.calls
+        return at and is_named(self.names, site.op)
 
     def with_all_of(self, other: _Product) -> _Product:
         """Return the rule on all that the two name."""
-        parts = (self.names | other.names, self.modules | other.modules, self.calls | other.calls)
-        return _Product(*parts, self.layers | other.layers)
+        stacks, parts = self.stacks | other.stacks, (self.names | other.names, self.modules | other.modules)
+        return _Product(stacks, *parts, self.calls | other.calls, self.layers | other.layers)
 
 
 def policy_of(regions: Sequence[PlannedRegion]) -> Policy:
@@ -78,10 +81,7 @@ def policy_of(regions: Sequence[PlannedRegion]) -> Policy:
     for region in regions:
         if not region.profile.reason:
             stacks.setdefault(stack_pattern(region.block), []).append(region)
-    rules: list[Rule] = []
-    for number, (pattern, layers) in enumerate(stacks.items(), 1):
-        rules += rules_of(layers, (pattern,), f"{number}-") if len(stacks) > 1 else rules_of(layers, (), "")
-    return Policy("planned", tuple(rules))
+    return Policy("planned", tuple(_rules(stacks)))
 
 
 def stack_pattern(block: Block) -> PathPattern:
@@ -106,32 +106,34 @@ def saved_by(policy: Policy, profile: RegionProfile) -> frozenset[int]:
     return frozenset(one.number for one, do in found if do == Decision.SAVE.value)
 
 
-def rules_of(layers: Sequence[PlannedRegion], blocks: tuple[PathPattern, ...], prefix: str) -> list[Rule]:
-    """Return the rules for the planned layers of one stack; see Note [The rules of a plan].
+def _rules(stacks: Mapping[PathPattern, Sequence[PlannedRegion]]) -> Iterator[Rule]:
+    """Yield the rules for the planned layers of each stack; see Note [The rules of a plan]."""
 
-    ``blocks`` matches the regions of the stack, if there are others. ``prefix`` begins the names of the rules.
-    """
-    size = layers[0].block.stack_size
-    limits: dict[str, Any] = {"do": Decision.SAVE.value, "blocks": blocks}
-    found = []
-    if plain := [one.block.layer for one in layers if one.option.saved is None]:
-        found.append(Rule(f"{prefix}none", layers=_layers(plain, size), module=PathPattern.parse(""), **limits))
+    def limits(some: Collection[PathPattern], layers: Collection[int]) -> dict[str, Any]:
+        everywhere = all(one.block.layer in layers for pattern in some for one in stacks[pattern])
+        blocks = tuple(one for one in stacks if one in some) if len(some) < len(stacks) else ()
+        return {"blocks": blocks, "layers": None if everywhere else _layers(layers)}
+
+    plain: dict[frozenset[int], list[PathPattern]] = {}
+    for pattern, regions in stacks.items():
+        plain.setdefault(frozenset(one.block.layer for one in regions if one.option.saved is None), []).append(pattern)
+    for number, (layers, some) in enumerate(((one, plain[one]) for one in plain if one), 1):
+        word = "none" if number == 1 else f"none-{number}"
+        yield Rule(word, do=Decision.SAVE.value, module=PathPattern.parse(""), **limits(some, layers))
     taken: Counter[str] = Counter()
-    both = [(one, _sites(layers, one)) for one in (Decision.SAVE, Decision.OFFLOAD)]
+    both = [(one, _sites(stacks, one)) for one in (Decision.SAVE, Decision.OFFLOAD)]
     for do, sites, product in [(*pair, product) for pair in both for product in _products(pair[1])]:
         kind = _kind(min(product.names))
         names = sorted(name.removeprefix(f"{kind} ") for name in product.names)
         word = names[0].split(".")[-1] if kind else names[0].split(".")[:2][-1].split("::")[-1].strip("_")
         taken[word] += 1
-        rule = Rule(
-            prefix + (word if taken[word] == 1 else f"{word}-{taken[word]}"),
-            layers=_layers(product.layers, size),
+        more: dict[str, Any] = {"do": do.value, kind or "ops": tuple(names)} | limits(product.stacks, product.layers)
+        yield Rule(
+            word if taken[word] == 1 else f"{word}-{taken[word]}",
             module=None if product.modules == _all(sites, "module") else PathPattern.parse(*sorted(product.modules)),
             call=None if product.calls == _all(sites, "call") else Layers("index", tuple(sorted(product.calls))),
-            **limits | {"do": do.value, kind or "ops": tuple(names)},
+            **more,
         )
-        found.append(rule)
-    return found
 
 
 @cache
@@ -144,17 +146,15 @@ def is_named(names: Collection[str], op: str) -> bool:
     return op in names or (found is not None and matcher.matches(found) and not matcher.conditional(found))
 
 
-def _sites(layers: Iterable[PlannedRegion], do: Decision) -> tuple[_Site, ...]:
+def _sites(stacks: Mapping[PathPattern, Sequence[PlannedRegion]], do: Decision) -> tuple[_Site, ...]:
     """Return the calls that layers save, or offload; "recomputed" is what the rules may not match."""
-    saved: dict[tuple[str, str, int], set[int]] = {}
-    recomputed: dict[tuple[str, str, int], set[int]] = {}
-    for one in layers:
+    found: dict[tuple[PathPattern, str, str, int], tuple[set[int], set[int]]] = {}
+    for pattern, one in ((pattern, one) for pattern, regions in stacks.items() for one in regions):
         for entry in one.profile.candidates if one.option.saved is not None else ():
-            sent, kept = one.option.sent, (one.option.saved or frozenset()) - one.option.sent
-            into = saved if entry.number in (kept if do is Decision.SAVE else sent) else recomputed
-            into.setdefault((entry.op, entry.module, entry.call), set()).add(one.block.layer)
-    keys = dict.fromkeys((*saved, *recomputed))
-    return tuple(_Site(*key, frozenset(saved.get(key, ())), frozenset(recomputed.get(key, ()))) for key in keys)
+            chosen = one.option.sent if do is Decision.OFFLOAD else (one.option.saved or frozenset()) - one.option.sent
+            both = found.setdefault((pattern, entry.op, entry.module, entry.call), (set(), set()))
+            both[entry.number not in chosen].add(one.block.layer)
+    return tuple(_Site(*key, frozenset(saved), frozenset(recomputed)) for key, (saved, recomputed) in found.items())
 
 
 def _all(sites: Sequence[_Site], name: str) -> frozenset[Any]:
@@ -172,7 +172,8 @@ def _products(sites: Sequence[_Site]) -> list[_Product]:
     for site in sorted((site for site in sites if site.saved), key=lambda one: -len(one.saved)):
         if any(one.matches(site) and site.saved <= one.layers for one in found):
             continue
-        product = _Product(frozenset([site.op]), frozenset([site.module]), frozenset([site.call]), site.saved)
+        parts = (frozenset([site.stack]), frozenset([site.op]), frozenset([site.module]), frozenset([site.call]))
+        product = _Product(*parts, site.saved)
         names = [name for name in (site.op.rpartition(".")[0], *_SETS) if is_named((name,), site.op)]
         wider: list[dict[str, Any]] = [{"calls": _all(sites, "call")}, {"modules": _all(sites, "module")}]
         for change in wider + [{"names": frozenset([name])} for name in names]:
@@ -191,10 +192,10 @@ def _kind(name: str) -> str:
     return name.partition(" ")[0] if " " in name else ""
 
 
-def _layers(numbers: Collection[int], count: int) -> Layers | None:
-    """Return layer numbers as ranges, None for all layers."""
+def _layers(numbers: Collection[int]) -> Layers:
+    """Return layer numbers as ranges."""
     ranges: list[tuple[int, int]] = []
     for number in sorted(numbers):
         is_next = ranges and ranges[-1][1] == number - 1
         ranges.append((ranges.pop()[0], number) if is_next else (number, number))
-    return None if len(numbers) == count else Layers("numbers", tuple(ranges))
+    return Layers("numbers", tuple(ranges))
