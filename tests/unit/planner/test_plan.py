@@ -28,14 +28,14 @@ X = torch.randn(4, 32, 16)
 
 def model_of(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
     torch.manual_seed(0)
-    model, batch = tiny(family, **({"num_layers": 1, "num_decoder_layers": 1} if family == "t5" else {}))
+    model, batch = tiny(family)
     model.config.use_cache = False
     return model.train(), {name: value.repeat(4, *[1] * (value.dim() - 1)) for name, value in batch.items()}
 
 
 @pytest.mark.parametrize(
     ("family", "device", "share"),
-    [("llama", "cpu", "20%"), ("t5", "h100", "20%"), ("mixtral", "cpu", "70%"), ("vit", "h100", "70%")],
+    [("llama", "cpu", "20%"), ("t5", "h100", "10%"), ("mixtral", "cpu", "70%"), ("vit", "h100", "70%")],
 )
 def test_plan_fits_and_uses_the_room(family: str, device: str, share: str) -> None:
     model, inputs = model_of(family)
@@ -123,8 +123,7 @@ def test_explanation_adds_up() -> None:
     assert any("(rule " in line for line in made.explanation.lines())
     assert "memory._record_memory_history" in made.explanation.lines()[-1]
     large = make_plan(model, inputs, "1TiB")
-    assert large.notes == ("no checkpointing is needed",)
-    assert large.rows[0].seconds == 0
+    assert (large.notes, large.rows[0].seconds) == (("no checkpointing is needed",), 0)
 
 
 def test_plan_for_one_of_several_ranks() -> None:
