@@ -223,13 +223,13 @@ class Prediction:
         self.blocks = tuple(of_path[path] for path in dict.fromkeys(record.paths))
         numbers = {profile: kind for kind, profile in enumerate(dict.fromkeys(profiles.values()))}
         self.profiles, self.kinds = tuple(numbers), tuple(numbers[profiles[block]] for block in self.blocks)
-        saved = [frozenset[int]() if shipped is None else saved_by(shipped, one) for one in self.profiles]
-        self.options = [options_of(*pair, device) for pair in zip(self.profiles, saved, strict=True)]
+        saved = [(numbers[profiles[one]], saved_by(shipped, one, profiles[one])) for one in self.blocks]
+        self.options = [options_of(one, {has for at, has in saved if at == n}, device) for one, n in numbers.items()]
         ways = [[option.saved for option in options] for options in self.options]
         # The usual choices. Full recomputation has the least peak; the last option is no checkpointing, if that is one.
         self.full: Choice = (0,) * len(self.blocks)
         self.fastest: Choice = tuple(len(ways[kind]) - 1 for kind in self.kinds)
-        self.shipped: Choice = tuple(ways[kind].index(saved[kind]) for kind in self.kinds)
+        self.shipped: Choice = tuple(ways[kind].index(entries) for kind, entries in saved)
         self.seconds = [tuple(option.seconds for option in self.options[kind]) for kind in self.kinds]
         self._forwards_s = [sum(seconds(entry, device) for entry in profile.entries) for profile in self.profiles]
         self.forward_s = sum(self._forwards_s[kind] for kind in self.kinds)
@@ -576,10 +576,10 @@ def _replay_bytes(profile: RegionProfile, option: Option, inputs: int) -> int:
 # -- What may be saved in a region
 
 
-def options_of(profile: RegionProfile, shipped: frozenset[int], device: Device) -> tuple[Option, ...]:
+def options_of(profile: RegionProfile, shipped: Iterable[frozenset[int]], device: Device) -> tuple[Option, ...]:
     """Return the options of a region: full recomputation, then those that save more, then no checkpointing.
 
-    Bytes ascend and seconds descend. ``shipped``: entries that are an option in any case.
+    Bytes ascend and seconds descend. ``shipped``: sets of entries that are options in any case.
     See Note [The search for save options].
     """
     times, flops = [seconds(one, device) for one in profile.entries], [one.flops for one in profile.entries]
@@ -611,7 +611,7 @@ def options_of(profile: RegionProfile, shipped: frozenset[int], device: Device) 
     for one in seen:
         if one.seconds < (best[-1] if best else full).seconds:
             best.append(priced(frozenset(number for number in one.saved or () if profile.roots_of(number) & one.held)))
-    chosen = dict.fromkeys([full, *best, priced(shipped)])
+    chosen = dict.fromkeys([full, *best, *map(priced, shipped)])
     found = sorted(chosen, key=lambda one: (one is not full, one.bytes, -one.seconds))
     if not profile.reason:
         found.append(Option(None, profile.bytes_of(profile.needed | profile.routed)))

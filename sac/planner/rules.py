@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
+from operator import or_
 from typing import Any, NamedTuple
 
 from sac.blocks.find import Block
@@ -14,7 +15,7 @@ from sac.ops.names import resolve_ops
 from sac.ops.registry import find_op
 from sac.ops.save_sets import SAVE_SETS
 from sac.planner.profile import Entry, Option, RegionProfile
-from sac.policy.model import Decision, Layers, Policy, Rule
+from sac.policy.model import ALTERNATE, Decision, Layers, Policy, Rule
 from sac.policy.patterns import PathPattern
 
 # Note [The rules of a plan]
@@ -69,11 +70,6 @@ class _Product(NamedTuple):
         at = site.stack in self.stacks and site.module in self.modules and site.call in self.calls
         return at and is_named(self.names, site.op)
 
-    def with_all_of(self, other: _Product) -> _Product:
-        """Return the rule on all that the two name."""
-        stacks, parts = self.stacks | other.stacks, (self.names | other.names, self.modules | other.modules)
-        return _Product(stacks, *parts, self.calls | other.calls, self.layers | other.layers)
-
 
 def policy_of(regions: Sequence[PlannedRegion]) -> Policy:
     """Return the policy by which regions save what the plan says."""
@@ -91,8 +87,8 @@ def stack_pattern(block: Block) -> PathPattern:
     return PathPattern.parse(".".join(part for part in (block.stack, number, rest) if part))
 
 
-def saved_by(policy: Policy, profile: RegionProfile) -> frozenset[int]:
-    """Return the entries that the rules of a policy on ops save in a region, as far as ops and modules tell."""
+def saved_by(policy: Policy | None, block: Block, profile: RegionProfile) -> frozenset[int]:
+    """Return the entries that the rules of a policy on ops save in a block, as far as ops and modules tell."""
 
     def matches(rule: Rule, entry: Entry) -> bool:
         at_module = rule.module is None or rule.module.matches(entry.module)
@@ -102,8 +98,12 @@ def saved_by(policy: Policy, profile: RegionProfile) -> frozenset[int]:
         kind, _, name = entry.op.partition(" ")
         return is_named(rule.ops, entry.op) or (bool(name) and rule.matches_unit(name, name if kind == "unit" else ""))
 
-    found = ((one, next((rule.do for rule in policy.rules if matches(rule, one)), "")) for one in profile.candidates)
-    return frozenset(one.number for one, do in found if do == Decision.SAVE.value)
+    rules = [*filter(block.is_meant_by, policy.rules)] if policy else []
+    found: dict[Rule | None, list[int]] = {}
+    for one in profile.candidates:
+        found.setdefault(next((rule for rule in rules if matches(rule, one)), None), []).append(one.number)
+    every = {Decision.SAVE.value: 1, ALTERNATE: 2}
+    return frozenset(n for rule, its in found.items() if rule and rule.do in every for n in its[:: every[rule.do]])
 
 
 def _rules(stacks: Mapping[PathPattern, Sequence[PlannedRegion]]) -> Iterator[Rule]:
@@ -180,7 +180,7 @@ def _products(sites: Sequence[_Site]) -> list[_Product]:
             product = next(filter(is_allowed, [product._replace(**change)]), product)
         found.append(product)
     while True:
-        pairs = ((first, second, first.with_all_of(second)) for first, second in combinations(found, 2))
+        pairs = ((first, second, _Product(*map(or_, first, second))) for first, second in combinations(found, 2))
         merged = next((one for one in pairs if is_allowed(one[2])), None)
         if merged is None:
             return sorted(found, key=lambda one: next(i for i, site in enumerate(sites) if one.matches(site)))
