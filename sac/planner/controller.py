@@ -45,10 +45,10 @@ from sac.torch_private import NO_TASK, current_graph_task_id, tree_leaves
 #
 # A pass on larger inputs than were observed runs under full recomputation. If it begins a step, that step is observed
 # for a new plan, else the next one; a plan is used if it covers all that the last one was made for. The first steps of
-# a plan are measured, and if a faster choice fits by what they show, it is used from the next step on. In the end, with
-# host memory, comes a plan that sends values (Note [Values on the host]), if it is faster. If a step of that exceeds
-# the budget, the plan before it is used again. Ranks that share parameters agree on their first plan (`agreeing.py`),
-# which may send values, and keep it.
+# a plan are measured, and the choice that is best by what they show is used from the next step on: a faster one that
+# fits, or after a step above the budget a slower one. In the end, with host memory, comes a plan that sends values
+# (Note [Values on the host]), if it is faster. If a step of that exceeds the budget, the plan before it is used again.
+# Ranks that share parameters agree on their first plan (`agreeing.py`), which may send values, and keep it.
 
 # Note [A profiler in steps]
 #
@@ -311,22 +311,22 @@ class Controller(BudgetRegions):
         _say(f"sac: {took}{'; now ' if took else ''}{fitted}")
 
     def _compare(self, record: StepRecord) -> None:
-        """Report the peak of a step of the plan; use a faster choice if one fits by what the step shows."""
+        """Report the peak of a step of the plan; use the fastest choice that fits by what the step shows."""
         prediction, fitted, choice = self._prediction, self.fitted, self._choice
         assert fitted is not None
         allowed, over = fitted.budget, record.peak - fitted.budget
         text = f"a step with the plan took {bytes_text(record.peak)}"
         if over > 0:
             more = f"{over} bytes ({bytes_text(over)}) more than the budget of {self.budget}"
-            fix = "find what takes memory that the first step did not; or give a budget that is smaller by that much"
+            fix = "find what takes memory that the first step did not. The plan is changed where that helps"
             found = f"{text}, {more}; {bytes_text(fitted.peak)} were predicted"
             warn(Problem("activation_checkpointing.budget", found, fix=fix))
             self._host = 0 if fitted.host else self._host
         if record.shapes == self.shapes and not fitted.host:
             prediction.learn(record, choice)
-            faster = prediction.search(allowed, choice)
-            if prediction.time_of(faster) < prediction.time_of(choice):
-                choice = faster
+            best = prediction.search(allowed, choice)
+            if best != choice and (over > 0 or prediction.time_of(best) < prediction.time_of(choice)):
+                choice = best
             else:
                 self._checks = 0
         self._take(choice, allowed, text)
