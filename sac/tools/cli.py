@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     compare = add("compare", help="train copies of a model under several modes and measure them")
     _add_model_options(compare)
     _add_training_options(compare)
-    plan = add("plan", help="compute a policy that fits a memory budget with the least recomputation")
+    plan = add("plan", help="compute a policy that fits a memory budget with little recomputation")
     _add_model_options(plan, "cpu, cuda, or whose figures price the ops: h100, h200, a100, b200, mi300x", ranges=True)
     _add_plan_options(plan)
     for command in (check, trace, compare, plan):
