@@ -323,9 +323,10 @@ class Controller(BudgetRegions):
             warn(Problem("activation_checkpointing.budget", found, fix=fix))
             self._host = 0 if fitted.host else self._host
         if record.shapes == self.shapes and not fitted.host:
-            prediction.learn(record, choice)
+            prediction.learn(record, choice, exceeds=over > 0)
             best = prediction.search(allowed, choice)
-            if best != choice and (over > 0 or prediction.time_of(best) < prediction.time_of(choice)):
+            is_better = over > 0 or prediction.time_of(best) < prediction.time_of(choice)
+            if is_better and prediction.peak_of(best) <= allowed:
                 choice = best
             else:
                 self._checks = 0

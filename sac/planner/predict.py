@@ -292,8 +292,8 @@ class Prediction:
         sent = [region.profile.sent_bytes(region.option) for region in self.regions(choice)]
         return max(sum(count * size for count, size in zip(place.alive, sent, strict=True)) for place in self._bases)
 
-    def learn(self, record: StepRecord, choice: Choice) -> None:
-        """Take over what a step that was run with ``choice`` shows of the options in it."""
+    def learn(self, record: StepRecord, choice: Choice, *, exceeds: bool = False) -> None:
+        """Take over what a step with ``choice`` shows of its options. If it ``exceeds`` the budget, of all options."""
         known = self.record
         seen = [(one.paths, len(one.phases), [size for size, _ in one.passed]) for one in (record, known)]
         if seen[0] != seen[1]:
@@ -322,12 +322,8 @@ class Prediction:
                 mine = [(own, choice[own])] if own >= 0 else []
                 sizes[frozenset([*map(options.__getitem__, paths), *mine])] += size
             self._freed[place] = sizes
-        rises = [
-            (place.part, place.own, peak - self._bases[place] - self._held_at(place, choice))
-            for place, peak in peaks.items()
-            if place.part != BETWEEN
-        ]
-        self._take_over(choice, rises)
+        rises = [(at, peak - self._bases[at] - self._held_at(at, choice)) for at, peak in peaks.items()]
+        self._take_over(choice, ((at.part, at.own, size) for at, size in rises if at.part != BETWEEN and not exceeds))
         live = dict(zip(self._bases, self.live(choice), strict=True))
         for place, peak in peaks.items():
             self._bases[place] += max(0, peak - live[place])

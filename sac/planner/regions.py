@@ -244,8 +244,9 @@ class BudgetRegions:
             forward.planned, full = Region(group, path), forward.full.group
             group.functions.update(full.functions)  # a planned call keeps nothing to verify units anew
             group.verified = group.verified or full.verified
-            if mine is not None and mine.profile.reason:
+            if mine is None or mine.profile.reason:  # it was not called, or cannot be planned
                 forward.planned = forward.full
+            if mine is not None and mine.profile.reason:
                 full.give_up("it is not planned", path)
             if mine is not None and mine.option.saved is None:
                 size = mine.option.bytes

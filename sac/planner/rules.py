@@ -75,8 +75,7 @@ def policy_of(regions: Sequence[PlannedRegion]) -> Policy:
     """Return the policy by which regions save what the plan says."""
     stacks: dict[PathPattern, list[PlannedRegion]] = {}
     for region in regions:
-        if not region.profile.reason:
-            stacks.setdefault(stack_pattern(region.block), []).append(region)
+        stacks.setdefault(stack_pattern(region.block), []).append(region)
     return Policy("planned", tuple(_rules(stacks)))
 
 
@@ -109,15 +108,14 @@ def saved_by(policy: Policy | None, block: Block, profile: RegionProfile) -> fro
 def _rules(stacks: Mapping[PathPattern, Sequence[PlannedRegion]]) -> Iterator[Rule]:
     """Yield the rules for the planned layers of each stack; see Note [The rules of a plan]."""
 
-    def limits(some: Collection[PathPattern], layers: Collection[int]) -> dict[str, Any]:
-        everywhere = all(one.block.layer in layers for pattern in some for one in stacks[pattern])
-        blocks = tuple(one for one in stacks if one in some) if len(some) < len(stacks) else ()
+    def limits(some: Collection[PathPattern], layers: frozenset[int]) -> dict[str, Any]:
+        everywhere = all(layers >= {*range(stacks[pattern][0].block.stack_size)} for pattern in some)
+        blocks = tuple(one for one in stacks if one in some) if len(stacks) > 1 else ()
         return {"blocks": blocks, "layers": None if everywhere else _layers(layers)}
 
-    plain: dict[frozenset[int], list[PathPattern]] = {}
-    for pattern, regions in stacks.items():
-        plain.setdefault(frozenset(one.block.layer for one in regions if one.option.saved is None), []).append(pattern)
-    for number, (layers, some) in enumerate(((one, plain[one]) for one in plain if one), 1):
+    plain = {at: frozenset(one.block.layer for one in stacks[at] if one.option.saved is None) for at in stacks}
+    for number, layers in enumerate(dict.fromkeys(filter(None, plain.values())), 1):
+        some = [pattern for pattern in stacks if plain[pattern] == layers]
         word = "none" if number == 1 else f"none-{number}"
         yield Rule(word, do=Decision.SAVE.value, module=PathPattern.parse(""), **limits(some, layers))
     taken: Counter[str] = Counter()
@@ -150,10 +148,12 @@ def _sites(stacks: Mapping[PathPattern, Sequence[PlannedRegion]], do: Decision) 
     """Return the calls that layers save, or offload; "recomputed" is what the rules may not match."""
     found: dict[tuple[PathPattern, str, str, int], tuple[set[int], set[int]]] = {}
     for pattern, one in ((pattern, one) for pattern, regions in stacks.items() for one in regions):
-        for entry in one.profile.candidates if one.option.saved is not None else ():
+        for entry in () if one.option.saved is None or one.profile.reason else one.profile.candidates:
             chosen = one.option.sent if do is Decision.OFFLOAD else (one.option.saved or frozenset()) - one.option.sent
             both = found.setdefault((pattern, entry.op, entry.module, entry.call), (set(), set()))
             both[entry.number not in chosen].add(one.block.layer)
+    for (pattern, *_), (_, recomputed) in found.items():  # a block that cannot be planned may call any of them
+        recomputed.update(one.block.layer for one in stacks[pattern] if one.profile.reason)
     return tuple(_Site(*key, frozenset(saved), frozenset(recomputed)) for key, (saved, recomputed) in found.items())
 
 

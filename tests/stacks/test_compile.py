@@ -116,9 +116,6 @@ def test_gradients_graphs_and_the_report(name: str, way: Way) -> None:
     assert all(kind.calls == 0 and kind.kept_bytes == 0 for kind in report.kinds)
 
 
-# -- Models
-
-
 class Inside(nn.Module):
     """A model that holds the stack, so that the blocks lie deeper."""
 
@@ -249,9 +246,6 @@ def test_a_backend_that_runs_the_graph_as_it_is(value: Any) -> None:
     assert_same(*runs)
 
 
-# -- Backward
-
-
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -347,9 +341,6 @@ def test_a_compiled_block_with_a_graph_break_is_told_once(apply_first: bool) -> 
     (told,) = [str(one.message) for one in caught if issubclass(one.category, SacWarning)]
     assert told.startswith("blocks.0: it was compiled, but runs uncompiled, since there is a graph break in it: ")
     assert "User-inserted graph break" in told
-
-
-# -- The report
 
 
 def test_the_report_of_blocks_that_differ_and_a_rule_without_a_hit() -> None:

@@ -71,17 +71,11 @@ def test_routed_tokens_are_sent_once_in_every_mode_full_included() -> None:
     assert all(least_kept(ours, plain) < 1 for ours in recomputed)
 
 
-# -- Context parallelism: sharded tokens, attention in a ring
-
-
 def test_attention_that_is_recomputed_sends_its_ring_again() -> None:
     """The ring is inside the one attention op that regions see: kept and sent again together with that."""
     for plain, full, again in on_each_rank("ring_attention:context_parallel", "none", "full", SAVE_PRODUCTS):
         assert plain.collectives != full.collectives == again.collectives
         assert again.flops < full.flops
-
-
-# -- Pipelines: backward in two parts for zero-bubble schedules
 
 
 def test_two_parts_of_backward_share_what_one_of_them_recomputed() -> None:

@@ -134,9 +134,6 @@ def test_as_without_us(program: Callable[..., Outcome], value: Any, order: str) 
         assert least_kept(ours, plain) < 1
 
 
-# -- Distributed checkpoints
-
-
 def wrapped(stack: str, mode: str) -> nn.Module:
     model: nn.Module = sac.apply(decoder("experts"), mode)
     return shard_nested(model) if stack == "FSDP2" else shard_fsdp1(model, {ExpertsBlock}, use_orig_params=True)

@@ -92,6 +92,17 @@ def test_a_larger_micro_batch_within_a_step_is_planned_for_in_the_next() -> None
     assert loop.used == "planned"
 
 
+def test_blocks_that_were_not_called_at_first_are_recomputed_in_full() -> None:
+    low, high = ends(LARGE)
+    loop = Loop(within("1GiB"))
+    body = loop.model.body
+    body.forward = body.blocks[0].__call__
+    for _ in range(3):
+        loop.step(LARGE)
+    del body.forward
+    assert low < loop.peak(LARGE) < (low + high) / 2
+
+
 def test_a_size_that_the_other_does_not_cover_leaves_the_plan_alone() -> None:
     loop = Loop(within("1GiB"))
     for _ in range(3):

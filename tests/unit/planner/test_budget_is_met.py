@@ -314,9 +314,6 @@ def test_policies_can_be_planned_without_the_models_own_forward() -> None:
     assert max(found.peaks) <= share(0.5)
 
 
-# -- The step is measured again
-
-
 def test_report_says_what_a_step_with_the_plan_took(recwarn: pytest.WarningsRecorder) -> None:
     model = built()
     sac.apply(model, within("50%"))
@@ -326,28 +323,37 @@ def test_report_says_what_a_step_with_the_plan_took(recwarn: pytest.WarningsReco
     assert not profiler_is_on()
 
 
-def test_after_a_step_that_takes_more_than_the_budget_less_is_kept() -> None:
+@pytest.mark.parametrize(
+    ("where", "size", "later"), [("loss", 2**20, r"(3\.[5-9]|4\.0)"), ("each block's backward", 3 * 2**19, r"5\.\d")]
+)
+def test_after_a_step_above_the_budget_less_is_kept_where_that_helps(where: str, size: int, later: str) -> None:
+    sizes = [0]
+
+    def spike(*_: Any) -> None:
+        torch.empty(sizes[-1], dtype=torch.uint8)
+
     def stepped(model: nn.Module, *temporary_bytes: int) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         for size in temporary_bytes:
+            sizes.append(size)
             loss = model(X).square().mean()
-            torch.empty(size, dtype=torch.uint8)
+            if where == "loss":
+                spike()
             loss.backward()
             optimizer.step()
 
     model = built()
+    for block in model.body.blocks if where != "loss" else ():
+        [*block.parameters()][-1].register_hook(spike)
     sac.apply(model, within("4MiB", optimizer="sgd"))
     stepped(model, 0)
     with pytest.warns(SacWarning) as warned:
-        stepped(model, 2**20, 2**20)
+        stepped(model, size, size, size)
     [told] = [str(one.message) for one in warned]
     took = re.search(r"(\d+) bytes \(.*\) more than the budget of 4MiB; [34]\.\d MiB were predicted", told)
     assert took is not None
-    assert 2**19 < int(took[1]) < 2**20
-    assert re.search(r"a step with the plan took (3\.[5-9]|4\.0) MiB", controller_of(model).told)
-
-
-# -- Errors
+    assert 2**19 < int(took[1]) < size
+    assert re.search(rf"a step with the plan took {later} MiB", controller_of(model).told)
 
 
 def test_budget_below_the_least_peak() -> None:

@@ -88,9 +88,6 @@ def test_errors(device: str, host: str, text: str) -> None:
         sac.plan(model, inputs, "1GiB", device=device, host_memory=host)
 
 
-# -- In the config
-
-
 def on_a_device(value: Any, patch: pytest.MonkeyPatch, surcharge: int = 0) -> tuple[Trained, int]:
     """Train on a simulated device; return its peak, too. It seems to need a ``surcharge`` once values were sent."""
     patch.setattr(transfers, "LIMITS", TransferLimits(smallest=1, in_flight=64 << 10, ahead=64 << 10))

@@ -139,10 +139,12 @@ def test_plan_for_one_of_several_ranks() -> None:
 def test_block_that_cannot_be_replayed_is_named() -> None:
     model = Stack()
     model.layers[1] = _Odd()
-    made = make_plan(model, (X,), "50%")
+    made = make_plan(model, (X,), "100%")
     assert made.rows[0].peak <= made.budget
     [note] = [note for note in made.notes if note.startswith("layers.1 is recomputed in full: ")]
     assert "no op has written" in note
+    assert made.policy.rules
+    assert None not in [one.layers for one in made.policy.rules]  # the file recomputes layers.1 in full as well
 
 
 class _Odd(Block):
