@@ -48,7 +48,7 @@ def test_plan_fits_and_uses_the_room(family: str, device: str, share: str) -> No
     assert 0 < shipped.flops < full.flops  # that of Mixtral saves a product in every second layer
     assert all(plan.seconds <= one.seconds for one in (none, full, shipped) if one.peak <= made.budget)
     assert len(made.policy.rules) <= 12
-    assert family != "t5" or any(one.ops and len(one.blocks) == 2 for one in made.policy.rules)  # both stacks share rules
+    assert family != "t5" or any(one.ops and len(one.blocks) == 2 for one in made.policy.rules)  # rules are shared
     if device == "cpu":  # its kernels need some memory while they run, which no tensor shows
         real, of_tensors = peaks_of_a_real_step(model, inputs, made.policy)
         assert plan.peak == of_tensors <= real <= 1.05 * plan.peak
