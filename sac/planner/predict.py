@@ -223,7 +223,8 @@ class Prediction:
         self.blocks = tuple(of_path[path] for path in dict.fromkeys(record.paths))
         numbers = {profile: kind for kind, profile in enumerate(dict.fromkeys(profiles.values()))}
         self.profiles, self.kinds = tuple(numbers), tuple(numbers[profiles[block]] for block in self.blocks)
-        saved = [(numbers[profiles[one]], saved_by(shipped, one, profiles[one])) for one in self.blocks]
+        pairs = zip(self.blocks, self.kinds, strict=True)
+        saved = [(kind, saved_by(shipped, one, self.profiles[kind])) for one, kind in pairs]
         self.options = [options_of(one, {has for at, has in saved if at == n}, device) for one, n in numbers.items()]
         ways = [[option.saved for option in options] for options in self.options]
         # The usual choices. Full recomputation has the least peak; the last option is no checkpointing, if that is one.

@@ -246,8 +246,8 @@ class BudgetRegions:
             group.verified = group.verified or full.verified
             if mine is None or mine.profile.reason:  # it was not called, or cannot be planned
                 forward.planned = forward.full
-            if mine is not None and mine.profile.reason:
-                full.give_up("it is not planned", path)
+                if mine is not None:
+                    full.give_up("it is not planned", path)
             if mine is not None and mine.option.saved is None:
                 size = mine.option.bytes
                 rule = next(one.index for one in group.table.rules if one.rule.matches_module)  # saves the whole block
